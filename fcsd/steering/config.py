@@ -62,7 +62,7 @@ class RouterBiasConfig(Strict):
         if (low := min(value)) < 0:
             raise ValueError(f"a strength is 0 or more, got {low:g}")
         if len(set(value)) != len(value):
-            raise ValueError("a strength stands twice")
+            raise ValueError("a strength is given twice")
         if not any(value):
             raise ValueError("needs a strength above 0; 0 is the model itself")
         return value
@@ -71,7 +71,7 @@ class RouterBiasConfig(Strict):
     @classmethod
     def _each_once(cls, value: list[str]) -> list[str]:
         if len(set(value)) != len(value):
-            raise ValueError("a model stands twice")
+            raise ValueError("a model is given twice")
         return value
 
     @property
@@ -87,6 +87,7 @@ class RouterBiasConfig(Strict):
     def names(self) -> dict[str, Steered]:
         """The steered models by their names in the report."""
         return {
+            # Strength 0 is the model itself.
             f"{'' if model == 'original' else f'{model}-'}{kind}-{strength:g}": Steered(
                 model, kind, strength
             )
@@ -155,6 +156,8 @@ class BiasSettings(RoutingStudy):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> "BiasSettings":
+        # A file of windows replaces the strength: it says how far each layer has to be
+        # pushed.
         if (self.kind == "windows") != (self.windows is not None):
             raise ValueError("--windows FILE and --kind windows go together")
         if (self.kind == "windows") == (self.strength is not None):

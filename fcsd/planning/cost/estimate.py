@@ -119,6 +119,7 @@ def _tokenizing(num_tokens: int) -> dict[str, Any]:
     """Return tokens, bytes on disk, and seconds with the largest number of processes
     and with one.
     """
+    # The time is assumed to fall with the number of processes.
     seconds = num_tokens / WORKER_TOKENS_S
     return {
         "num_tokens": num_tokens,
@@ -206,6 +207,7 @@ def _memory(job: Job) -> dict[str, Any]:
 
 
 def _disk(job: Job) -> dict[str, int]:
+    # The same function checks the disk before a training, so both agree.
     need = disk_need(
         job.training.train,
         num_trained=job.trace.num_trainable,
@@ -447,6 +449,8 @@ def _totals(
 
 def _assumptions(job: Job) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
+    # Only what holds for this estimate is listed: each condition below is one of the
+    # run.
     if hardware.mfu is None:
         shares = ", ".join(
             f"{assumption.what.removeprefix('share of the peak, ')}"

@@ -123,6 +123,7 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
     """Add everything that an operation's output depends on to the key; return False
     where that is more than shapes, or unknown.
     """
+    # Values of a type that is not known to be plain make the operation unknown.
     kind = type(value)
     if isinstance(value, Tensor):
         if (

@@ -42,6 +42,7 @@ def plan(planned: Planned) -> dict[str, Any]:
     """
     times = plan_times(planned)
     machine, rows = planned.machine, []
+    # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
         value = machine.values[name]
         # A given value may lie outside the table's range, which then extends to it.
@@ -95,6 +96,8 @@ def memory(planned: Planned) -> dict[str, Any]:
     UserError for more than the GPU has.
     """
     settings = planned.settings
+    # Training is traced, as in `fcsd estimate`; a server holds weights, cache and one
+    # pass.
     if settings.phase == "train":
         setting = micro_batch_setting(
             planned.training, planned.layout, planned.micro_batches

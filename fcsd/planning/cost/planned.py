@@ -174,8 +174,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         )
     if settings.global_batch is not None and settings.phase != "train":
         raise UserError(
-            f"--global-batch: of an optimiser step, which --phase {settings.phase} has"
-            " not; leave it out"
+            f"--global-batch: rows of an optimiser step; --phase {settings.phase} has"
+            " none, leave it out"
         )
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config

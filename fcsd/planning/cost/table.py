@@ -32,6 +32,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     memory = facts["memory"]
     yield [_memory(memory)]
     yield [_fits(facts), *_activations(memory["activations"])]
+    # Changes are computed only where the training does not fit.
     if facts["changes"]:
         rows = [
             [
@@ -80,6 +81,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         facts["settings"],
         facts["parameters"],
     )
+    # Switches are named only where they are on.
     notes = [
         name
         for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16")
@@ -184,6 +186,7 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
             ("expected_tokens_per_second", "tokens_per_second"),
         )
     )
+    # The parts of a step whose exchanges block; they add up to it.
     parts = {
         "compute": time["compute_s"],
         "exchanges of experts": time["exchanges_s"],
@@ -255,6 +258,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
     gpu = machine["gpu"]
     rewired = f"{len(settings['layers'])} of {settings['num_layers']} layers rewired"
     batch = f"{settings['batch']} x {settings['length']} tokens"
+    # A server shares its layers by tensor parallelism, or only its experts (wide).
     if settings["phase"] == "train":
         ranks = f"expert parallel {settings['expert_parallel']}"
         batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
@@ -328,6 +332,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
             " 5.1: `fcsd routing` measures yours, --routing reads it"
         )
+    # Only training gathers weights; a server's values are 0 or missing.
     if any(sharding := times.get("sharding_s", ())):
         yield (
             "FSDP2 gathers weights (forward, backward) and reduces gradients in every"
@@ -376,6 +381,7 @@ def _groups(
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
     groups: list[tuple[int, int, Mapping[str, Any]]] = []
     for row in rows:
+        # Only neighbouring layers are merged, so that a row names a range.
         alike = groups and all(
             row[key] == groups[-1][2][key] for key in row if key != "layer"
         )

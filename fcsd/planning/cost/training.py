@@ -63,6 +63,8 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
                 f" {variant_names}"
             )
         recipe = recipe.variant(variant)
+    # Without a path the model is the one that the recipe pre-trains, which need not
+    # exist yet.
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.own_config, source.where
@@ -134,8 +136,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     if "vocab_size" not in config:
         if not Path(recipe.pretrain.tokenizer).is_dir():
             raise UserError(
-                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and"
-                " the vocabulary's size comes from it; make it first, or --set"
+                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} does not exist yet,"
+                " and the vocabulary's size comes from it; make it first, or --set"
                 " pretrain.config.vocab_size=N"
             )
         config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))
@@ -185,6 +187,7 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
                 model, Connectivity(section.layers, section.attention, section.mlp)
             )
 
+    # `changes` and the report ask for the same settings again.
     @functools.cache
     def trace(setting: Setting) -> Trace:
         is_terminal = sys.stderr.isatty()
@@ -253,6 +256,7 @@ def micro_batch_setting(
     """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights,
     whole copies cast by autocast.
     """
+    # Left open, the engine decides by the size of the model.
     checkpointing = training.train.gradient_checkpointing
     if checkpointing is None:
         with torch.device("meta"):

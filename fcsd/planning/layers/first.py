@@ -155,6 +155,7 @@ def special_text(facts: dict[str, Any]) -> list[str]:
     if special is None:
         return []
     without = special["without"]
+    # With explicit counts a study does not measure this selection.
     measured = "not measured"
     if without["measured"] is not None:
         values = [

@@ -336,6 +336,7 @@ def _refuse_without_error(
 
 def plan_text(proposal: dict[str, Any]) -> str:
     """Format the proposal: table, comparison, `--layers` text, YAML of a recipe."""
+    # The last lines can be copied as they are: the option, and the recipe's section.
     metric = proposal["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [
@@ -416,6 +417,7 @@ def study_table(study: dict[str, Any]) -> str:
     layer, with every metric.
     """
     names = [row["name"] for row in study["metrics"]]
+    # Calibrated values, if any, are columns beside the copied ones.
     weight_kinds = [False, True] if has_calibrated(study) else [False]
     rows = [
         [

@@ -156,6 +156,8 @@ def selections(study: Study, num_layers: int) -> list[tuple[Side, list[int]]]:
         if side_name == "single":
             points += [(side_name, [layer]) for layer in range(num_layers)]
         else:
+            # See above: without single layers, all but the first layer is the candidate
+            # worth a point.
             unknown = (
                 side_name == "last"
                 and study.counts is None

@@ -481,7 +481,7 @@ def read_study(folder: Path) -> dict[str, Any]:
     if not (folder / "manifest.json").is_file():
         raise UserError(
             f"{folder}: the study is not finished; run the same `fcsd layers` command"
-            " again, it goes on"
+            " again to continue it"
         )
     study.pop("sha256", None)
     return study

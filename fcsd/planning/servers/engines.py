@@ -95,6 +95,7 @@ class Program:
 
 
 def _vllm_ranks(number: int) -> tuple[str, ...]:
+    # On one rank there is nothing to spread.
     experts = ("--enable-expert-parallel",) if number > 1 else ()
     return "--tensor-parallel-size", str(number), *experts
 
@@ -130,6 +131,7 @@ def _sglang_client(
     """Send and receive token ids, so that lengths are exact; without `max_new_tokens`
     in the body a warm-up would be cut at 32 tokens.
     """
+    # Answers have exactly the requested length: the end of the text is ignored.
     body = {
         "temperature": 0,
         "max_new_tokens": tokens,
@@ -264,6 +266,8 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
             f"--{name} {program}: {engine.title} is not installed in the environment of"
             " this program"
         )
+    # The entry point is what the engine loads, so its presence is checked, not the
+    # package's.
     if facts["plugin"] is None:
         raise UserError(
             f"--{name} {program}: the plugin that serves converted models is not"
@@ -297,6 +301,7 @@ def _probe(
     name: EngineName, program: str, python: str, comm: Mapping[str, Any]
 ) -> dict[str, Any]:
     engine = ENGINES[name]
+    # The probe runs in the engine's environment, so it gets all it needs as JSON.
     question = [
         engine.distributions,
         engine.entry_points,

@@ -64,6 +64,7 @@ def served_gains(
     gains = []
     for kind, stock in _KINDS.items():
         wide = kind == "wide"
+        # No plan covers ranks with different numbers of requests.
         if wide and settings["requests"] % settings["tensor_parallel"]:
             continue
         # In order of preference: stock is the true baseline, but not over another
@@ -263,6 +264,7 @@ def _spent(
 
 def _communication(run: Mapping[str, Any], ranks: int) -> _Spent | None:
     sums = run.get("communication")
+    # A rank that wrote nothing would make the sums too small.
     if sums is None or sums["ranks"] != ranks:
         return None
     counted = 2 * ranks  # with the warm-up

@@ -51,6 +51,7 @@ def main(words: list[str]) -> int:
     ):
         _reap(ended)
     _end_all(leader, ended)
+    # A command that survives SIGKILL for the whole patience is reported as killed.
     status = (
         os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
     )

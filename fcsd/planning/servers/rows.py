@@ -147,6 +147,7 @@ def make_rows(
         _wide(of, "blocking", wide, blocking(comm), emulated(comm), alone),
         _wide(of, "overlapped", wide, comm, emulated(comm), alone),
     ]
+    # The order is that of the table, whatever the order of the names.
     return [row for row in rows if row.name in names]
 
 
@@ -223,6 +224,7 @@ def _wide(
 
 
 def _data_parallel(ranks: int) -> tuple[str, ...]:
+    # Wide expert parallelism: attention is replicated, only the experts are spread.
     return (
         "--tensor-parallel-size",
         "1",
@@ -243,6 +245,7 @@ def node_flags(
         nodes: addresses of the machines.
         port: a free one of the first machine.
     """
+    # One machine needs no rendezvous.
     if len(nodes) < 2:
         return [[]]
     ranks_per_node = ranks // len(nodes)

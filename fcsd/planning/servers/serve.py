@@ -307,6 +307,7 @@ class _Bench:
         self, row: Row, number: int, progress: "_Progress"
     ) -> dict[str, Any]:
         """Start a row's server, measure it at every length, end it."""
+        # The load tells whether other programs disturbed the measurement.
         begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
         times = None

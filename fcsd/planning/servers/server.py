@@ -156,6 +156,7 @@ def measure(
         UserError: the benchmark itself failed.
     """
     with scratch_folder("fcsd-bench") as folder:
+        # Options that both engines' clients share; all else comes from `engine.client`.
         chosen = {
             "host": "127.0.0.1",
             "port": server.port,
@@ -186,6 +187,7 @@ def measure(
             raise NotServed(
                 f"ended while it was measured: {reason_of(text)}", tail_of(text)
             )
+        # The client's own log, which is deleted with the folder.
         printed = log.read_text(encoding="utf-8", errors="replace")
         if process.returncode != 0 or not result.is_file():
             raise UserError(

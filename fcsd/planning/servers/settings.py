@@ -142,6 +142,7 @@ class Benchmark(Strict):
     @field_validator("nodes")
     @classmethod
     def _several(cls, nodes: list[str], info: ValidationInfo) -> list[str]:
+        # Engines give every machine the same number of ranks.
         ranks = info.data.get("tensor_parallel", 1)
         if nodes and (len(nodes) < 2 or ranks % len(nodes)):
             raise ValueError(

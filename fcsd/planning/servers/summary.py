@@ -62,6 +62,7 @@ def summarise(
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
                 "base": row.base,
+                # A row that is missing has no points.
                 "points": (
                     _points(
                         runs[row.name], runs.get(row.base, ()), limits.get(row.name, ())
@@ -167,6 +168,7 @@ def table(result: Mapping[str, Any]) -> str:
         ),
         measured,
     ]
+    # The word stands in the table, and needs an explanation only there.
     if "noise" in measured:
         parts.append(
             "noise: the median is above what hiding all communication could give"
@@ -233,6 +235,8 @@ def _measured(result: Mapping[str, Any]) -> str:
     lines = []
     for row in result["rows"]:
         for point in row["points"]:
+            # One line for each row and length of prompt; each figure is followed by its
+            # speed-up.
             cells = [row["title"], f"{point['prompt_tokens']}"]
             for figure in FIGURES:
                 cells += [
@@ -338,6 +342,8 @@ def _planned(result: Mapping[str, Any]) -> str:
     columns = (
         "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
     )
+    # `planned x` is arithmetic on the measured share and overlap, `measured x` the
+    # ratio of times.
     lines = []
     for gain in gains:
         times, planned = gain["times"], gain["planned"]

@@ -101,7 +101,7 @@ class LinkModel(Strict):
     def _square_and_not_negative(self) -> "LinkModel":
         size = len(self.endpoints)
         if len(set(self.endpoints)) != size:
-            raise ValueError("endpoints: a name stands twice")
+            raise ValueError("endpoints: a name is given twice")
         if self.world_size != size:
             raise ValueError(
                 f"world_size {self.world_size}, but {size} endpoints are named"
@@ -153,6 +153,8 @@ class LinkModel(Strict):
         """Refuse links between another number of endpoints, or measured with another
         collective.
         """
+        # A profile of other ranks or another collective would be priced without any
+        # error.
         if size is not None and size != len(self.endpoints):
             raise UserError(
                 f"the links are between {len(self.endpoints)} endpoints, {size} are"

@@ -99,6 +99,8 @@ def measure_and_simulate(
     """Exchange each pattern and simulate it with the dispatch's links; every rank calls
     this.
     """
+    # The minimum of the repeats, as in the profile: disturbances only make an exchange
+    # longer.
     measured = [
         min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in named_patterns
     ]
@@ -135,6 +137,7 @@ def profile_launch(
         if largest_bytes is None
         else largest_bytes
     )
+    # Smaller transfers take no longer than their latency.
     if largest < 1024:
         raise UserError(
             f"--max-bytes {largest}: at least 1024; below, only the latency is seen"
@@ -186,6 +189,7 @@ def describe(links: LinkModel) -> str:
     size = len(links.endpoints)
     edges = [(u, v) for u in range(size) for v in range(size) if u != v]
     alpha, beta = links.alpha("dispatch"), links.beta("dispatch")
+    # The range over all edges shows slow links; the fit shows whether to trust it.
     ms = sorted(alpha[edge] * 1e3 for edge in edges)
     rates = sorted((beta[edge] for edge in edges), reverse=True)
     fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]

@@ -101,6 +101,8 @@ class _Edges:
 
 def num_exchanges(size: int, repeats: int = REPEATS) -> int:
     """Return the number of exchanges that `profile` makes between `size` endpoints."""
+    # For each endpoint and direction: one series for contention, one for the shared
+    # port.
     together = 4 if size > 2 else 2  # two endpoints have no port to share
     return (
         size * (size - 1) * (1 + NUM_SIZES * repeats)
@@ -121,6 +123,8 @@ def profile(
     backend, libraries. largest_bytes: the largest of the five evenly spaced sizes of a
     measurement. The minimum of `repeats` counts.
     """
+    # All phases start from the edges measured alone; contention refines dispatch and
+    # combine.
     size = len(facts["endpoints"])
     sizes, seconds = _sizes(largest_bytes), _repeated(exchange, repeats)
     alone = _measure_alone(exchange, seconds, sizes, size)
@@ -247,6 +251,7 @@ def _refine(
 ) -> None:
     for edge, measured in samples.items():
         num_bytes, seconds = np.array(measured).T
+        # Fewer sizes cannot tell a line from noise.
         if len(set(num_bytes)) >= _MIN_SIZES:
             edges.put(edge, fit_line(num_bytes, seconds))
             edges.refined[edge] = True
@@ -265,6 +270,7 @@ def _port(
         np.array([table[edge] for edge in edges]) for table in (alone.alpha, alone.beta)
     )
     # [sizes, edges]
+    # Bytes in inverse proportion to beta let all edges of the endpoint finish together.
     sent = np.ceil(
         sizes[:, None] * np.minimum(_MOST, beta.max() / np.maximum(beta, 1e-30))
     )

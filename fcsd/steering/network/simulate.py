@@ -120,6 +120,8 @@ def endpoint_counts(
     """
     num_endpoints = counts.shape[-2]
     # [..., E, N]
+    # A matrix product sums the experts of each endpoint; an expert without one (-1)
+    # vanishes.
     one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)
     return np.asarray(counts.astype(np.float64) @ one_hot)
 
@@ -146,6 +148,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     links.require(num_bytes.shape[-1])
     off = ~np.eye(len(links.endpoints), dtype=bool)
     alpha, sent = links.alpha(phase), np.where(off, num_bytes, 0.0)
+    # Both directions share the wire, so each waits for the bytes of both.
     if links.half_duplex:
         wire = links.beta(phase) * sent
         return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
@@ -183,6 +186,8 @@ def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes
     The counts are those after dropping, if tokens are dropped. Combine sends the same
     pairs back.
     """
+    # The counts of all experts go from every endpoint to every other, whatever is
+    # routed.
     everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
     return ExchangeTimes(
         metadata=exchange_time(links, "metadata", everywhere),
@@ -203,6 +208,7 @@ def exchange_counts(
     """
     batches_per_exchange = size * num_endpoints
     num_exchanges = max(1, len(counts) // batches_per_exchange)
+    # Batch j of an exchange is at endpoint j mod N.
     exchanges = np.zeros(
         (num_exchanges, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64
     )

@@ -141,6 +141,7 @@ def comparison(
         base.batch_loads().sum(0),
         compared.batch_loads().sum(0),
     )
+    # Moved routes are counted before drops; KLs before and after.
     moved = routes_moved(base.experts, compared.experts)
     return {
         "routes_moved": float(moved.mean()),

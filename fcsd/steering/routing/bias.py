@@ -156,6 +156,7 @@ def read_tables(path: str | Path) -> BiasTables:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
         facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
+        # With other types the file was not written by `write_tables`.
         if (arrays["tables"].dtype, arrays["placement"].dtype) != (
             np.float32,
             np.int64,
@@ -210,6 +211,7 @@ class Steering:
         """Switch to other tables of the same model, placement and number of endpoints,
         as a controller does.
         """
+        # Compiled layers hold the bias tensors, so only their values may change.
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):
                 raise UserError(
@@ -245,6 +247,7 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
             router has no such linear, or several; or makes its choice without a top-k
             of its own where `selection` is asked for.
     """
+    # Checked first, so that a refusal leaves the model as it was.
     routers = find_routers(model)
     check_tables(unwrapped(model), routers, tables)
     rows, original_forwards = [], []
@@ -337,7 +340,7 @@ class _Biased:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.steering.has_endpoint:
             raise UserError(
-                "router bias: the endpoint of these tokens was not told; set `endpoint`"
+                "router bias: the endpoint of these tokens was not set; set `endpoint`"
                 " first"
             )
         # The bias goes in between the router's linear and the family's own scoring,
@@ -384,6 +387,8 @@ class _Pass(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
+        # A router's linear may be wider than E; its first E columns are those of the
+        # experts.
         if func is F.linear and output.shape[-1] >= self.num_experts:
             self.linears += 1
             if self.row is not None:
@@ -392,6 +397,7 @@ class _Pass(TorchFunctionMode):
                         output[..., : self.num_experts].reshape(-1, self.num_experts)
                     )
                 return self._add(output, self.row.to(output.device))
+        # Families call either the function or the method.
         elif func in (torch.topk, Tensor.topk) and self._chooses(
             args[0], output.indices
         ):

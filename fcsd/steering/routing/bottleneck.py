@@ -148,6 +148,7 @@ def fit_windows(
         raise UserError(
             "windows: a time is negative or missing; seconds of 0 or more are needed"
         )
+    # Layers are independent: each is pushed by its own late collectives.
     pushes, left, steps = _zeros(deployment), np.zeros(num_layers, dtype=bool), 0
     while True:
         counts = respond(for_experts(pushes, deployment.placement))
@@ -181,6 +182,7 @@ def _step(
     N]; late: the phases [L, 2] that count.
     """
     slowest = paths.max((-2, -1), keepdims=True)
+    # Where the slowest time is 0 the division fails; those weights become 0 below.
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = np.exp((paths / slowest - 1) / TEMPERATURE)
     weights = np.where((paths > 0) & np.isfinite(weights), weights, 0.0).mean(0)
@@ -189,6 +191,7 @@ def _step(
     weights = weights.sum(1)
     # The path with the largest weight gets a full step, all others a share of it.
     largest = weights.max((-2, -1), keepdims=True)
+    # Without a calibration a step is a part of 2.4 logits.
     unit = np.full(len(weights), 2.4) if logit_std is None else logit_std
     scaled = np.divide(weights, largest, out=np.zeros(weights.shape), where=largest > 0)
     return np.asarray(STEP * unit[:, None, None] * scaled)

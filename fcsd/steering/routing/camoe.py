@@ -63,6 +63,7 @@ def camoe(
     standardised = np.divide(
         cost - mean, sigma, out=np.zeros(cost.shape), where=sigma > 0
     )
+    # In deviations of the layer's logits, one strength pushes equally in all layers.
     unit = np.ones(len(counts)) if logit_std is None else logit_std
     return for_experts(-strength * unit[:, None, None] * standardised, placement)
 

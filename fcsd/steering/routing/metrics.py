@@ -56,6 +56,7 @@ def rank_imbalance(loads: Loads, ranks: int) -> float:
 
 def layer_kl(base: Loads, compared: Loads, epsilon: float = EPSILON) -> Array:
     """Return KL(base || compared) of loads [..., E], each made a distribution: shape [...] (equations 17 to 19)."""
+    # Epsilon keeps unused experts finite in both runs.
     p, q = (_distribution(loads, epsilon) for loads in (base, compared))
     return np.asarray((p * np.log(p / q)).sum(-1))
 

@@ -63,6 +63,7 @@ def balanced(loads: NDArray[Any], num_endpoints: int) -> Placement:
     placement = np.empty(loads.shape, dtype=np.int64)
     for layer in np.ndindex(loads.shape[:-1]):
         total, held = np.zeros(num_endpoints), np.zeros(num_endpoints, dtype=int)
+        # Greedy: heavy experts first leave the light ones to even out the loads.
         for expert in np.argsort(-loads[layer], kind="stable"):
             endpoint = int(np.where(held < room, total, np.inf).argmin())
             placement[(*layer, expert)] = endpoint
@@ -90,6 +91,7 @@ def topology_aware(
         balanced(counts.sum(1), num_endpoints),
     ]
     placement = np.empty((num_layers, num_experts), dtype=np.int64)
+    # Layers are independent: each has its own exchange.
     for layer, pairs in enumerate(counts.astype(np.float64)):
         begins = [np.broadcast_to(start, placement.shape)[layer] for start in starts]
         times = [
@@ -131,6 +133,7 @@ def _swapped(
                 placement[expert], placement[partner] = placement[partner], endpoint
                 traffic = endpoint_counts(pairs, placement)
                 best = _cost(links, traffic, payload)
+        # A sweep without any improvement is a local minimum.
         if not _less(best, sweep_start):
             break
     return placement

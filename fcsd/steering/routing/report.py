@@ -101,6 +101,7 @@ def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
 
 
 def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
+    # Shares of all pairs, with those that stay at their endpoint on the diagonal.
     total = sum(map(sum, facts["traffic"]))
     rows = [
         [f"from {u}", *[f"{pairs / total:.2%}" for pairs in row]]
@@ -113,6 +114,7 @@ def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
 
 
 def _capacity(facts: Mapping[str, Any]) -> str:
+    # The first row is without a limit, to compare with.
     rows = [
         [
             "none",

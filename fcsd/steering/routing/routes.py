@@ -61,7 +61,9 @@ class Routes:
         """Drop the pairs of each batch that exceed the capacity of a factor."""
         loads, num_without, num_slots = [], 0, 0
         for batch in self.batches():
+            # Capacity is per batch, as it would be in an exchange.
             limit = capacity(factor, batch.shape[1], self.top_k, self.num_experts)
+            # Layer by layer: an expert's buffer belongs to one layer.
             pairs = np.stack(
                 [
                     kept_pairs(torch.from_numpy(experts), limit).numpy()

@@ -146,6 +146,7 @@ def batches_of(
             f" {models[0].config.path}; routes are compared token by token, so the"
             " models must share one"
         )
+    # Text first, then prompts; the order decides which endpoint gets which rows.
     rows = _text_rows(study, tokenizer, models[0]) + (
         [] if prompts is None else prompts(tokenizer)
     )
@@ -158,6 +159,7 @@ def batches_of(
         for line, row in enumerate(lists):
             ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
         batches.append({"input_ids": ids, "attention_mask": mask})
+    # Each endpoint needs a batch for one whole exchange.
     if len(batches) < num_endpoints:
         raise UserError(
             f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)}"
@@ -170,6 +172,7 @@ def batches_of(
 def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
     if study.text is None:
         return []
+    # Without packing: a row is one example, whose tokens come from one endpoint.
     rows = heldout_rows(
         study.text,
         tokenizer,
@@ -190,6 +193,7 @@ def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
 def _check_comparable(
     by_model: Sequence[Routes], models: Sequence[ModelFolder]
 ) -> None:
+    # Routes are compared by layer, expert index and number of choices.
     shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in by_model]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         words = [

@@ -164,7 +164,9 @@ def make_tables(
     def respond(values: NDArray[np.float32]) -> NDArray[np.int64]:
         return calibration.respond(wrapped(values))
 
+    # The time without a bias, to compare the tables with.
     facts: dict[str, Any] = {"before_s": deployment.mean_time(calibration.counts)}
+    # Windows need no strength: the search ends where the exchanges are hidden.
     if kind == "windows":
         assert windows is not None
         push = fit_windows(respond, deployment, windows, logit_std=logit_std)
@@ -172,6 +174,8 @@ def make_tables(
         facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
         tables = wrapped(push.tables)
     else:
+        # CAMoE's tables are made once from the mean exchange, without asking the model
+        # again.
         mean = calibration.counts.mean(0)
         placed = deployment.links, deployment.payload, deployment.placement
         unit = logit_std if scaled else None
