@@ -269,9 +269,8 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
         for attributes, forward in original_forwards:
             attributes.pop("forward")
             if forward is not None:
-                attributes["forward"] = (
-                    forward  # of a device map or a tensor-parallel plan
-                )
+                # Of a device map or a tensor-parallel plan.
+                attributes["forward"] = forward
 
 
 def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
