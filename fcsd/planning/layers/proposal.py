@@ -397,7 +397,7 @@ def _verdict(proposal: dict[str, Any]) -> str:
             "Untrained, and one layer at a time: --verify measures the proposal against"
             " the last layers."
         )
-    # Of the KL lower is better, of a score higher: a negative distance favours the
+    # A lower KL is better, but a higher score: a negative distance favours the
     # proposal.
     sign = 1 if proposal["metric"]["better"] == "lower" else -1
     distance = sign * margin["value"]

@@ -269,7 +269,7 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
         for attributes, forward in original_forwards:
             attributes.pop("forward")
             if forward is not None:
-                # Of a device map or a tensor-parallel plan.
+                # It was set by a device map or a tensor-parallel plan.
                 attributes["forward"] = forward
 
 
