@@ -1,6 +1,4 @@
-"""Sections of a recipe and records of `fcsd routing` and `fcsd bias`: text that is
-routed, biases of routers.
-"""
+"""Settings of `fcsd routing`, of `fcsd bias` and of a recipe's steered models."""
 
 from typing import Literal, NamedTuple
 
@@ -64,7 +62,7 @@ class RouterBiasConfig(Strict):
         if (low := min(value)) < 0:
             raise ValueError(f"a strength is 0 or more, got {low:g}")
         if len(set(value)) != len(value):
-            raise ValueError("a strength stands twice")
+            raise ValueError("a strength is given twice")
         if not any(value):
             raise ValueError("needs a strength above 0; 0 is the model itself")
         return value
@@ -73,12 +71,12 @@ class RouterBiasConfig(Strict):
     @classmethod
     def _each_once(cls, value: list[str]) -> list[str]:
         if len(set(value)) != len(value):
-            raise ValueError("a model stands twice")
+            raise ValueError("a model is given twice")
         return value
 
     @property
     def kinds(self) -> list[Swept]:
-        """The kinds, also where there is one."""
+        """The kinds as a list, even of a single one."""
         return (
             [self.kind]
             if isinstance(self.kind, str)
@@ -89,6 +87,7 @@ class RouterBiasConfig(Strict):
     def names(self) -> dict[str, Steered]:
         """The steered models by their names in the report."""
         return {
+            # Strength 0 is the model itself.
             f"{'' if model == 'original' else f'{model}-'}{kind}-{strength:g}": Steered(
                 model, kind, strength
             )
@@ -99,7 +98,7 @@ class RouterBiasConfig(Strict):
         }
 
     def names_of(self, model: str) -> dict[str, Steered]:
-        """Those of one model of the run."""
+        """Return the steered models made from one model of the run."""
         return {
             name: steered
             for name, steered in self.names.items()
@@ -108,7 +107,7 @@ class RouterBiasConfig(Strict):
 
 
 class RoutingStudy(ModelStudy):
-    """Which models are run on which text, and where their experts are thought to be."""
+    """The models, the text and the endpoints of a routing study."""
 
     against: ModelConfig | None = None
     batch_size: int = option(
@@ -134,7 +133,7 @@ class RoutingStudy(ModelStudy):
 
 
 class BiasSettings(RoutingStudy):
-    """Which tables to make, from which text and links."""
+    """The kind of tables to make, and the text and links to make them from."""
 
     links: str = option(
         ..., "links that `fcsd profile-network` measured", metavar="FILE"
@@ -157,6 +156,8 @@ class BiasSettings(RoutingStudy):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> "BiasSettings":
+        # A file of windows replaces the strength: it says how far each layer has to be
+        # pushed.
         if (self.kind == "windows") != (self.windows is not None):
             raise ValueError("--windows FILE and --kind windows go together")
         if (self.kind == "windows") == (self.strength is not None):

@@ -356,7 +356,7 @@ def test_two_ranks_find_what_one_process_finds(finished: Any, tmp_path: Path) ->
         (["evaluation.router_bias.strengths=[true]"], "router_bias.strengths.0: a number is needed, got True"),
         (["evaluation.router_bias.sigma_floor=-1"], "sigma_floor: Input should be greater than or equal to 0, got -1"),
         (["evaluation.router_bias.models=[]"], "router_bias.models: List should have at least 1 item"),
-        (["evaluation.router_bias.models=[fcsd, fcsd]"], "router_bias.models: a model stands twice"),
+        (["evaluation.router_bias.models=[fcsd, fcsd]"], "router_bias.models: a model is given twice"),
         (["evaluation.router_bias.models=[convrted]"], "models: no model 'convrted' in the report; did you mean 'conv"),
         (["evaluation.router_bias.models=[calibrated]"], "no model 'calibrated' in the report"),
         (["evaluation.router_bias.strength=[1]"], "router_bias.strength: unknown key; did you mean 'strengths'"),

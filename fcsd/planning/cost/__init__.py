@@ -1,5 +1,5 @@
-"""Estimate what a training costs, and plan what a conversion brings, before either:
-`fcsd estimate`, `fcsd plan`.
+"""Estimate the cost of a training (`fcsd estimate`) and plan the gain of a conversion
+(`fcsd plan`) before running either.
 
     from fcsd.planning.cost.estimate import estimate
     from fcsd.planning.cost.job import Hardware
@@ -10,13 +10,14 @@
     PlanSettings, prepare plan(prepare(PlanSettings(model="owner/name", gpu="h200",
     nodes=2)))["times"]["speed_up"]
 
-`tracker` counts what runs without storage: `trace` one optimiser step with all that
-lives, `operations` a layer's submodules. `machine` has GPUs (`hardware`), links and
-what is assumed (`assumptions`); `roofline` turns operations into seconds of it, `times`
-adds them up to a step, `memory` bytes to a rank's. `training` reads the recipe, `job`
-puts a training on a machine, `estimate` says what it needs; `planned` and `plan` say
-what overlap brings, `measured` without the roofline. `table` prints.
+`tracker` counts operations that run without storage: for `trace` one optimiser step
+with all live bytes, for `operations` a layer's submodules. `machine` has GPUs
+(`hardware`), links and assumptions (`assumptions`); `roofline` turns operations into
+seconds on it, `times` adds these up to a step, `memory` adds bytes up to a rank.
+`training` reads the recipe, `job` puts a training on a machine, `estimate` computes its
+needs; `planned` and `plan` compute the gain from overlap, `measured` does so without
+the roofline. `table` prints.
 
-Not covered: tensor and pipeline parallelism, a teacher of another shape, what
-evaluation needs, how fast the Hub or a disk gives the examples.
+Not covered: tensor and pipeline parallelism, a teacher of another shape, the needs of
+evaluation, the speed at which the Hub or a disk delivers the examples.
 """

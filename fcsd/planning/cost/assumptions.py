@@ -1,9 +1,9 @@
-"""What the planner assumes of a machine beside published figures: one table, each value
-with its range and its source.
+"""The planner's assumptions about a machine beyond its published figures: one table,
+each value with its range and its source.
 
 The values were chosen before any of them was compared with a measured speed-up, and are
-not fitted to one. A cluster file replaces them (`assumptions: {gemm: 0.6}`), measured
-times do without most of them (`fcsd.planning.cost.measured`).
+not fitted to one. A cluster file replaces them (`assumptions: {gemm: 0.6}`); a plan
+from measured times needs few of them (`fcsd.planning.cost.measured`).
 """
 
 import math
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assumption:
-    """A value, the range in which it may well lie, what it is, and where it comes from.
+    """A value with its plausible range, its description and its source.
 
-    least, most: between which it means something.
+    least, most: bounds outside of which a value makes no sense.
     """
 
     value: float
@@ -71,4 +71,4 @@ Values = Mapping[str, float]
 
 def default_values() -> dict[str, float]:
     """Return the value of each assumption."""
-    return {name: one.value for name, one in ASSUMPTIONS.items()}
+    return {name: assumption.value for name, assumption in ASSUMPTIONS.items()}

@@ -1,4 +1,4 @@
-"""Find what to change, one thing after another, until a training fits the memory of a GPU."""
+"""Find changes, one after another, until a training fits the memory of a GPU."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,7 +24,7 @@ def activation_bytes(
 
 
 def is_supported(training: Training, layout: Layout) -> bool:
-    """Tell whether `fcsd distill` runs it: adapters need whole weights."""
+    """Tell whether `fcsd distill` runs this training: adapters need whole weights."""
     return training.lora is None or layout.sharding == "none"
 
 
@@ -47,6 +47,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
 
     def steps() -> Iterator[dict[str, Any]]:
         nonlocal setting, layout, freeze
+        # The order is that of their cost to the user: settings of the same training
+        # first, then another launch, then other weights trained, then more hardware.
         if not setting.checkpointing and activation_bytes(
             trace_of, replace(setting, checkpointing=True), layout
         ):
@@ -55,6 +57,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         if setting.num_rows > 1:
             setting = replace(setting, num_rows=1, accumulates=True)
             yield row("train.per_device_train_batch_size: 1")
+        # A cache holds the last hidden states only, so the L2 term needs the teacher's
+        # forward pass.
         if setting.runs_teacher_model and setting.objective.l2_coefficient is None:
             setting = replace(setting, teacher="cache")
             yield row("teacher.backend: cache, filled before")
@@ -68,6 +72,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         if not setting.freeze_embeddings_and_head:
             freeze = True
             yield row("objective.freeze_embeddings_and_head: true")
+        # Offloading and more GPUs are alternatives: more GPUs are tried without
+        # offloading.
         base = layout
         layout = replace(layout, offload=True)
         yield row("optimiser states offloaded to the host's memory")

@@ -1,5 +1,5 @@
-"""Estimate what a run of a recipe needs: memory of a rank, FLOPs, time, and what to
-change where it does not fit.
+"""Estimate the needs of a recipe's run: memory of a rank, FLOPs, time, and the changes
+that make it fit.
 """
 
 from collections.abc import Iterator
@@ -57,9 +57,9 @@ def estimate(
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only
     config.json is fetched.
 
-    variant: of the recipe, instead of its main distillation. pretrain: its pre-training
-    instead; of a recipe that has no `train` section, whose pre-training is all that it
-    is about, that is what is estimated anyway.
+    variant: of the recipe, instead of its main distillation. pretrain: estimate the
+    pre-training instead, as is always done for a recipe without a `train` section,
+    which only pre-trains.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch
@@ -70,8 +70,10 @@ def estimate(
     pretrain = pretrain or (variant is None and only_pretrains(recipe))
     training = pretraining(recipe) if pretrain else distillation(recipe, variant)
     job = job_of(training, hardware)
+    # Three cases: all assumptions at their fast ends, as expected, and at their slow
+    # ends.
     seconds, memory = step_times(job), _memory(job)
-    step_s = [each["regular_s"] for each in seconds]
+    step_s = [case["regular_s"] for case in seconds]
     return {
         "recipe": recipe.name,
         "run": training.name,
@@ -114,9 +116,10 @@ def estimate(
 
 
 def _tokenizing(num_tokens: int) -> dict[str, Any]:
-    """Return tokens, bytes on disk, and seconds with as many processes as work at most
+    """Return tokens, bytes on disk, and seconds with the largest number of processes
     and with one.
     """
+    # The time is assumed to fall with the number of processes.
     seconds = num_tokens / WORKER_TOKENS_S
     return {
         "num_tokens": num_tokens,
@@ -129,8 +132,8 @@ def _tokenizing(num_tokens: int) -> dict[str, Any]:
 def _refused(
     recipe: Recipe, variant: str | None, hardware: Hardware, training: Training
 ) -> Iterator[str]:
-    """Say that the weights are quantised, and which other trainings have a batch that
-    cannot be cut over the ranks.
+    """Yield the reasons why `fcsd run` refuses: quantised weights, and other trainings
+    whose batch cannot be cut over the ranks.
     """
     if recipe.pretrain is None and (
         reason := why_not_trained(said_quantisation(training.config))
@@ -138,16 +141,19 @@ def _refused(
         yield f"{training.where}: {reason}"
     if variant is not None:
         return
+    # `fcsd run` checks the batch of every training, so all of them are tried here.
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
-    others = [("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes]
-    others += [
+    other_trainings = [
+        ("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes
+    ]
+    other_trainings += [
         (f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants
     ]
-    for where, one, replaced in others:
+    for where, trained_recipe, replaced in other_trainings:
         try:
             micro_batches(
-                one.train.model_copy(update=replaced),
-                one.data.max_length,
+                trained_recipe.train.model_copy(update=replaced),
+                trained_recipe.data.max_length,
                 hardware.num_gpus,
             )
         except UserError as error:
@@ -178,6 +184,8 @@ def _memory(job: Job) -> dict[str, Any]:
         int(job.machine.gpu.memory_gb * 1e9),
     )
     parts = memory_parts(trace, setting, job.layout)
+    # Both are reported whatever the setting, so that the reader sees what checkpointing
+    # saves.
     without, checkpointed = (
         activation_bytes(job.trace_of, replace(setting, checkpointing=on), job.layout)
         for on in (False, True)
@@ -199,6 +207,7 @@ def _memory(job: Job) -> dict[str, Any]:
 
 
 def _disk(job: Job) -> dict[str, int]:
+    # The same function checks the disk before a training, so both agree.
     need = disk_need(
         job.training.train,
         num_trained=job.trace.num_trainable,
@@ -236,16 +245,18 @@ _HELD |= {"teacher weights", "teacher head"}
 
 
 def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what a score of early stopping gathers that generates; None: it does not,
-    or weights are not sharded so.
+    """Return the weights that a generating score of early stopping gathers; None where
+    it does not generate, or the weights are not sharded that way.
 
-    seconds: of one gather, without the computation; once: for the whole score, else for
-    every token.
+    seconds: of one gather, without the computation. once: gathered for the whole score,
+    else for every token.
     """
     rule, layout = recipe.early_stopping, job.layout
     generates = isinstance(rule, TaskStoppingConfig) and rule.task.kind != "likelihood"
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
+    # Scoring runs between steps, when gathered weights, activations and, but for
+    # ZeRO-3, gradients are freed.
     held = _HELD | {"gradients"} if layout.sharding == "zero3" else _HELD
     stays = sum(memory["parts"].get(name, 0) for name in held)
     num_bytes = job.trace.num_parameters * compute_dtype(job.setting).itemsize
@@ -260,8 +271,11 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
 
 
 def _flops(job: Job) -> dict[str, Any]:
-    """Return the operations that run, teacher and layers that are run again with them."""
+    """Return the operations that run, including the teacher's and those of recomputed
+    layers.
+    """
     by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
+    # The tracker counts the student's forward pass under the kind of what it allocates.
     per_token = {
         "student forward" if phase == "activations" else phase: (
             by_phase[phase] / job.tokens
@@ -294,8 +308,8 @@ def _time(job: Job, seconds: dict[str, Any], step_s: list[float]) -> dict[str, A
 
 
 def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
-    """Compute the bytes on disk of a teacher cache: a token with loss, and all that the
-    longest training reads.
+    """Compute the bytes on disk of a teacher cache, per token with loss and for all
+    tokens of the longest training.
     """
     training, setting = job.training, job.setting
     if not setting.has_teacher or setting.teacher != "cache":
@@ -303,21 +317,24 @@ def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
     tokens = training.train.max_steps * training.train.batch_size_tokens
     if recipe.sweep is not None:
         sweep, sizes = recipe.sweep, recipe.sweep.batch_size_tokens
+        # Trainings of a sweep read the same rows, so the longest one fills the cache.
         tokens = max(
             tokens, *(size * sweep.steps_of(size, training.train) for size in sizes)
         )
-    each = job.trace.hidden_size * setting.teacher_dtype.itemsize
+    bytes_per_token = job.trace.hidden_size * setting.teacher_dtype.itemsize
     return {
-        "bytes_per_token": each,
+        "bytes_per_token": bytes_per_token,
         "at_most_tokens": tokens,
-        "at_most_bytes": each * tokens,
+        "at_most_bytes": bytes_per_token * tokens,
     }
 
 
 def _before(
     recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None
 ) -> list[dict[str, Any]]:
-    """Return the row of the pre-training that a whole run of the recipe begins with."""
+    """Return the row of the pre-training, with which a whole run of the recipe
+    begins.
+    """
     if recipe.pretrain is None or pretrain or variant is not None:
         return []
     rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
@@ -327,27 +344,29 @@ def _before(
 def _calibration(
     recipe: Recipe, variant: str | None, job: Job
 ) -> Iterator[dict[str, Any]]:
-    """Return the row of the calibration that precedes the training, with all layers as
-    if they were rewired.
+    """Yield the row of the calibration that precedes the training, as if all layers
+    were rewired.
     """
-    one = recipe.variant(variant) if variant is not None else recipe
-    if one.calibration is None:
+    calibrated_recipe = recipe.variant(variant) if variant is not None else recipe
+    if calibrated_recipe.calibration is None:
         return
     trace, config = job.trace, job.training.config
     counts = expert_counts(SimpleNamespace(**config.get("text_config", config)))
     flops = calibration_flops(
         forward=sum(trace.flops["activations"].values()) / job.tokens,
-        tokens=one.calibration.tokens,
+        tokens=calibrated_recipe.calibration.tokens,
         num_layers=trace.num_layers,
         hidden_size=trace.hidden_size,
         num_parameters=trace.num_parameters - trace.embeddings_and_head,
         num_experts=counts[0] or 0,
         experts_per_token=counts[1] or 0,
     )
+    # Most operations are plain matmuls in float32, so the dense share of that peak
+    # counts.
     shares = [values["gemm"] for values in assumed_values(job.hardware.mfu)]
     peak = job.machine.gpu.float32_tflops * 1e12 * job.machine.num_gpus
     hours = [flops / (peak * share) / 3600 for share in shares]
-    yield _row("calibration", 1, 1, one.calibration.tokens, hours)
+    yield _row("calibration", 1, 1, calibrated_recipe.calibration.tokens, hours)
 
 
 def calibration_flops(
@@ -363,20 +382,20 @@ def calibration_flops(
     """Count the operations of a calibration, most of them forward passes in float32.
 
     Args:
-        forward: of one token's forward pass.
-        num_layers: that are rewired. num_parameters: of these layers, each of which a
-            map is multiplied into.
+        forward: operations of one token's forward pass.
+        num_layers: of rewired layers. num_parameters: of these layers; a map is
+        multiplied into each.
     """
-    # One of the original; of the student one up to its routed experts, one for what
-    # branches add, one for what is still missing then, the experts one by one, and one
-    # with the calibrated weights.
+    # One of the original; of the student one up to its routed experts, one for the
+    # branches' additions, one for the remaining residual, the experts one by one, and
+    # one with the calibrated weights.
     passes = 6 * forward
     # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every
     # expert that a token uses.
     sums = (20 + 8 * experts_per_token) * hidden_size**2
-    # n inputs are n³/3 for Cholesky and 6 n² D for the map and what is left before and
-    # after it; each is solved with and without the rows that it is tested on, of which
-    # two more residuals are asked.
+    # n inputs are n³/3 for Cholesky and 6 n² D for the map and the residuals before and
+    # after it; each problem is solved with and without its test rows, on which two more
+    # residuals are computed.
     solutions = (
         (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12))
         / 3
@@ -389,7 +408,7 @@ def calibration_flops(
 def _row(
     stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]
 ) -> dict[str, Any]:
-    """Return a row of the totals. hours: the fewest, those that are expected, the most."""
+    """Return a row of the totals. hours: the fewest, the expected, the most."""
     return {
         "stage": stage,
         "runs": num_runs,
@@ -413,21 +432,30 @@ def _totals(
     if recipe.sweep is None or not with_sweep:
         return
     sizes, rates = recipe.sweep.batch_size_tokens, recipe.sweep.learning_rate
-    more = len(set(rates) - {training.train.learning_rate})
+    # The sweep first varies the batch size at the recipe's learning rate, then the rate
+    # at the best batch size; that the largest training is the best one is the worst
+    # case.
+    extra_rates = len(set(rates) - {training.train.learning_rate})
     runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
-    tokens = sum(runs) + more * max(runs)
+    tokens = sum(runs) + extra_rates * max(runs)
     yield _row(
-        "sweep, at most", len(sizes) + more, recipe.sweep.steps, tokens, hours(tokens)
+        "sweep, at most",
+        len(sizes) + extra_rates,
+        recipe.sweep.steps,
+        tokens,
+        hours(tokens),
     )
 
 
 def _assumptions(job: Job) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
+    # Only what holds for this estimate is listed: each condition below is one of the
+    # run.
     if hardware.mfu is None:
         shares = ", ".join(
-            f"{one.what.removeprefix('share of the peak, ')} {one.value:.0%}"
-            f" ({one.low:.0%} to {one.high:.0%})"
-            for one in map(ASSUMPTIONS.__getitem__, SHARES)
+            f"{assumption.what.removeprefix('share of the peak, ')}"
+            f" {assumption.value:.0%} ({assumption.low:.0%} to {assumption.high:.0%})"
+            for assumption in map(ASSUMPTIONS.__getitem__, SHARES)
         )
         yield (
             f"of the published peak: {shares}; all else in"

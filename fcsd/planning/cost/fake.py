@@ -1,5 +1,5 @@
-"""Tensors without storage, as torch's FakeTensorMode makes them, with a memory for
-operations that come again.
+"""Make tensors without storage, as torch's FakeTensorMode does, with a memory for
+repeated operations.
 
 Layers repeat: most operations of a step have run before on arguments of the same
 shapes. torch's own memory allows for symbolic shapes and takes twice as long: a step of
@@ -34,8 +34,8 @@ _PLAIN = (
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What an operation gives: an argument, a view of an argument, or a tensor of its
-    own (argument: -1).
+    """An operation's output: an argument, a view of an argument, or a new tensor
+    (argument: -1).
     """
 
     argument: int
@@ -86,6 +86,7 @@ class FakeTensors(FakeTensorMode):
     def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         key: list[Any] = [func]
         tensors: list[FakeTensor] = []
+        # Other namespaces may depend on more than the shapes of their arguments.
         if func.namespace != "aten" or not _describe((args, kwargs), key, tensors):
             return super().__torch_dispatch__(func, types, args, kwargs)
         call = tuple(key)
@@ -93,30 +94,36 @@ class FakeTensors(FakeTensorMode):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             self.known[call] = _outputs(out, tensors)
             return out
-        known: Any = self.known[call]
-        if known is None:
+        remembered: Any = self.known[call]
+        # Seen before, and found not to follow from the arguments alone.
+        if remembered is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(known, (tuple, list)):
-            return type(known)(self._make(one, tensors) for one in known)
-        return self._make(known, tensors)
+        if isinstance(remembered, (tuple, list)):
+            return type(remembered)(
+                self._make(output, tensors) for output in remembered
+            )
+        return self._make(remembered, tensors)
 
     def _make(self, output: _Output, tensors: list[FakeTensor]) -> FakeTensor:
         if output.argument >= 0 and not output.is_view:
             return tensors[output.argument]
+        # Within it fake tensors act as the meta tensors they wrap, so that a view
+        # shares the argument's storage and its bytes are counted once.
         with in_kernel_invocation_manager(self):
-            made = torch.empty_strided(
+            meta_tensor = torch.empty_strided(
                 output.shape, output.stride, dtype=output.dtype, device="meta"
             )
             if output.is_view:
                 storage = tensors[output.argument].untyped_storage()
-                made.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
-        return FakeTensor(self, made, _CPU)
+                meta_tensor.set_(storage, output.offset, output.shape, output.stride)  # type: ignore[call-overload]
+        return FakeTensor(self, meta_tensor, _CPU)
 
 
 def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Add what an operation's output depends on; False where that is more than shapes,
-    or unknown.
+    """Add everything that an operation's output depends on to the key; return False
+    where that is more than shapes, or unknown.
     """
+    # Values of a type that is not known to be plain make the operation unknown.
     kind = type(value)
     if isinstance(value, Tensor):
         if (
@@ -137,21 +144,23 @@ def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
         return value.fake_device == _CPU
     if kind in (tuple, list) or isinstance(value, (list, tuple)):
         key += (kind, len(value))
-        return all(_describe(one, key, tensors) for one in value)
+        return all(_describe(item, key, tensors) for item in value)
     if kind is dict:
         key.append(len(value))
         return all(
-            _describe(one, key, tensors) for pair in value.items() for one in pair
+            _describe(item, key, tensors) for pair in value.items() for item in pair
         )
     key += (kind, value)
     return kind in _PLAIN
 
 
 def _outputs(out: Any, tensors: list[FakeTensor]) -> _Known:
-    """Return how to make an operation's output again; None where its arguments do not say."""
+    """Describe how to make an operation's output again; None where its arguments do not
+    determine it.
+    """
     if type(out) not in (tuple, list):
         return _output(out, tensors)
-    several = type(out)(_output(one, tensors) for one in out)
+    several = type(out)(_output(item, tensors) for item in out)
     return None if None in several else several
 
 
@@ -164,12 +173,15 @@ def _output(out: Any, tensors: list[FakeTensor]) -> _Output | None:
     ):
         return None
     form = tuple(out.shape), out.stride(), int(out.storage_offset()), out.dtype
-    if same := [k for k, one in enumerate(tensors) if one is out]:
+    if same := [k for k, argument in enumerate(tensors) if argument is out]:
         return _Output(same[0], False, *form) if len(same) == 1 else None
     storage = out.untyped_storage()
-    if any(one.untyped_storage()._cdata == storage._cdata for one in tensors):
+    # Which argument a view belongs to is only sure where there is just one.
+    if any(argument.untyped_storage()._cdata == storage._cdata for argument in tensors):
         return _Output(0, True, *form) if len(tensors) == 1 else None
     alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")
+    # `_make` allocates exactly what shape and strides need; an output with a larger
+    # storage or an offset is not remembered.
     as_large = (
         alone.untyped_storage().nbytes() == storage.nbytes()
         and out.storage_offset() == 0

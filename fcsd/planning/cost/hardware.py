@@ -1,4 +1,6 @@
-"""Published figures of GPUs: dense matmuls without sparsity, decimal units, one device."""
+"""Published figures of GPUs: dense matmuls without sparsity, in decimal units, for one
+device.
+"""
 
 from dataclasses import dataclass
 
@@ -10,11 +12,11 @@ from fcsd.base.strict import did_you_mean
 class Gpu:
     """The published figures of one device.
 
-    link_gb_s: to the other devices of its node, one direction, all of them together;
-    peer_gb_s: to one of them, where a mesh of links gives each peer its own; None: a
-    switch, which gives one peer all of it. payload: share of a link's published rate
-    that can carry data at all. nic_gb_s: interface to other nodes of one device in the
-    vendor's reference systems. fp8_tflops: None where it has no such units.
+    link_gb_s: in one direction, to all other devices of its node together; peer_gb_s:
+    to one of them, where a mesh gives each peer its own link; None: a switch, through
+    which one peer gets all of it. payload: share of a link's published rate that can
+    carry data. nic_gb_s: of a device's interface to other nodes in the vendor's
+    reference systems. fp8_tflops: None for a device without FP8 units.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""One training of a recipe on a machine: who shares its weights, what of it was traced,
-how long its step takes.
+"""Put one training of a recipe on a machine: who shares its weights, its traced step,
+its seconds a step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from fcsd.training.arguments import micro_batches
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""
 ENDS = (*SHARES, "prefetch")
-"""Those that give an estimate its range, all of them at one of their ends at the same time."""
+"""Assumptions that give an estimate its range; all of them are at the same end at a
+time.
+"""
 
 
 class Hardware(Strict):
@@ -86,7 +88,9 @@ class Hardware(Strict):
 
 
 def machine_of(hardware: Hardware) -> Machine:
-    """Return the machine; raises UserError for a GPU that is not known, and what no launch does."""
+    """Return the machine; raise UserError for an unknown GPU, or a layout that no
+    launch has.
+    """
     find_gpu(hardware.gpu)
     if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
         raise UserError(
@@ -109,7 +113,7 @@ def machine_of(hardware: Hardware) -> Machine:
 
 
 def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
-    """Return values of the assumptions: at their fast ends, as they are expected, at
+    """Return the values of the assumptions at their fast ends, as expected, and at
     their slow ends.
     """
     cases = [
@@ -124,8 +128,8 @@ def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training as it is estimated. work: the operations of a micro-batch's forward
-    pass by layer and step.
+    """A training to be estimated. work: the operations of a micro-batch's forward pass
+    by layer and step.
     """
 
     training: Training
@@ -139,7 +143,7 @@ class Job:
 
     @property
     def trace(self) -> Trace:
-        """What was seen of its own micro-batch."""
+        """The trace of this job's micro-batch."""
         return self.trace_of(self.setting)
 
     @property
@@ -149,8 +153,8 @@ class Job:
 
 
 def job_of(training: Training, hardware: Hardware) -> Job:
-    """Trace a micro-batch of a training; raises UserError for a machine, a batch or a
-    model that cannot be.
+    """Trace a micro-batch of a training; raise UserError for an impossible machine,
+    batch or model.
     """
     machine, ranks = machine_of(hardware), hardware.expert_parallel
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
@@ -171,6 +175,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
     )
     setting = replace(micro_batch_setting(training, layout, number), num_rows=rows)
     trace_of = tracer(training)
+    # Traced here already, so that a model that cannot be traced is refused at once.
     trace_of(setting)
     family, _, build = built(training)
     work = trace_layers(
@@ -182,19 +187,21 @@ def job_of(training: Training, hardware: Hardware) -> Job:
             f" of {training.where}"
         )
     trace_of = spread(trace_of, training, work, ranks)
+    # A rank that has all experts runs the family's code; ranks that share them run only
+    # the chosen ones.
     run = as_run(work) if ranks == 1 else work
     return Job(training, hardware, machine, layout, setting, number, trace_of, run)
 
 
 def step_times(job: Job) -> list[dict[str, Any]]:
-    """Return what `step_time` says at the fast ends of what is assumed, as it is
-    expected, and at the slow ends.
+    """Return the results of `step_time` with the assumptions at their fast ends, as
+    expected, and at their slow ends.
     """
     setting, trace = job.setting, job.trace
-    own = setting.teacher_dtype if setting.adapters else setting.student_dtype
+    weights_dtype = setting.teacher_dtype if setting.adapters else setting.student_dtype
     step = Step(
         job.work,
-        _roofline(job, torch.bfloat16 if setting.autocast else own),
+        _roofline(job, torch.bfloat16 if setting.autocast else weights_dtype),
         job.layout,
         job.micro_batches,
         num_trained=trace.num_trainable,
@@ -206,6 +213,8 @@ def step_times(job: Job) -> list[dict[str, Any]]:
             if setting.has_teacher and setting.teacher != "cache"
             else None
         ),
+        # Logits and the gradients of their two factors; a teacher's logits are one
+        # more, a frozen head needs no gradient.
         loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,
     )
     return [
@@ -214,7 +223,9 @@ def step_times(job: Job) -> list[dict[str, Any]]:
 
 
 def gather_s(job: Job) -> float:
-    """Return the seconds in which a rank is sent all weights once, as they are computed with."""
+    """Return the seconds in which a rank receives all weights once, in the dtype of the
+    computation.
+    """
     roofline = _roofline(job, compute_dtype(job.setting))
     return roofline.sharding(
         job.work, job.layout.num_shards, job.layout.expert_parallel

@@ -1,5 +1,5 @@
-"""A machine: GPUs of one kind, the links between them, what is assumed of both; from
-options, or a cluster file.
+"""Describe a machine from options or a cluster file: GPUs of one kind, the links
+between them, and the assumptions about both.
 """
 
 import math
@@ -20,10 +20,10 @@ from fcsd.steering.network.links import LinkModel
 
 @dataclass(frozen=True)
 class Machine:
-    """One GPU among its like.
+    """Equal GPUs on one or more nodes.
 
     nic_gb_s: of each GPU to other nodes. values: of the assumptions. links: measured
-    ones between the ranks that share experts, instead of published rates.
+    between the ranks that share experts, and used instead of published rates.
     """
 
     gpu: Gpu
@@ -35,26 +35,27 @@ class Machine:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, of which the last may have GPUs that are left out."""
+        """The number of nodes; the last one may have unused GPUs."""
         return -(-self.num_gpus // self.gpus_per_node)
 
     @property
     def peer_gb_s(self) -> float:
-        """What reaches one peer of the node, and can carry data."""
+        """The rate at which data reach one peer of the node."""
         return (self.gpu.peer_gb_s or self.gpu.link_gb_s) * self.gpu.payload
 
     def assuming(self, values: Mapping[str, float]) -> "Machine":
-        """Return it with other values of some assumptions."""
+        """Return this machine with other values of some assumptions."""
         return replace(self, values={**self.values, **values})
 
     def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
-        """Return how many of a group of ranks are on a node, for each node of each
-        group.
+        """Return the number of a group's ranks on a node, for each node of each group.
 
-        groups: that follow one another. apart: how far a rank of a group is from the
-        next one.
+        groups: number of groups, one behind another. apart: distance in ranks from one
+        member of a group to the next.
         """
         first = [g * ranks for g in range(groups)]
+        # A group may begin or end in the middle of a node, so nodes are counted rank by
+        # rank.
         nodes = Counter(
             (g, (g + k * apart) // self.gpus_per_node)
             for g in first
@@ -71,34 +72,44 @@ def make_machine(
     assumptions: Mapping[str, float] | None = None,
     links: LinkModel | None = None,
 ) -> Machine:
-    """Return a machine by the name of its GPU; network_gb_s: None: of the GPU's
+    """Make a machine by the name of its GPU; network_gb_s: None: that of the GPU's
     reference system.
 
     Raises:
-        UserError: a GPU that is not in the table, an assumption that cannot be.
+        UserError: a GPU that is not in the table, an assumption outside its bounds.
     """
-    known, changes = find_gpu(gpu), assumptions or {}
+    published, changes = find_gpu(gpu), assumptions or {}
     for name, value in changes.items():
         if name not in ASSUMPTIONS:
             raise UserError(
                 f"assumptions.{name}: unknown{did_you_mean(name, list(ASSUMPTIONS))};"
                 f" allowed: {', '.join(ASSUMPTIONS)}"
             )
-        one = ASSUMPTIONS[name]
-        above = one.low > 0 and one.least == 0
+        assumption = ASSUMPTIONS[name]
+        # 0 is refused where the plausible range lies above it: some of these values are
+        # divisors.
+        above = assumption.low > 0 and assumption.least == 0
         if (
             not math.isfinite(value)
-            or not one.least <= value <= one.most
+            or not assumption.least <= value <= assumption.most
             or (above and value == 0)
         ):
-            least = "above 0" if above else f"{one.least:g} or more"
-            most = f", at most {one.most:g}" if one.most < math.inf else ""
+            least = "above 0" if above else f"{assumption.least:g} or more"
+            most = (
+                f", at most {assumption.most:g}" if assumption.most < math.inf else ""
+            )
             raise UserError(
-                f"assumptions.{name}: {value:g}: must be {least}{most}: {one.what}"
+                f"assumptions.{name}: {value:g}: must be {least}{most}:"
+                f" {assumption.what}"
             )
     values = default_values() | dict(changes)
     return Machine(
-        known, num_gpus, gpus_per_node, network_gb_s or known.nic_gb_s, values, links
+        published,
+        num_gpus,
+        gpus_per_node,
+        network_gb_s or published.nic_gb_s,
+        values,
+        links,
     )
 
 
@@ -126,8 +137,8 @@ class _ClusterFile(Cluster):
 
 
 def read_cluster(path: Path) -> dict[str, Any]:
-    """Read a cluster file, as settings of a plan; raises UserError as `validate`, and
-    for a GPU that is not known.
+    """Read a cluster file as settings of a plan; raise UserError as `validate` does,
+    and for an unknown GPU.
     """
     cluster = validate(_ClusterFile, read_yaml(path), str(path))
     find_gpu(cluster.gpu, f"{path}: gpu")

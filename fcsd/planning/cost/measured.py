@@ -1,17 +1,18 @@
-"""Times that were measured instead of the roofline: what `times.json` holds, and what a
-plan makes of it.
+"""Plan from measured times instead of the roofline: the contents of `times.json`, and
+the plan made from them.
 
-A training step with blocking exchanges has its seconds, those of each exchange, and its
-window: what was computed between its end and where its rows were needed. The overlapped
-step hides of each exchange what its window holds, so
+A training step with blocking exchanges has its seconds, the seconds of each exchange,
+and the window of each exchange: the computation between its end and the point that
+needs its rows. The overlapped step hides as much of each exchange as its window holds,
+so
 
     overlapped = step - sum(min(seconds, window)) x (1 - slowdown)
 
-whatever the kernels do. A server has its time, and the share of it in which it only
-communicates.
+whatever the kernels do. A server has its time, and the share of that time in which it
+only communicates.
 
-`fcsd trace` writes the file (docs/plan.md), `python -m benchmarks.overlap --times`, and
-of a server `fcsd bench serve`.
+`fcsd trace` (docs/plan.md) and `python -m benchmarks.overlap --times` write the file,
+for a server `fcsd bench serve`.
 """
 
 from pathlib import Path
@@ -40,13 +41,13 @@ class ExchangeTime(Strict):
 
 
 class Times(Strict):
-    """What was measured, and of what. step_s: a micro-batch forward and backward, or
-    the time of a server.
+    """Measured times, and the model and setting they belong to. step_s: a micro-batch
+    forward and backward, or the time of a server.
 
     connectivity: of the model whose windows or overlap these are. exchanges: in
     training. communication_s: of a server, exposed in the regular model; overlap: share
-    of it that is hidden in the converted one, null: what the plan says. data_parallel:
-    a server's ranks exchange tokens (--dp), and sum nothing. slowdown: null: the
+    of it that is hidden in the converted one, null: as planned. data_parallel: a
+    server's ranks exchange tokens (--dp) instead of summing. slowdown: null: the
     assumption.
     """
 
@@ -77,7 +78,9 @@ class Times(Strict):
         if self.phase != "train" and self.communication_s is None:
             raise ValueError(f"communication_s: needed of a server ({self.phase})")
         if outside := [
-            each.layer for each in self.exchanges if each.layer >= self.num_layers
+            exchange.layer
+            for exchange in self.exchanges
+            if exchange.layer >= self.num_layers
         ]:
             raise ValueError(
                 f"exchanges: layer {outside[0]}, but the model has {self.num_layers},"
@@ -92,12 +95,18 @@ class Times(Strict):
 
     @model_validator(mode="after")
     def _computes_what_it_hides(self) -> "Times":
-        sent = self.communication_s or sum(each.seconds for each in self.exchanges)
+        sent = self.communication_s or sum(
+            exchange.seconds for exchange in self.exchanges
+        )
         if sent >= self.step_s:
             raise ValueError(
                 f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}"
             )
-        hidden = sum(min(each.seconds, each.window_s) for each in self.exchanges)
+        # What is hidden is hidden by computation of the same step: a file that says
+        # more is wrong.
+        hidden = sum(
+            min(exchange.seconds, exchange.window_s) for exchange in self.exchanges
+        )
         # One of a server's two all-reduces a layer may hide the other; an exchange
         # hides none.
         hidden += sent * max(
@@ -112,7 +121,9 @@ class Times(Strict):
 
 
 def read_times(path: Path) -> Times:
-    """Read and check a file of times; raises UserError, which says what is wrong with it."""
+    """Read and check a file of times; raise a UserError that says what is wrong with
+    it.
+    """
     return validate(
         Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path)
     )
@@ -126,7 +137,7 @@ def write_times(path: Path, times: Times) -> None:
 def measured_times(
     times: Times, planned: Planned, layers: list[int] | None = None
 ) -> dict[str, Any]:
-    """Return what `plan_times` does, from measured times; raises UserError where
+    """Compute the result of `plan_times` from measured times; raise UserError where
     something else was measured.
     """
     _check(times, planned)
@@ -136,26 +147,34 @@ def measured_times(
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     _check_layers(times, planned.rewired(layers), planned.work.moe)
+    # An exchange beside which the plan computes nothing stays exposed, whatever window
+    # was measured.
     computed = beside(planned.facts(layers))
 
-    def hides(each: ExchangeTime) -> bool:
-        return bool(computed[each.layer][each.kind])
+    def hides(exchange: ExchangeTime) -> bool:
+        return bool(computed[exchange.layer][exchange.kind])
 
     shares = {"forward": [0.0, 0.0], "backward": [0.0, 0.0]}
-    for each in times.exchanges:
-        share = shares["backward" if each.backward else "forward"]
-        share[0] += min(each.seconds, each.window_s) if hides(each) else 0.0
-        share[1] += each.seconds
+    for exchange in times.exchanges:
+        share = shares["backward" if exchange.backward else "forward"]
+        share[0] += min(exchange.seconds, exchange.window_s) if hides(exchange) else 0.0
+        share[1] += exchange.seconds
     hidden, sent = (sum(share[i] for share in shares.values()) for i in (0, 1))
-    forward = [each for each in times.exchanges if not each.backward]
+    # Windows and mean seconds are those of the forward pass, as `plan_times` returns
+    # them.
+    forward = [exchange for exchange in times.exchanges if not exchange.backward]
     windows = {
-        (each.layer, each.kind): each.window_s if hides(each) else 0.0
-        for each in forward
+        (exchange.layer, exchange.kind): exchange.window_s if hides(exchange) else 0.0
+        for exchange in forward
     }
     mean = {
         kind: sum(seconds) / len(seconds)
         for kind in ("dispatch", "combine")
-        if (seconds := [each.seconds for each in forward if each.kind == kind])
+        if (
+            seconds := [
+                exchange.seconds for exchange in forward if exchange.kind == kind
+            ]
+        )
     }
     return summary(times.step_s - sent, sent, sent - hidden, slowdown) | {
         "overlap": {
@@ -179,16 +198,20 @@ def _served(
     times: Times, planned: Planned, layers: list[int] | None, slowdown: float
 ) -> dict[str, Any]:
     assert times.communication_s is not None
+    # The roofline gives the windows and the split of the communication; the seconds are
+    # measured.
     estimate = plan_times(planned, layers=layers)
     share = times.communication_s / times.step_s
     if times.overlap is None:
-        # Seconds of the roofline as parts of its communication; hidden ones cost
-        # computation a little.
-        sent, exposed = (
+        # The roofline's seconds as shares of its communication; hidden seconds slow the
+        # computation down a little.
+        sent_share, exposed_share = (
             estimate[name] / (estimate["communication_s"] or 1.0)
             for name in ("overlapped_communication_s", "exposed_s")
         )
-        speed_up = 1 + gain(share, 1 - exposed - slowdown * (sent - exposed))
+        speed_up = 1 + gain(
+            share, 1 - exposed_share - slowdown * (sent_share - exposed_share)
+        )
     else:
         measured = resolve_layers(times.connectivity.spec().layers, planned.work.moe)
         if planned.rewired(measured) != planned.rewired(layers):
@@ -197,8 +220,8 @@ def _served(
                 f" ({times.connectivity.layers}) than are planned; measure what is"
                 " planned, or plan what was measured"
             )
-        sent, exposed = 1.0, 1 - times.overlap
-        # of a whole server, so that it has the slow-down in it
+        sent_share, exposed_share = 1.0, 1 - times.overlap
+        # Measured on a whole server, so it includes the slowdown.
         speed_up = 1 + gain(share, times.overlap)
     return estimate | {
         "regular_s": times.step_s,
@@ -206,25 +229,27 @@ def _served(
         "speed_up": speed_up,
         "compute_s": times.step_s - times.communication_s,
         "communication_s": times.communication_s,
-        "overlapped_communication_s": times.communication_s * sent,
-        "exposed_s": times.communication_s * exposed,
+        "overlapped_communication_s": times.communication_s * sent_share,
+        "exposed_s": times.communication_s * exposed_share,
         "communication_share": share,
-        "overlap": {"forward": 1 - exposed / sent if sent else 0.0},
+        "overlap": {"forward": 1 - exposed_share / sent_share if sent_share else 0.0},
     }
 
 
 def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
-    """Refuse exchanges of a layer that has none, and a plan that rewires layers of
-    which nothing was measured.
+    """Refuse exchanges of a dense layer, and a plan that rewires layers without
+    measured exchanges.
     """
-    known = {each.layer for each in times.exchanges}
-    if dense := sorted(k for k in known if not moe[k]):
+    measured_layers = {exchange.layer for exchange in times.exchanges}
+    if dense := sorted(k for k in measured_layers if not moe[k]):
         raise UserError(
             f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE"
             " layer"
         )
     if missing := [
-        k for k, is_moe in enumerate(moe) if rewired[k] and is_moe and k not in known
+        k
+        for k, is_moe in enumerate(moe)
+        if rewired[k] and is_moe and k not in measured_layers
     ]:
         raise UserError(
             f"--measured: the plan rewires layer {missing[0]}, and the file has no"
@@ -236,7 +261,7 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
 def _check(times: Times, planned: Planned) -> None:
     settings, train = planned.settings, planned.settings.phase == "train"
     sharing_experts = train or planned.wide
-    both = {
+    compared = {
         "phase": (times.phase, settings.phase),
         "model_type": (times.model_type, planned.model_type),
         "num_layers": (times.num_layers, len(planned.work.layers)),
@@ -250,7 +275,7 @@ def _check(times: Times, planned: Planned) -> None:
         "batch": (times.batch, settings.batch),
         "length": (times.length, settings.length),
     }
-    for name, (theirs, ours) in both.items():
+    for name, (theirs, ours) in compared.items():
         if theirs != ours:
             raise UserError(
                 f"--measured: {name} is {theirs} in the file and {ours} in the plan;"

@@ -1,4 +1,4 @@
-"""Bytes and seconds of one rank, from a trace: whole copies, or shards."""
+"""Compute the bytes of one rank from a trace: whole copies, or shards."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,13 +9,13 @@ from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.tracker import PERSISTENT
 
 Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
-"""optimizer: as Megatron shards, for the comparison with its runs: a rank has its
-weights whole, sent once a step.
+"""optimizer: as Megatron shards, to compare with its runs: a rank has its whole
+weights, sent once a step.
 """
 
 FRAGMENTATION = 0.10
-"""Assumption: share by which the caching allocator holds more than what lives, of all
-that comes and goes.
+"""Assumption: share of all temporary bytes that the caching allocator holds beyond what
+is live.
 """
 
 CONTEXT_BYTES = 1 << 30
@@ -34,10 +34,10 @@ class Layout:
     """The layout of the models on the ranks.
 
     offload: the optimiser's moments and the weights it updates lie in the host's
-    memory. step_tokens: over all ranks, those of an optimiser step whose teacher's
-    hidden states are there before the student runs; 0 where each micro-batch has its
-    own only (objectives that compare more than the distributions). expert_parallel:
-    ranks that share the experts.
+    memory. step_tokens: tokens of an optimiser step over all ranks, if the teacher's
+    hidden states of the whole step are computed before the student runs; 0 where they
+    are computed for each micro-batch (objectives that compare more than the
+    distributions). expert_parallel: ranks that share the experts.
     """
 
     sharding: Sharding
@@ -67,19 +67,17 @@ def compute_dtype(setting: Setting) -> torch.dtype:
 def memory_parts(
     trace: Trace, setting: Setting, layout: Layout, *, freeze: bool = False
 ) -> dict[str, int]:
-    """Split the bytes of one rank by what they are for, at the moment at which most are
-    needed.
+    """Split the bytes of one rank by purpose, at the moment of the peak.
 
     none: every rank holds student, gradients, AdamW's two moments and teacher whole;
-    with several ranks DDP adds buckets as large as the gradients. Gradients count as
-    far as they are there when the step needs most. fsdp2: parameters, gradients and
-    moments in `student_dtype` over all ranks. Gathered is the head while the loss is
-    computed; in the backward pass two layers and the head, and the gradient of one of
-    these, whole before it is reduced in `student_dtype`. hsdp: the same over the ranks
-    of a node, a copy on each. zero3: with autocast weights in bfloat16; gradients,
-    master weights and moments in float32; DeepSpeed's buffers. In both the teacher is
-    sharded but for its head. freeze: estimate frozen embeddings and head from a trace
-    without.
+    with several ranks DDP adds buckets as large as the gradients. Only the gradients
+    that exist at the peak count. fsdp2: parameters, gradients and moments in
+    `student_dtype` over all ranks. The head is gathered while the loss is computed; two
+    layers and the head in the backward pass, with the whole gradient of one of these
+    before it is reduced in `student_dtype`. hsdp: the same over the ranks of a node, a
+    copy on each. zero3: with autocast, weights in bfloat16; gradients, master weights
+    and moments in float32; DeepSpeed's buffers. Both shard the teacher except its head.
+    freeze: estimate frozen embeddings and head from a trace without.
     """
     trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
     if layout.sharding == "none":
@@ -88,23 +86,30 @@ def memory_parts(
     else:
         parts = _sharded_parts(trace, setting, layout, trained)
         moving = dict(trace.transient)
+    # The trace has the hidden states of one micro-batch; a step may hold those of all
+    # of them.
     if setting.has_teacher:
-        each = trace.hidden_size * setting.teacher_dtype.itemsize
+        token_bytes = trace.hidden_size * setting.teacher_dtype.itemsize
         # of the micro-batch that was traced
-        own = setting.num_rows * setting.num_tokens
-        parts["teacher hidden states"] = each * max(
-            own, layout.step_tokens // layout.num_gpus
+        num_tokens = setting.num_rows * setting.num_tokens
+        parts["teacher hidden states"] = token_bytes * max(
+            num_tokens, layout.step_tokens // layout.num_gpus
         )
         moving["teacher forward"] = max(
-            0, moving.get("teacher forward", 0) - each * own
+            0, moving.get("teacher forward", 0) - token_bytes * num_tokens
         )
     parts |= {
         "activations": sum(n for kind, n in moving.items() if kind != "loss"),
         "loss": moving.get("loss", 0),
     }
     coming_and_going = parts["activations"] + parts["loss"]
-    others = ("gathered weights", "gradients being reduced", "teacher hidden states")
-    coming_and_going += sum(parts.get(name, 0) for name in others)
+    # These parts come and go as well, so they are subject to fragmentation, too.
+    temporary_parts = (
+        "gathered weights",
+        "gradients being reduced",
+        "teacher hidden states",
+    )
+    coming_and_going += sum(parts.get(name, 0) for name in temporary_parts)
     parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}

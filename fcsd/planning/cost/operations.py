@@ -1,13 +1,14 @@
-"""The operations of a model's layers by submodule, from one forward pass of each kind
-of layer, without storage.
+"""Count the operations of a model's layers by submodule, in one forward pass of each
+kind of layer, without storage.
 
-The model is built on the meta device and run on tensors without storage; of layers that
-are alike, one is run. What a step of `fcsd.parallel.overlap.schedule` computes shows by
-the module that runs: attention before its core ("attention a"), the core, what follows
-it ("attention b"), router, experts, shared expert, a dense layer's MLP, the head.
+The model is built on the meta device and run on tensors without storage; of equal
+layers only the first is run. The running module tells the step of
+`fcsd.parallel.overlap.schedule`: attention before its core ("attention a"), the core,
+the rest of attention ("attention b"), router, experts, shared expert, a dense layer's
+MLP, the head.
 
-Not covered: what no matmul does (`fcsd.planning.cost.roofline` counts passes over
-memory for it); a sliding window, attention counts all pairs.
+Not covered: operations other than matmuls (`fcsd.planning.cost.roofline` counts passes
+over memory for them); sliding windows: attention counts all pairs.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from fcsd.model.families.structure import output_head
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 
 WHOLE = ", whole"
-"""Ends the name of work that every tensor-parallel rank does: MLA's projections to the latents."""
+"""Suffix for work that every tensor-parallel rank does in full: MLA's projections to
+the latents.
+"""
 _LATENT = ("q_a_proj", "kv_a_proj", "kv_a_proj_with_mqa")
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of the matmuls of one step of a layer, and the elements of the weights that
-    it reads.
+    """FLOPs of the matmuls in one step of a layer, and the number of weight elements it
+    reads.
     """
 
     flops: float = 0.0
@@ -51,11 +54,11 @@ class Work:
 class LayerWork:
     """One layer's work by step.
 
-    scores: elements of softmax(QKᵀ). core: FLOPs of the core's two products, over all
-    pairs; 0 where attention asks for no core that an exchange could start before.
+    scores: elements of softmax(QKᵀ). core: FLOPs of the core's two matmuls, over all
+    pairs; 0 where attention has no separate core before which an exchange could start.
     causal: a mask leaves out half of the pairs. cache_bytes: keys and values of earlier
     tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code
-    runs them; the step "experts" has those that a token chose.
+    runs them; the step "experts" counts only the chosen experts of each token.
     """
 
     moe: bool
@@ -67,7 +70,7 @@ class LayerWork:
     experts_run: float = 0.0
 
     def work(self, name: str) -> Work:
-        """Return a step's work; none where the layer has no such step."""
+        """Return a step's work; empty where the layer has no such step."""
         return self.steps.get(name, Work())
 
 
@@ -76,7 +79,7 @@ class ModelWork:
     """The work of a forward pass of (num_rows, num_tokens), layer by layer, and the
     sizes that exchanges depend on.
 
-    row_width: elements of a row that travels to an expert. expert_groups: see
+    row_width: elements of a row sent to an expert. expert_groups: see
     `fcsd.model.families.expert_groups`.
     """
 
@@ -99,9 +102,10 @@ class ModelWork:
 
     @property
     def runs_all(self) -> bool:
-        """The family's own code runs every expert on every token; ranks that share them
-        run those that one chose.
+        """Whether the family's own code runs every expert on every token; ranks that
+        share experts run only the chosen ones.
         """
+        # With 1 % of tolerance: running all experts takes E / K times as many FLOPs.
         rows = self.experts_per_token * self.tokens / self.num_experts
         return any(
             layer.experts_run > 1.01 * 2 * rows * layer.work("experts").weights
@@ -116,7 +120,7 @@ class ModelWork:
 
 @dataclass
 class _Seen:
-    """What the hooks of one layer have noted."""
+    """Values recorded by the hooks of one layer."""
 
     weights: Counter[str] = field(default_factory=Counter)
     core: float = 0.0
@@ -126,7 +130,7 @@ class _Seen:
 def trace_layers(
     build: Callable[[], Any], family: Family, where: str, num_rows: int, num_tokens: int
 ) -> ModelWork:
-    """Run one forward pass of a regular model and count what each of its layers does.
+    """Run one forward pass of a regular model and count the operations of each layer.
 
     build: makes the model; called on the meta device.
 
@@ -148,24 +152,27 @@ def trace_layers(
         raise UserError(
             f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped"
         )
+    # Only the first layer of each kind runs its own code; equal layers pass their input
+    # on and share its counts.
     tracker, kinds = Tracker(), _kinds(stack, model.config)
-    seen = {first: _Seen() for first in kinds.values()}
+    records = {first: _Seen() for first in kinds.values()}
     for k, layer in enumerate(stack):
         if kinds[k] == k:
-            _name_steps(layer, family, tracker, f"{k} ", seen[k])
+            _name_steps(layer, family, tracker, f"{k} ", records[k])
         else:
             layer.forward = _as_if_run(stack[kinds[k]])
     head = output_head(model)
     tracker.counts_as(head, "head")
-    what = f"{where}: a layer of {family.model_type}"
-    with torch.no_grad(), counting(tracker, _core(tracker, seen), what):
+    subject = f"{where}: a layer of {family.model_type}"
+    with torch.no_grad(), counting(tracker, _core(tracker, records), subject):
         give_fake_storage(model)
         ids = torch.zeros((num_rows, num_tokens), dtype=torch.long)
         model(input_ids=ids, use_cache=False)
     flops = {name: sum(by.values()) for name, by in tracker.flops.items()}
     tokens = num_rows * num_tokens
+    # Even routing: imbalance is an assumption of the roofline, not of the work.
     rows = top_k * tokens / num_experts
-    layers = {k: _read(stack[k], family, k, flops, seen[k], rows) for k in seen}
+    layers = {k: _read(stack[k], family, k, flops, records[k], rows) for k in records}
     return ModelWork(
         layers=tuple(layers[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
@@ -182,8 +189,8 @@ def trace_layers(
 
 
 def as_run(work: ModelWork) -> ModelWork:
-    """Return the work of a rank that has all experts, which runs them as the family's
-    own code does.
+    """Return the work of a rank that has all experts and runs them with the family's
+    own code.
     """
     if not work.runs_all:
         return work
@@ -204,8 +211,8 @@ def _is_moe(layer: Any, family: Family) -> bool:
 
 
 def _experts(layer: Any, family: Family) -> Any:
-    """Return the module of a layer's routed experts: the first of its MoE block that
-    has the name, or all of it.
+    """Return the module of a layer's routed experts: the first one named `experts` in
+    its MoE block, or the whole block.
     """
     if not _is_moe(layer, family):
         return None
@@ -223,8 +230,8 @@ def _size(module: Any) -> int:
 
 
 def _kinds(stack: Any, config: Any) -> dict[int, int]:
-    """Return for each layer the first that is like it: same modules of the same shapes,
-    same kind of attention.
+    """Map each layer to the first equal one: same class, same parameter shapes, same
+    kind of attention.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     types = getattr(text, "layer_types", None) or [None] * len(stack)
@@ -243,8 +250,8 @@ def _kinds(stack: Any, config: Any) -> dict[int, int]:
 
 
 def _as_if_run(like: Any) -> Callable[..., Any]:
-    """Return a forward pass that gives its input back, in the form that the layer which
-    was run gave.
+    """Return a forward pass that returns its input, in the output form of the layer
+    that was run.
     """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -255,13 +262,15 @@ def _as_if_run(like: Any) -> Callable[..., Any]:
 
 
 def _name_steps(
-    layer: Any, family: Family, tracker: Tracker, prefix: str, seen: _Seen
+    layer: Any, family: Family, tracker: Tracker, prefix: str, record: _Seen
 ) -> None:
-    """Let the tracker count what runs in a layer under the names of its steps."""
+    """Make the tracker count a layer's operations under the names of its steps."""
     tracker.counts_as(layer, prefix + "attention a")
     layer.register_forward_hook(
         lambda module, _, out: module.__dict__.update(farskip_form=out)
     )
+    # A layer without experts computes a dense MLP; in an MoE block everything outside
+    # routed and shared experts counts as router.
     block, experts = getattr(layer, family.moe), _experts(layer, family)
     if experts is not block:
 
@@ -274,20 +283,23 @@ def _name_steps(
         for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
             if name and getattr(owner, name, None) is not None:
                 tracker.counts_as(getattr(owner, name), prefix + "shared expert")
+    # Matrices only: norms and biases have no matmul that would read them.
     for name, module in layer.named_modules():
         if name.rpartition(".")[2] in _LATENT:
             tracker.counts_as(module, prefix + "attention a" + WHOLE)
-        own = sum(p.numel() for p in module.parameters(recurse=False) if p.ndim > 1)
-        if own:
+        weight_elements = sum(
+            p.numel() for p in module.parameters(recurse=False) if p.ndim > 1
+        )
+        if weight_elements:
             module.register_forward_pre_hook(
-                lambda *_, own=own: seen.weights.update(
-                    {tracker.kind.removeprefix(prefix): own}
+                lambda *_, weight_elements=weight_elements: record.weights.update(
+                    {tracker.kind.removeprefix(prefix): weight_elements}
                 )
             )
 
 
-def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
-    """Note the core of attention instead of running it; what follows in the layer is
+def _core(tracker: Tracker, records: dict[int, _Seen]) -> Interposed:
+    """Record the core of attention instead of running it; operations after it count as
     attention b.
     """
 
@@ -296,10 +308,11 @@ def _core(tracker: Tracker, seen: dict[int, _Seen]) -> Interposed:
     ) -> Tensor:
         k, _, step = tracker.kind.partition(" ")
         if step.startswith("attention"):
-            noted = seen[int(k)]
+            record = records[int(k)]
             heads = query.shape[1]
-            noted.scores += query.shape[0] * heads * query.shape[2] * key.shape[2]
-            noted.core = 2.0 * noted.scores * (query.shape[-1] + value.shape[-1])
+            record.scores += query.shape[0] * heads * query.shape[2] * key.shape[2]
+            # QKᵀ and the weighted sum of values, two operations for each element.
+            record.core = 2.0 * record.scores * (query.shape[-1] + value.shape[-1])
             tracker.kind = f"{k} attention b"
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
@@ -311,14 +324,14 @@ def _read(
     family: Family,
     k: int,
     flops: dict[str, int],
-    seen: _Seen,
+    record: _Seen,
     rows_per_expert: float,
 ) -> LayerWork:
     names = {
         name.removeprefix(f"{k} ") for name in flops if name.startswith(f"{k} ")
-    } | set(seen.weights)
+    } | set(record.weights)
     steps = {
-        name: Work(float(flops.get(f"{k} {name}", 0)), seen.weights[name])
+        name: Work(float(flops.get(f"{k} {name}", 0)), record.weights[name])
         for name in names
     }
     run = 0.0
@@ -329,5 +342,5 @@ def _read(
         run = steps["experts"].flops or chosen
         steps["experts"] = Work(min(run, chosen), _size(experts))
     return LayerWork(
-        _is_moe(layer, family), steps, seen.core, seen.scores, experts_run=run
+        _is_moe(layer, family), steps, record.core, record.scores, experts_run=run
     )

@@ -1,12 +1,12 @@
-"""What FarSkip connectivity will bring on a cluster, before any run: `fcsd plan`.
+"""Plan the gain of FarSkip connectivity on a cluster before any run: `fcsd plan`.
 
     planned = prepare(PlanSettings(model="owner/name", nodes=4))   operations of its layers, from one traced pass
     times = plan_times(planned)                              seconds: arithmetic on the operations
     facts = plan(planned)                                    with memory, and how each assumption matters
 
 Not covered: pipeline parallelism, tensor parallelism in training, activation
-checkpointing, what a profiler would show (launches, the host's work, contention). Times
-that were measured do without the roofline (`fcsd.planning.cost.measured`).
+checkpointing, everything that only a profiler shows (launches, the host's work,
+contention). Measured times replace the roofline (`fcsd.planning.cost.measured`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = (1.3, 5.2)
-"""Times by which the roofline's gain in the time to the first token was more than what
-the paper measured: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
-(`benchmarks/plan.py`). Decoding was compared with nothing."""
+"""Factors by which the roofline's gain in the time to the first token exceeded the
+paper's measurements: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
+(`benchmarks/plan.py`). Decoding was not compared.
+"""
 
 
 def plan(planned: Planned) -> dict[str, Any]:
@@ -41,11 +42,13 @@ def plan(planned: Planned) -> dict[str, Any]:
     """
     times = plan_times(planned)
     machine, rows = planned.machine, []
-    for name, one in ASSUMPTIONS.items():
+    # One assumption at a time, at both ends of its range.
+    for name, assumption in ASSUMPTIONS.items():
         value = machine.values[name]
-        ends = [min(one.low, value), max(one.high, value)]
+        # A given value may lie outside the table's range, which then extends to it.
+        ends = [min(assumption.low, value), max(assumption.high, value)]
         at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
-        facts = {"what": one.what, "source": one.source}
+        facts = {"what": assumption.what, "source": assumption.source}
         rows.append(
             {"name": name, "value": value, "range": ends, "speed_up": at, **facts}
         )
@@ -59,6 +62,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         ),
         "settings": _settings(planned),
         "times": times,
+        # Megatron's sharding is planned for the comparison of times only.
         "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
@@ -88,10 +92,12 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def memory(planned: Planned) -> dict[str, Any]:
-    """Return the bytes of a rank, in serving weights, keys and values; raises UserError
-    for more than the GPU has.
+    """Return the bytes of a rank, in serving those of weights, keys and values; raise
+    UserError for more than the GPU has.
     """
     settings = planned.settings
+    # Training is traced, as in `fcsd estimate`; a server holds weights, cache and one
+    # pass.
     if settings.phase == "train":
         setting = micro_batch_setting(
             planned.training, planned.layout, planned.micro_batches
@@ -105,15 +111,19 @@ def memory(planned: Planned) -> dict[str, Any]:
         parts = memory_parts(trace_of(setting), setting, planned.layout)
     else:
         parts = _serving_memory(planned)
-    needed, there = sum(parts.values()), int(planned.machine.gpu.memory_gb * 1e9)
-    if needed > there:
+    needed_bytes, available_bytes = (
+        sum(parts.values()),
+        int(planned.machine.gpu.memory_gb * 1e9),
+    )
+    if needed_bytes > available_bytes:
         raise UserError(
             f"--batch {settings.batch} --length {settings.length}: a rank needs"
-            f" {size(needed)}, the {planned.machine.gpu.name} has {size(there)} (mostly"
-            f" {max(parts, key=lambda name: parts[name])}); a smaller batch, shorter"
-            " rows, more GPUs"
+            f" {size(needed_bytes)}, the {planned.machine.gpu.name} has"
+            f" {size(available_bytes)} (mostly"
+            f" {max(parts, key=lambda name: parts[name])}); a smaller batch,"
+            " shorter rows, more GPUs"
         )
-    return {"parts": parts, "total_bytes": needed, "gpu_bytes": there}
+    return {"parts": parts, "total_bytes": needed_bytes, "gpu_bytes": available_bytes}
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:
@@ -129,14 +139,15 @@ def _serving_memory(planned: Planned) -> dict[str, int]:
             int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp
         ),
         "keys and values": int(planned.cached),
+        # Serving keeps no activations for a backward pass.
         "activations": work.tokens * work.hidden_size * 2 * 4,
         "GPU context": CONTEXT_BYTES,
     }
 
 
 def write_windows(facts: Mapping[str, Any], path: Path) -> None:
-    """Write the windows of the forward pass, seconds by MoE layer, for what steers
-    routing by them.
+    """Write the windows of the forward pass, in seconds by MoE layer, for
+    `fcsd bias`.
     """
     rows = facts["times"]["windows"]
     write_json(

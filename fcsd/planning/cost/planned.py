@@ -1,4 +1,6 @@
-"""A model on a cluster as it is planned: settings checked, ranks dealt, layers traced."""
+"""Prepare a plan of a model on a cluster: check the settings, deal the ranks, trace the
+layers.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,13 @@ Phase = Literal["train", "prefill", "decode"]
 
 
 class PlanSettings(Cluster):
-    """What is planned, and on which machine.
+    """The planned phase, batch and layout, and the machine.
 
-    connectivity: None: that of a converted checkpoint, of another model all layers.
-    sharding: fsdp2 as fcsd trains; optimizer as Megatron does, for the comparison with
-    its runs: a rank has its weights whole, they are sent once a step, and no memory is
-    planned. rows_once: see `Roofline`; False for the same comparison. A server is
-    planned without.
+    connectivity: None: that of a converted checkpoint; all layers of any other model.
+    sharding: fsdp2 as fcsd trains; optimizer as Megatron does, to compare with its
+    runs: a rank has its whole weights, they are sent once a step, and no memory is
+    planned. rows_once: see `Roofline`; False for the same comparison, and always for a
+    server.
     """
 
     model: str
@@ -85,7 +87,7 @@ class PlanSettings(Cluster):
 
 @dataclass(frozen=True)
 class Planned:
-    """A model as it is planned: its work, and who shares it.
+    """A planned model: its work, and the ranks that share it.
 
     inside: its layers keep their own combine (docs/scale.md). cached: bytes of keys and
     values on a rank, in serving.
@@ -104,7 +106,9 @@ class Planned:
     cached: float = 0.0
 
     def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
-        """Return which layers are rewired. layers: those instead of the planned ones."""
+        """Return True for each rewired layer. layers: to rewire instead of the planned
+        ones.
+        """
         chosen = (
             resolve_layers(self.connectivity.layers, self.work.moe)
             if layers is None
@@ -113,8 +117,8 @@ class Planned:
         return [k in chosen for k in range(len(self.work.layers))]
 
     def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
-        """Return what the schedule of its layers depends on. layers: rewired ones
-        instead of the planned ones.
+        """Return the facts on which the schedule of each layer depends. layers: to
+        rewire instead of the planned ones.
         """
         work, rewired = self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
@@ -133,17 +137,19 @@ class Planned:
         return self.connectivity.field(self.work.moe)["mlp"]
 
     def assuming(self, **values: float) -> Planned:
-        """Return it with other values of some assumptions."""
+        """Return this plan with other values of some assumptions."""
         return replace(self, machine=self.machine.assuming(values))
 
     @property
     def wide(self) -> bool:
-        """A server whose ranks have tokens of their own and exchange them."""
+        """Whether this is a server whose ranks have their own tokens and exchange
+        them.
+        """
         return self.settings.data_parallel is not None
 
     @property
     def layout(self) -> Layout:
-        """Return who shares the weights of a training."""
+        """The layout of a training: who shares the weights."""
         num_gpus = self.machine.num_gpus
         step_tokens = self.micro_batches * self.work.tokens * num_gpus
         return Layout(
@@ -155,7 +161,7 @@ class Planned:
 
     @property
     def roofline(self) -> Roofline:
-        """Return the cost of its operations."""
+        """The roofline that times its operations."""
         precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
         fused = not self.settings.unfused_attention
         rows_once = self.settings.rows_once and self.settings.phase == "train"
@@ -178,14 +184,18 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         )
     if settings.global_batch is not None and settings.phase != "train":
         raise UserError(
-            f"--global-batch: of an optimiser step, which --phase {settings.phase} has"
-            " not; leave it out"
+            f"--global-batch: rows of an optimiser step; --phase {settings.phase} has"
+            " none, leave it out"
         )
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
     if spec is None:
-        own = config.get("farskip")
-        spec = Connectivity.from_field(own, source.where) if own else Connectivity()
+        saved_connectivity = config.get("farskip")
+        spec = (
+            Connectivity.from_field(saved_connectivity, source.where)
+            if saved_connectivity
+            else Connectivity()
+        )
     training = _training(settings, config, source.where, spec)
     family, model_config, build = built(training)
     ep, tp = _ranks(settings, machine, links)
@@ -194,12 +204,16 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the ranks"
             " that share the experts, one of which then has all rows"
         )
+    # Decoding computes one new token a row; the text so far enters by its keys and
+    # values.
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
+    # Requests are those of the whole server: data-parallel ranks share them out.
     rows = settings.batch // (settings.data_parallel or 1)
     work = trace_layers(build, family, source.where, rows, length)
     if settings.phase == "train" and ep == 1:
         work = as_run(work)
+    # Checked after the trace, which knows the number of experts for every family.
     if work.num_experts % ep:
         raise UserError(
             f"--ep {ep}: does not divide the {work.num_experts} experts of"
@@ -229,9 +243,13 @@ def _ranks(
         settings.expert_parallel,
         settings.data_parallel,
     )
+    # Wide expert parallelism: every rank has all of attention and a part of the
+    # experts.
     if dp is not None:
         _check_wide(settings, machine, dp)
         ep = dp
+    # By default a training shares the experts over all GPUs; a server shares everything
+    # by tensor parallelism.
     tp = (1 if train or dp else world) if tp is None else tp
     ep = (world if train else tp) if ep is None else ep
     if train and tp > 1:
@@ -254,6 +272,8 @@ def _ranks(
             f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel"
             f" ranks (--ep {tp}), or not (--ep 1)"
         )
+    # Measured links describe all-to-all; the all-reduces of a tensor-parallel server
+    # are not priced by them.
     if links is not None:
         if not train and not dp:
             raise UserError(
@@ -300,7 +320,9 @@ def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
 def _check_size(
     settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int
 ) -> None:
-    """Refuse what is far beyond the memory before it is traced, where sizes would overflow."""
+    """Refuse a batch far beyond the memory before it is traced, where sizes would
+    overflow.
+    """
     text = config.get("text_config", config)
     stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
     if stream > machine.gpu.memory_gb * 1e9:
@@ -312,14 +334,14 @@ def _check_size(
 
 
 def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
-    each = settings.batch * machine.num_gpus
-    rows = each if settings.global_batch is None else settings.global_batch
-    if settings.phase == "train" and (rows < 1 or rows % each):
+    rows_at_once = settings.batch * machine.num_gpus
+    rows = rows_at_once if settings.global_batch is None else settings.global_batch
+    if settings.phase == "train" and (rows < 1 or rows % rows_at_once):
         raise UserError(
-            f"--global-batch {rows}: not a multiple of {each} rows, {settings.batch} on"
-            f" each of {machine.num_gpus} GPUs"
+            f"--global-batch {rows}: not a multiple of {rows_at_once} rows,"
+            f" {settings.batch} on each of {machine.num_gpus} GPUs"
         )
-    return rows // each if settings.phase == "train" else 1
+    return rows // rows_at_once if settings.phase == "train" else 1
 
 
 def _training(
@@ -348,13 +370,14 @@ def _training(
 
 def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
     """Return the bytes of keys and values on a rank: heads are spread over the ranks,
-    MLA's latent is on each.
+    while each rank holds MLA's whole latent.
     """
     heads = (
         1
         if getattr(config, "kv_lora_rank", None)
         else getattr(config, "num_key_value_heads", None)
     )
+    # With more ranks than heads, several ranks hold the same head.
     shared = min(tp, heads or tp)
     return (
         (cache_bytes(config, settings.length) or 0)
@@ -364,16 +387,18 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
 
 
 def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
-    """Return the work of one token a row behind `length` others, whose keys and values are read."""
-    each = cached / len(work.layers)
+    """Return the work of one token a row that follows `length` others and reads their
+    keys and values.
+    """
+    layer_cache_bytes = cached / len(work.layers)
     layers = [
         replace(
-            one,
-            core=one.core * length,
+            layer,
+            core=layer.core * length,
             causal=False,
-            scores=one.scores * length,
-            cache_bytes=each,
+            scores=layer.scores * length,
+            cache_bytes=layer_cache_bytes,
         )
-        for one in work.layers
+        for layer in work.layers
     ]
     return replace(work, layers=tuple(layers))

@@ -1,8 +1,8 @@
-"""Seconds of a layer's steps and of its exchanges, from operations, published figures
-and assumptions.
+"""Compute the seconds of a layer's steps and exchanges from operations, published
+figures and assumptions.
 
-Not covered: contention on links, launches of kernels, the host's work; anything that a
-profiler would show.
+Not covered: contention on links, launches of kernels, the host's work; anything that
+only a profiler shows.
 """
 
 import math
@@ -19,19 +19,19 @@ from fcsd.steering.network.simulate import Payload, rows_per_token, simulate
 Precision = Literal["float32", "bfloat16", "fp8"]
 
 PAIR_BYTES = 8
-"""Beside the row: which expert, and its weight."""
+"""Bytes that travel with a row for each pair: the expert's index and its weight."""
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Times of work on a machine.
+    """A model of the time that work takes on a machine.
 
-    precision: of the matmuls and what they read; fp8: those of attention's core, and
-    activations, are bfloat16. fused: attention is one kernel that skips what a causal
-    mask leaves out; else batched matmuls with the scores in memory. tensor_parallel:
-    ranks that share each layer. rows_once: a token sends one row to each rank of its
-    experts, as fcsd trains; else one to each expert, as Megatron's all-to-all and
-    servers' kernels for latency.
+    precision: of the matmuls and their weights; with fp8, attention's core and
+    activations are bfloat16. fused: attention is one kernel that skips the pairs that a
+    causal mask excludes; else batched matmuls with the scores in memory.
+    tensor_parallel: ranks that share each layer. rows_once: a token sends one row to
+    each rank of its experts, as fcsd trains; else one row to each expert, as do
+    Megatron's all-to-all and servers' low-latency kernels.
     """
 
     machine: Machine
@@ -41,7 +41,7 @@ class Roofline:
     rows_once: bool = True
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
-        """Return it with other values of some assumptions."""
+        """Return this roofline with other values of some assumptions."""
         return replace(self, machine=self.machine.assuming(values))
 
     @property
@@ -67,11 +67,11 @@ class Roofline:
         return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
 
     def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
-        """Return the seconds of matmuls: of computing, or of reading weights, whichever
-        is longer.
+        """Return the seconds of matmuls: of the computation or of reading the weights,
+        whichever is longer.
 
-        share: the assumption. ranks: over which they are spread. read: part of the
-        weights that is used.
+        share: name of the assumption for the share of the peak. ranks: that split the
+        work. read: fraction of the weights that is read.
         """
         computing = work.flops / (self._peak(self.precision) * self.values[share])
         weight_bytes = 1 if self.precision == "fp8" else self.value_bytes
@@ -79,7 +79,7 @@ class Roofline:
         return max(computing, reading) / ranks
 
     def passes(self, number: float, elements: float) -> float:
-        """Return the seconds of reading or writing so many elements so often."""
+        """Return the seconds of reading or writing `elements` values `number` times."""
         return number * elements * self.value_bytes / self._bytes_per_s
 
     def core(self, layer: LayerWork) -> float:
@@ -88,8 +88,11 @@ class Roofline:
         ranks = self.tensor_parallel
         reading = layer.cache_bytes / self._bytes_per_s
         if self.fused:
+            # A fused kernel skips the masked half of the pairs.
             pairs = layer.core / 2 if layer.causal else layer.core
             return max(pairs / (peak * self.values["fused_core"]) / ranks, reading)
+        # Without a fused kernel the scores go through memory, and all pairs are
+        # computed.
         scores = self.passes(self.values["score_passes"], layer.scores) / ranks
         return max(layer.core / (peak * self.values["core"]) / ranks, reading) + scores
 
@@ -110,11 +113,13 @@ class Roofline:
         experts, and summing up what the combine brought as the next layer's arrive.
         """
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
-        whole = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
+        # MLA's projections to the latents are not split: every tensor-parallel rank
+        # computes them.
+        unsplit_s = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
         norms = self.passes(self.values["norm_passes"], stream)
         seconds = {
             "attention a": self.matmul(layer.work("attention a"), "gemm", ranks)
-            + whole,
+            + unsplit_s,
             "attention b": self.core(layer)
             + self.matmul(layer.work("attention b"), "gemm", ranks),
         }
@@ -122,11 +127,16 @@ class Roofline:
             return seconds | {
                 "mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms
             }
+        # The busiest rank sets the pace of experts and exchanges.
         uneven = self.values["imbalance"]
         pairs = model.tokens * model.experts_per_token / ranks
+        # A quarter of the row passes belongs to the router, half to the experts, a
+        # quarter to the next layer's arrive.
         rows = (
             self.passes(self.values["row_passes"] / 4, pairs * model.row_width) * uneven
         )
+        # `active` is the expected share of experts that at least one token chooses:
+        # with few tokens not all weights are read.
         chosen = model.experts_per_token / model.num_experts
         active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
         experts = self.matmul(
@@ -144,8 +154,8 @@ class Roofline:
         return self.matmul(model.head, "gemm", self.tensor_parallel)
 
     def optimizer(self, num_parameters: float, itemsize: int = 4) -> float:
-        """Return the seconds of updating so many parameters of a rank, whose states are
-        of so many bytes.
+        """Return the seconds of updating a rank's parameters; itemsize: bytes of a
+        state's element.
         """
         return (
             num_parameters
@@ -158,13 +168,13 @@ class Roofline:
     def sharding(
         self, model: ModelWork, ranks: int, expert_parallel: int, reduced: float = 4
     ) -> tuple[float, float, float]:
-        """Return the seconds of gathering weights forward and backward, and of reducing
-        gradients, all of them once.
+        """Return the seconds of gathering all weights for the forward and for the
+        backward pass, and of reducing all gradients, each once.
 
-        Weights are gathered as they are computed with, gradients reduced in the dtype
-        that is updated, layer by layer: of the experts among the ranks that have the
-        same ones, of everything else among all `ranks`. The head is kept for the
-        backward pass. reduced: bytes of a gradient.
+        Weights are gathered in the dtype of the computation and gradients reduced in
+        the dtype of the update, layer by layer: those of experts among the ranks that
+        have the same ones, everything else among all `ranks`. The head stays gathered
+        for the backward pass. reduced: bytes of a gradient's element.
         """
         same, moe, num_layers = (
             ranks // expert_parallel,
@@ -172,15 +182,16 @@ class Roofline:
             len(model.layers),
         )
         experts = model.num_expert_parameters / expert_parallel / moe
-        others, head = (
+        other_parameters, head = (
             model.num_parameters - model.num_expert_parameters,
             model.head.weights,
         )
 
-        def sent(width: float, kept: float = 0.0) -> float:
+        # A ring for each layer, as FSDP2 gathers them: latency counts once a layer.
+        def sent(width: float, still_gathered: float = 0.0) -> float:
             between = moe * self.ring(width * experts, same, apart=expert_parallel)
             return between + num_layers * self.ring(
-                width * (others - kept) / num_layers, ranks
+                width * (other_parameters - still_gathered) / num_layers, ranks
             )
 
         return sent(self.value_bytes), sent(self.value_bytes, head), sent(reduced)
@@ -195,13 +206,15 @@ class Roofline:
         )
 
     def exchange(self, model: ModelWork, ranks: int) -> tuple[float, float]:
-        """Return the seconds of a dispatch and of a combine over `ranks`, with even
+        """Return the seconds of a dispatch and of a combine over `ranks`, with equal
         counts.
 
-        Each rank sends an equal share of its rows to each. With measured links:
-        simulated from them.
+        Each rank sends an equal share of its rows to every rank. Measured links, if
+        any, are simulated.
         """
         uneven, experts = self.values["imbalance"], model.experts_per_token
+        # The most loaded rank decides how long an exchange takes, so its excess is
+        # charged to all.
         pairs = model.tokens * experts * uneven
         rows = pairs
         if self.rows_once:
@@ -231,25 +244,32 @@ class Roofline:
             return 0.0
         # a group may lie across nodes
         groups = machine.near(ranks, machine.num_gpus // ranks)
-        each, least, most = num_bytes / ranks, min(groups), max(groups)
+        peer_bytes, least, most = num_bytes / ranks, min(groups), max(groups)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
+        # Within a node: the slowest of one peer's link and the sum over all peers
+        # through the GPU's own links.
         within = (
-            latency + max(each / machine.peer_gb_s, each * (most - 1) / out) / rate
+            latency
+            + max(peer_bytes / machine.peer_gb_s, peer_bytes * (most - 1) / out) / rate
             if most > 1
             else 0.0
         )
         if least == ranks:
             return within
+        # Between nodes: everything for other nodes goes through the GPU's interface,
+        # while the node's own links work.
         return max(
             within,
             2 * latency
-            + each * (ranks - least) / (machine.nic_gb_s * 1e9 * self.values["nic"]),
+            + peer_bytes
+            * (ranks - least)
+            / (machine.nic_gb_s * 1e9 * self.values["nic"]),
         )
 
     def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter of so many bytes:
-        half an all-reduce.
+        """Return the seconds of an all-gather or a reduce-scatter of `num_bytes`: half
+        an all-reduce.
 
         A ring over several nodes uses the interface of each of its GPUs, within a node
         the links between them. apart: how far one rank of the ring is from the next.
@@ -257,6 +277,8 @@ class Roofline:
         if ranks == 1:
             return 0.0
         machine = self.machine
+        # The node with the fewest members limits the ring: it has the fewest
+        # interfaces.
         groups = machine.near(ranks, 1, apart)
         least, gpu = min(groups), machine.gpu
         links = (
@@ -264,13 +286,13 @@ class Roofline:
             * self.values["link"]
         )
         interfaces = least * machine.nic_gb_s * self.values["nic"]
-        rate = (
-            links
-            if len(groups) == 1
-            else min(links, interfaces)
-            if least > 1
-            else interfaces
-        )
+        # Within one node only its links count; with one rank a node only interfaces.
+        if len(groups) == 1:
+            rate = links
+        elif least > 1:
+            rate = min(links, interfaces)
+        else:
+            rate = interfaces
         return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (
             rate * 1e9
         )

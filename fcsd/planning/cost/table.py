@@ -1,4 +1,4 @@
-"""An estimate and a plan, for people."""
+"""Format an estimate and a plan as text."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ def _memory(memory: Mapping[str, Any], available: str = "") -> str:
 
 
 def estimate_table(facts: Mapping[str, Any]) -> str:
-    """Format what `fcsd estimate` prints of `fcsd.planning.cost.estimate`."""
+    """Format the result of `fcsd.planning.cost.estimate` for `fcsd estimate`."""
     return _joined(_parts(facts))
 
 
@@ -32,6 +32,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     memory = facts["memory"]
     yield [_memory(memory)]
     yield [_fits(facts), *_activations(memory["activations"])]
+    # Changes are computed only where the training does not fit.
     if facts["changes"]:
         rows = [
             [
@@ -80,6 +81,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         facts["settings"],
         facts["parameters"],
     )
+    # Switches are named only where they are on.
     notes = [
         name
         for name in ("gradient_checkpointing", "freeze_embeddings_and_head", "bf16")
@@ -137,10 +139,13 @@ def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
         return
     yield text + f"{size(checkpointed)} with it"
     inputs, second = values["layer_inputs_bytes"], values["second_inputs_bytes"]
-    more = (
+    second_inputs = (
         f", and {size(second)} for the second one of FarSkip layers" if second else ""
     )
-    yield f"              checkpointed inputs of the layers {size(inputs or 0)}{more}"
+    yield (
+        "              checkpointed inputs of the layers"
+        f" {size(inputs or 0)}{second_inputs}"
+    )
 
 
 def _disk(disk: Mapping[str, int]) -> Iterator[str]:
@@ -181,6 +186,7 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
             ("expected_tokens_per_second", "tokens_per_second"),
         )
     )
+    # The parts of a step whose exchanges block; they add up to it.
     parts = {
         "compute": time["compute_s"],
         "exchanges of experts": time["exchanges_s"],
@@ -202,11 +208,11 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
             " float32"
         )
     tokens = facts["tokens"]
-    few, one = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
+    minutes, minutes_alone = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
     lines.append(
         f"tokens        {tokens['num_tokens']:,} once for all trainings:"
-        f" {size(tokens['bytes'])} on disk, {few} min with {tokens['processes']}"
-        f" processes, {one} with one"
+        f" {size(tokens['bytes'])} on disk, {minutes} min with {tokens['processes']}"
+        f" processes, {minutes_alone} with one"
     )
     return lines
 
@@ -217,6 +223,7 @@ def _expected(value: float, values: list[float]) -> str:
 
 
 def _range(values: list[float]) -> str:
+    # Ends that round to the same text are no range.
     low, high = map(_number, values)
     return low if low == high else f"{low} to {high}"
 
@@ -230,7 +237,7 @@ def _yes(value: bool) -> str:
 
 
 def plan_table(facts: Mapping[str, Any]) -> str:
-    """Format what `fcsd plan` prints of `fcsd.planning.cost.plan`."""
+    """Format the result of `fcsd.planning.cost.plan` for `fcsd plan`."""
     return _joined(_plan_parts(facts))
 
 
@@ -251,6 +258,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
     gpu = machine["gpu"]
     rewired = f"{len(settings['layers'])} of {settings['num_layers']} layers rewired"
     batch = f"{settings['batch']} x {settings['length']} tokens"
+    # A server shares its layers by tensor parallelism, or only its experts (wide).
     if settings["phase"] == "train":
         ranks = f"expert parallel {settings['expert_parallel']}"
         batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
@@ -281,12 +289,12 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
-    what = {
+    duration = {
         "train": "step",
         "prefill": "time to first token",
         "decode": "time between tokens",
     }[phase]
-    columns = [f"{what}, ms", "communication", "exposed", "times as fast"]
+    columns = [f"{duration}, ms", "communication", "exposed", "times as fast"]
     share = times["communication_share"]
     rows = [
         ["regular", _ms(times["regular_s"]), f"{share:.1%}", f"{share:.1%}", "1.000"],
@@ -307,6 +315,8 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
     if facts["upper_bound"]:
+        # The factor is known for the time to the first token of two models; the bound
+        # is printed for both phases of a server.
         least, most = facts["over_prediction"]
         gain = times["speed_up"] - 1
         yield (
@@ -316,11 +326,13 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             " the same communication; measured times (--measured) give the gain f v /"
             " (1 - f v)"
         )
+    # Real routing is uneven, and `fcsd routing` can measure it.
     elif facts["imbalance"] == 1 and "measured" not in facts:
         yield (
             "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
             " 5.1: `fcsd routing` measures yours, --routing reads it"
         )
+    # Only training gathers weights; a server's values are 0 or missing.
     if any(sharding := times.get("sharding_s", ())):
         yield (
             "FSDP2 gathers weights (forward, backward) and reduces gradients in every"
@@ -340,7 +352,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _windows(times: Mapping[str, Any]) -> str:
-    """Format the windows of layers, equal neighbours as one row."""
+    """Format the windows of the layers, with equal neighbours in one row."""
     exchange, groups = times["exchange_s"], _groups(times["windows"])
     kinds = [name for name in times["windows"][0] if name != "layer"]
     rows = []
@@ -348,6 +360,8 @@ def _windows(times: Mapping[str, Any]) -> str:
         layers = f"{first}" if first == last else f"{first}-{last}"
         cells = []
         for kind in kinds:
+            # A tensor-parallel server has one kind of exchange, the all-reduce, for
+            # both windows.
             name = kind.removesuffix("_s")
             cells += [
                 _ms(exchange.get(name, exchange.get("all_reduce", 0.0))),
@@ -367,6 +381,7 @@ def _groups(
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
     groups: list[tuple[int, int, Mapping[str, Any]]] = []
     for row in rows:
+        # Only neighbouring layers are merged, so that a row names a range.
         alike = groups and all(
             row[key] == groups[-1][2][key] for key in row if key != "layer"
         )
@@ -399,6 +414,8 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     def reach(row: Mapping[str, Any]) -> float:
         return float(abs(row["speed_up"][1] - row["speed_up"][0]))
 
+    # Assumptions that move the result by less than its last printed digit are only
+    # listed.
     ordered = sorted(
         (row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row)
     )

@@ -1,15 +1,15 @@
-"""Seconds of an optimiser step, or of a server's, regular and overlapped: arithmetic on
-the operations, nothing is run.
+"""Compute the seconds of an optimiser step or of a server's step, regular and
+overlapped, by arithmetic on the operations; nothing is run.
 
-`step_time` is the one model of a training step: `fcsd plan` asks it what overlap
-brings, `fcsd estimate` how long a recipe takes.
+`step_time` is the only model of a training step: `fcsd plan` takes the gain of overlap
+from it, `fcsd estimate` the duration of a recipe.
 
-An MoE layer k has two windows, not one sum: its dispatch has what is computed between
-its start and its wait (the core of attention and the output projection), its combine
-the shared expert and the next layer's queries, keys and values:
-`fcsd.parallel.overlap.schedule.beside` says what. What an exchange takes beyond its own
-window is exposed, however much room the other has. In the backward pass every window is
-that of the forward pass doubled, as its computation is.
+An MoE layer k has two separate windows. That of its dispatch is the computation between
+the exchange's start and its wait (the core of attention and the output projection);
+that of its combine is the shared expert and the next layer's queries, keys and values
+(`fcsd.parallel.overlap.schedule.beside`). The part of an exchange beyond its own window
+is exposed, however much room the other window has. In the backward pass every window is
+twice that of the forward pass, as is its computation.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import Roofline, total
 
 Seconds = Mapping[str, float]
-"""Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; of a
-step that is not named 0.
+"""Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; an
+absent step takes 0.
 """
 
 BACKWARD = 2.0
@@ -35,12 +35,14 @@ BACKWARD = 2.0
 
 
 def window(computed: Computed, seconds: Sequence[Seconds]) -> float:
-    """Return the seconds of what is computed beside an exchange. seconds: of each layer."""
+    """Return the seconds of the computation beside an exchange. seconds: of each
+    layer.
+    """
     return sum((seconds[k].get(step, 0.0) for k, step in computed), 0.0)
 
 
 def exposed(seconds: float, window: float) -> float:
-    """Return the seconds of an exchange that nothing is computed beside."""
+    """Return the seconds of an exchange beyond its window."""
     return max(0.0, seconds - window)
 
 
@@ -68,14 +70,14 @@ def gain(exposed_share: float, overlap: float) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimiser step: what a rank runs in each of its micro-batches, and with whom
-    it shares the weights.
+    """An optimiser step: the work of a rank in each micro-batch, and the ranks with
+    which it shares the weights.
 
     num_trained: parameters that are updated. trained_bytes: of one of them, and of its
-    gradient. adapters: others than the model's own, whose weights get no gradients.
-    recomputes: layers run again for the backward pass. teacher: how one runs, None:
-    none does. loss_matmuls: of head and loss: logits, and the gradients of their two
-    factors; a teacher's logits are one more.
+    gradient. adapters: only these are trained; the model's own weights get no
+    gradients. recomputes: layers run again for the backward pass. teacher: roofline of
+    its forward pass; None: no teacher runs. loss_matmuls: of head and loss: logits, and
+    the gradients of their two factors; a teacher's logits are one more.
     """
 
     work: ModelWork
@@ -90,7 +92,7 @@ class Step:
     loss_matmuls: int = 3
 
     def assuming(self, values: Mapping[str, float]) -> Step:
-        """Return it with other values of some assumptions."""
+        """Return this step with other values of some assumptions."""
         teacher = None if self.teacher is None else self.teacher.assuming(values)
         return replace(self, roofline=self.roofline.assuming(values), teacher=teacher)
 
@@ -112,34 +114,36 @@ def step_time(
     facts: Sequence[LayerFacts | None] | None = None,
     last_combine: float = 1.0,
 ) -> dict[str, Any]:
-    """Return the seconds of a step whose exchanges block, and of one whose layers run
-    as the schedule says.
+    """Return the seconds of a step whose exchanges block, and of a step whose layers
+    follow the schedule.
 
-    Everything runs in turn but exchanges, and weights and gradients that are sent
-    beside computation. A teacher, and layers that are run again, exchange with nothing
-    beside it.
+    Everything runs in sequence except exchanges, and weights and gradients that are
+    sent beside computation. The exchanges of a teacher and of recomputed layers have
+    nothing beside them.
 
     facts: of each layer for the schedule; None: no layer is rewired. last_combine:
-    share of what is computed beside the last layer's combine that hides it.
+    share of the computation beside the last layer's combine that hides it.
     """
     work, roofline, ranks = step.work, step.roofline, step.layout.expert_parallel
     facts = [None] * len(work.layers) if facts is None else facts
     seconds = roofline.layers(work, ranks)
     windows = [
-        (window(each["dispatch"], seconds), window(each["combine"], seconds))
-        for each in computed_beside(facts)
+        (window(computed["dispatch"], seconds), window(computed["combine"], seconds))
+        for computed in computed_beside(facts)
     ]
-    beside = [*windows[:-1], (windows[-1][0], windows[-1][1] * last_combine)]
+    # The reported windows are the schedule's; only the last combine hides less than its
+    # window.
+    hiding_s = [*windows[:-1], (windows[-1][0], windows[-1][1] * last_combine)]
     dispatch, combine = roofline.exchange(work, ranks)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
-    total_each = len(moe) * (dispatch + combine)
+    pass_exchange_s = len(moe) * (dispatch + combine)
     exposed_s = {
         name: sum(
-            exposed(dispatch, times * beside[k][0])
-            + exposed(combine, times * beside[k][1])
+            exposed(dispatch, factor * hiding_s[k][0])
+            + exposed(combine, factor * hiding_s[k][1])
             for k in moe
         )
-        for name, times in (("forward", 1.0), ("backward", step.backward))
+        for name, factor in (("forward", 1.0), ("backward", step.backward))
     }
     forward = sum(map(total, seconds))
     teacher = (
@@ -147,19 +151,22 @@ def step_time(
         if step.teacher is None
         else sum(map(total, step.teacher.layers(work, ranks)))
     )
-    blocking = (step.recomputes + (step.teacher is not None)) * total_each
-    once = roofline.optimizer(
+    # Recomputed layers and the teacher's forward pass follow no schedule.
+    blocking = (step.recomputes + (step.teacher is not None)) * pass_exchange_s
+    # Once a step, on the rank's own shard; all else below counts in every micro-batch.
+    optimizer_s = roofline.optimizer(
         step.num_trained / step.layout.num_shards, step.trained_bytes
     )
     layers = (1 + step.backward + step.recomputes) * forward + teacher
-    compute = step.micro_batches * (layers + step.loss_s) + once
-    communication = step.micro_batches * (2 * total_each + blocking)
+    compute = step.micro_batches * (layers + step.loss_s) + optimizer_s
+    communication = step.micro_batches * (2 * pass_exchange_s + blocking)
     remaining = step.micro_batches * (sum(exposed_s.values()) + blocking)
-    hidden = [total_each - each for each in exposed_s.values()]
+    # Computation that hides an exchange cannot hide gathered weights as well.
+    hidden = [pass_exchange_s - remaining_s for remaining_s in exposed_s.values()]
     sharding = [
-        _sharding(step, forward, teacher, each) for each in ([0.0, 0.0], hidden)
+        _sharding(step, forward, teacher, hidden_s) for hidden_s in ([0.0, 0.0], hidden)
     ]
-    first = moe[len(moe) // 2]  # one in the middle stands for all
+    typical_layer = moe[len(moe) // 2]  # the one in the middle stands for all
     return summary(
         compute,
         communication,
@@ -168,17 +175,17 @@ def step_time(
         sharding=sharding,
     ) | {
         "overlap": {
-            name: 1 - each / total_each if total_each else 0.0
-            for name, each in exposed_s.items()
+            name: 1 - remaining_s / pass_exchange_s if pass_exchange_s else 0.0
+            for name, remaining_s in exposed_s.items()
         },
         "exchange_s": {"dispatch": dispatch, "combine": combine},
-        "outside_layers_s": once + step.micro_batches * step.loss_s,
+        "outside_layers_s": optimizer_s + step.micro_batches * step.loss_s,
         "windows": [
             {"layer": k, "dispatch_s": windows[k][0], "combine_s": windows[k][1]}
             for k in moe
         ],
-        "equation_9": equation_9(dispatch + combine, seconds[first]),
-        "layer_s": seconds[first],
+        "equation_9": equation_9(dispatch + combine, seconds[typical_layer]),
+        "layer_s": seconds[typical_layer],
     }
 
 
@@ -205,22 +212,26 @@ def _sharding(
         return exposed(sent, share * (backward - hidden[1]))
     ranks, expert_parallel = layout.num_shards, layout.expert_parallel
     reduced = step.trained_bytes * step.num_trained / step.work.num_parameters
-    gather, again, reduce = roofline.sharding(
+    gather_s, regather_s, reduce_s = roofline.sharding(
         step.work, ranks, expert_parallel, reduced
     )
     if layout.sharding == "optimizer":
-        return gather + reduce
+        # Megatron's distributed optimiser: sent once a step, with nothing beside it.
+        return gather_s + reduce_s
     if (copies := layout.num_gpus // ranks) > 1:
         # Each rank makes its shard equal to its peers' on other nodes.
         sent = step.num_trained * step.trained_bytes / ranks
-        reduce += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
-    ways = [(gather, forward, hidden[0]), (again + reduce, backward, hidden[1])]
+        reduce_s += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
+    passes = [
+        (gather_s, forward, hidden[0]),
+        (regather_s + reduce_s, backward, hidden[1]),
+    ]
     if step.teacher is not None:
-        ways.append(
+        passes.append(
             (step.teacher.sharding(step.work, ranks, expert_parallel)[0], teacher, 0.0)
         )
     return step.micro_batches * sum(
-        exposed(sent, share * (time - beside)) for sent, time, beside in ways
+        exposed(sent, share * (time - hidden_s)) for sent, time, hidden_s in passes
     )
 
 
@@ -250,11 +261,12 @@ def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any
     """Return the times of a server whose ranks exchange tokens: a rank's layers run as
     those of a training step do.
     """
+    # A forward pass and the head: no loss, backward pass or optimiser.
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
     seconds = roofline.layers(work, ranks)
     windows = [
-        {kind: window(each[kind], seconds) for kind in ("dispatch", "combine")}
-        for each in computed_beside(planned.facts(layers))
+        {kind: window(computed[kind], seconds) for kind in ("dispatch", "combine")}
+        for computed in computed_beside(planned.facts(layers))
     ]
     exchange = dict(
         zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True)
@@ -281,7 +293,9 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
         return _wide_times(planned, layers)
     work, roofline = planned.work, planned.roofline
     seconds = roofline.layers(work, 1)
-    shared = [each.get("shared expert", 0.0) > 0 for each in seconds]
+    shared = [layer_s.get("shared expert", 0.0) > 0 for layer_s in seconds]
+    # Tensor-parallel ranks sum after attention and after the MLP instead of exchanging
+    # tokens.
     computed = served_beside(
         planned.rewired(layers),
         work.moe,
@@ -289,22 +303,24 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
         planned.mlp,
         shared,
     )
-    windows = [[window(each, seconds) for each in layer] for layer in computed]
-    each = roofline.all_reduce(work)
-    communication = 2 * len(work.layers) * each
-    remaining = sum(exposed(each, window) for beside in windows for window in beside)
+    windows = [[window(steps, seconds) for steps in layer] for layer in computed]
+    all_reduce_s = roofline.all_reduce(work)
+    communication = 2 * len(work.layers) * all_reduce_s
+    remaining = sum(
+        exposed(all_reduce_s, window_s) for layer in windows for window_s in layer
+    )
     # One less of a dense layer, one more where shared experts have their own.
-    sent = each * sum(map(len, windows))
-    # What only an exchange brings there is nothing to sum up of.
+    sent = all_reduce_s * sum(map(len, windows))
+    # Without a combine no returned rows have to be summed up.
     compute = sum(
-        total(one) - one.get("arrive", 0.0) for one in seconds
+        total(layer_s) - layer_s.get("arrive", 0.0) for layer_s in seconds
     ) + roofline.head(work)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     return summary(
         compute, communication, remaining, roofline.values["slowdown"], sent=sent
     ) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
-        "exchange_s": {"all_reduce": each},
+        "exchange_s": {"all_reduce": all_reduce_s},
         "windows": [
             {"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]}
             for k in moe
@@ -322,13 +338,14 @@ def summary(
     sent: float | None = None,
     sharding: Sequence[float] = (0.0, 0.0),
 ) -> dict[str, Any]:
-    """Sum up both steps.
+    """Sum up the regular and the overlapped step.
 
-    sent: what the rewired model communicates; None: as much as the regular one.
-    sharding: what is exposed of gathers and reductions in both.
+    sent: seconds of the rewired model's communication; None: as long as the regular
+    one's. sharding: exposed seconds of gathers and reductions in both.
     """
     sent = communication if sent is None else sent
     regular = compute + communication + sharding[0]
+    # Hidden communication is not free: it slows the computation beside it down.
     overlapped = compute + remaining + slowdown * (sent - remaining) + sharding[1]
     return {
         "regular_s": regular,

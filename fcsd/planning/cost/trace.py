@@ -1,8 +1,8 @@
-"""One optimiser step of fcsd's own code on tensors without storage: which bytes live
-when, which matmuls run.
+"""Trace one optimiser step of fcsd's own code on tensors without storage: the live
+bytes over time, and the matmuls.
 
 The models are built on the meta device and moved to fake tensors, so any family and any
-size takes seconds. What is run is the product's own: the rewired student,
+size takes seconds. The traced code is that of a real training: the rewired student,
 `fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
 """
 
@@ -32,10 +32,10 @@ class Setting:
 
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole
     copies. on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a
-    CPU. accumulates: the step has several micro-batches, so that gradients are there
-    when one begins. teacher: its back-end (`fcsd.model.config.TeacherConfig`).
-    adapters: the student is a LoRA student, its own weights in `teacher_dtype`, the
-    adapters in `student_dtype`.
+    CPU. accumulates: the step has several micro-batches, so that gradients exist when
+    one begins. teacher: its back-end (`fcsd.model.config.TeacherConfig`). adapters: the
+    student is a LoRA student, its own weights in `teacher_dtype`, the adapters in
+    `student_dtype`.
     """
 
     objective: ObjectiveConfig
@@ -67,10 +67,10 @@ class Setting:
 class Trace:
     """The needs of one optimiser step.
 
-    peak: kind -> bytes at the moment at which most live; transient: the same at the
-    moment at which most live beside `PERSISTENT`, without those. flops: phase -> dtype
-    -> operations of one micro-batch. num_pairs: layers that are given the pair (o, o -
-    routed), whose checkpointed input is twice as large. Other numbers are of
+    peak: kind -> bytes at the moment of most live bytes; transient: the same without
+    the `PERSISTENT` kinds, at the moment of most other bytes. flops: phase -> dtype ->
+    operations of one micro-batch. num_pairs: layers that receive the pair (o, o -
+    routed), whose checkpointed input is twice as large. The other numbers count
     parameters.
     """
 
@@ -95,14 +95,15 @@ def trace_step(
     *,
     adapt: Callable[[nn.Module], Any] | None = None,
     progress: Callable[[], Any] | None = None,
-    what: str = "the training step",
+    subject: str = "the training step",
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.training.trainer` does.
 
     build: makes the regular model; it is called on the meta device, for the teacher
     once more. rewire, adapt: give the student its connectivity, and a LoRA student its
     adapters, in place. layers: of a model. progress: called after every layer's forward
-    pass. what: is traced, for the error of a model whose code needs data.
+    pass. subject: the traced step, named in the error for a model whose code needs
+    data.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
@@ -116,7 +117,7 @@ def trace_step(
         for model in (student,) if teacher is None else (student, teacher):
             for layer in layers(model):
                 layer.register_forward_hook(layer_done)
-    with counting(tracker, interposed, what):
+    with counting(tracker, interposed, subject):
         with tracker.making("student"):
             give_fake_storage(student)
         head: Any = output_head(student)
@@ -125,6 +126,8 @@ def trace_step(
             if teacher is not None:
                 give_fake_storage(teacher)
                 head = output_head(teacher)
+            # A filled cache needs no teacher model, but its head turns hidden states
+            # into logits.
             elif setting.has_teacher and setting.teacher == "cache":
                 head = nn.Linear(
                     head.in_features,
@@ -134,7 +137,10 @@ def trace_step(
                 ).requires_grad_(False)
         trainable = [p for p in student.parameters() if p.requires_grad]
         with tracker.making("optimizer"):
+            # AdamW's two moments live during the whole micro-batch.
             moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
+        # With several micro-batches gradients exist before this one, else they appear
+        # during its backward pass.
         for parameter in trainable:
             if setting.accumulates:
                 with tracker.making("gradients"):
@@ -164,6 +170,8 @@ def _student_on_meta(
         nn.Module.to(student, setting.teacher_dtype)
         adapt(student)
     else:
+        # Sharded runs gather in bfloat16; whole copies keep their dtype and cast under
+        # autocast.
         gathered = setting.sharded and setting.autocast
         nn.Module.to(student, torch.bfloat16 if gathered else setting.student_dtype)
     if setting.freeze_embeddings_and_head:
@@ -171,6 +179,8 @@ def _student_on_meta(
     student.train()
     student.config.use_cache = False
     if setting.checkpointing:
+        # Layers run again in the backward pass, outside the mode; the context enters it
+        # for them.
         again = {
             "use_reentrant": False,
             "context_fn": lambda: (contextlib.nullcontext(), interposed),
@@ -189,11 +199,12 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
 
 
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
-    """Put together what the tracker has counted, and what of the student's size the
-    estimate needs.
+    """Combine the tracker's counts with those sizes of the student that the estimate
+    needs.
     """
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
     modules = (student.get_input_embeddings(), student.get_output_embeddings())
+    # By identity: tied embeddings and head are one parameter.
     ends = {id(p): p.numel() for module in modules for p in module.parameters()}
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in stack]
     total = sum(p.numel() for p in student.parameters())
@@ -216,7 +227,9 @@ def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
 def _micro_batch(
     student: Any, teacher: Any, head: Any, tracker: Tracker, setting: Setting
 ) -> None:
-    """Run `DistillTrainer.compute_loss` and the backward pass, with every token kept."""
+    """Run the steps of `DistillTrainer.compute_loss` and the backward pass, with every
+    token kept.
+    """
     shape = (setting.num_rows, setting.num_tokens)
     terms = None
     if setting.objective.l2_coefficient is not None:
@@ -227,6 +240,7 @@ def _micro_batch(
     def watched(model: Any) -> Any:
         return terms.captured(model) if terms else contextlib.nullcontext(Captured())
 
+    # As in training: experts' grouped matmuls follow autocast.
     autocast_experts()
     autocast = torch.autocast(
         "cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded
@@ -239,6 +253,7 @@ def _micro_batch(
         keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
         extra: dict[str, Any] = {"labels": keep}
     if setting.has_teacher:
+        # An adapter-off teacher is the student itself without its adapters.
         original = watched(student if teacher is None else teacher)
         with (
             tracker.making("teacher forward"),
@@ -264,15 +279,15 @@ def _micro_batch(
         with tracker.making("loss"):
             loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
     with tracker.making("backward"):
-        # not `loss.backward()`, a call that the mode would see as one
+        # Not `loss.backward()`, which the mode would intercept as a single call.
         torch.autograd.backward(loss)
 
 
 class _CountedKernels(Kernels):
     """Count the loss's matmuls instead of running them, with the chunks and dtypes of
-    the device that is estimated.
+    the estimated device.
 
-    They write into given tensors and allocate nothing, whatever the dtype of their
+    They write into existing tensors and allocate nothing, whatever the dtype of their
     operands.
     """
 
@@ -301,11 +316,10 @@ class _CountedKernels(Kernels):
 
 
 def _fused(tracker: Tracker) -> Interposed:
-    """Let attention whose values are narrower than its keys (MLA) be one operation, as
-    it is on GPUs.
+    """Make attention whose values are narrower than its keys (MLA) one operation, as it
+    is on GPUs.
 
-    A CPU has no such kernel: there it would be bmm in float32, with all scores in
-    memory.
+    A CPU has no such kernel: it would run bmm in float32, with all scores in memory.
     """
 
     def attention(
@@ -325,8 +339,8 @@ def _fused(tracker: Tracker) -> Interposed:
 
 
 class _Attention(torch.autograd.Function):
-    """Allocate and count what the fused operation does: inputs, output and one number a
-    row of scores are kept.
+    """Allocate and count as the fused operation does: inputs, output and one number for
+    each row of scores are kept.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Count the bytes of live storages and the FLOPs of what runs, without storage.
 
-Nothing is patched: what a CPU would run otherwise than a GPU is handed over by a mode,
-in this thread and inside its `with` alone.
+Nothing is patched: a mode replaces the operations that a CPU would run otherwise than a
+GPU, only in this thread and inside its `with`.
 """
 
 import contextlib
@@ -38,7 +38,9 @@ class _Live:
 
 
 class Tracker:
-    """Counts the bytes of live storages by the kind under which they were made, and the matmuls."""
+    """Counts the matmuls, and the bytes of live storages by the kind under which they
+    were allocated.
+    """
 
     def __init__(self) -> None:
         self.kind = "other"
@@ -52,24 +54,25 @@ class Tracker:
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
         """Count what is allocated and computed inside as `kind`."""
-        before, self.kind = self.kind, kind
+        outer_kind, self.kind = self.kind, kind
         try:
             yield
         finally:
-            self.kind = before
+            self.kind = outer_kind
 
     def counts_as(self, module: nn.Module, kind: str) -> None:
-        """Count as `kind` what runs in a module's forward pass, until something in it
-        says otherwise.
+        """Count a module's forward pass as `kind`, except for inner modules with a kind
+        of their own.
         """
-        before: list[str] = []
+        # A stack, so that a module may run again within its own forward pass.
+        outer_kinds: list[str] = []
 
         def enter(*_: Any) -> None:
-            before.append(self.kind)
+            outer_kinds.append(self.kind)
             self.kind = kind
 
         def leave(*_: Any) -> None:
-            self.kind = before.pop()
+            self.kind = outer_kinds.pop()
 
         module.register_forward_pre_hook(enter, prepend=True)
         module.register_forward_hook(leave)
@@ -91,7 +94,11 @@ class Tracker:
     def add_attention(
         self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None
     ) -> None:
-        """Count one fused attention, or its backward pass; k and v may have fewer heads than q."""
+        """Count one fused attention, or its backward pass; k and v may have fewer heads
+        than q.
+        """
+        # Grouped queries: every query head computes with keys and values, so shared
+        # heads count as often as they are used.
         k_shape, v_shape = ((*t.shape[:1], q.shape[1], *t.shape[2:]) for t in (k, v))
         if gradient is None:
             number = int(sdpa_flop_count(q.shape, k_shape, v_shape))
@@ -102,7 +109,7 @@ class Tracker:
         self.add_flops(q.dtype, number)
 
     def saw(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Count what an operation has made, and its FLOPs."""
+        """Count the tensors that an operation made, and its FLOPs."""
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._track(tensor.untyped_storage())
@@ -114,6 +121,8 @@ class Tracker:
             self.add_flops(dtype, int(count(*args, **kwargs, out_val=out)))
 
     def _track(self, storage: Any) -> None:
+        # Views share a storage, which counts once, from its first tensor until it is
+        # freed.
         key = id(storage)
         if key in self.live:
             return
@@ -129,6 +138,8 @@ class Tracker:
         total = sum(self.now.values())
         if total > self._peak:
             self._peak, self.peak = total, dict(self.now)
+        # Sharded layouts divide the persistent kinds, so their peak may be at another
+        # moment.
         transient = total - sum(self.now[kind] for kind in PERSISTENT)
         if transient > self._transient:
             self._transient = transient
@@ -138,11 +149,11 @@ class Tracker:
 
 
 class Interposed(TorchFunctionMode):
-    """Hands attention over, and grouped matmuls to transformers' fallback, which has a
-    shape function for every dtype.
+    """Hands attention to a function, and grouped matmuls to transformers' fallback,
+    which has a shape function for every dtype.
 
-    attention: called as torch's, which it may call itself. Where a layer is run again
-    in a backward pass, the mode has to be entered again (`torch.utils.checkpoint`,
+    attention: has the signature of torch's, which it may call. A layer that is
+    recomputed in a backward pass must enter the mode again (`torch.utils.checkpoint`,
     context_fn).
     """
 
@@ -165,9 +176,9 @@ class Interposed(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[None]:
-    """Run what is inside on tensors without storage, and count it; raises UserError
-    that `what` needs data.
+def counting(tracker: Tracker, interposed: Interposed, subject: str) -> Iterator[None]:
+    """Run the block on tensors without storage and count it; raise a UserError if
+    `subject` needs data.
     """
     try:
         with FakeTensors(tracker.saw), interposed:
@@ -176,21 +187,24 @@ def counting(tracker: Tracker, interposed: Interposed, what: str) -> Iterator[No
         raise
     except Exception as error:  # any part of a family's code may
         raise UserError(
-            f"{what} cannot be followed without data: {type(error).__name__}:"
+            f"{subject} cannot be followed without data: {type(error).__name__}:"
             f" {one_line(error)[:200]}; `fcsd inspect` tells what its weights need"
         ) from error
 
 
 def give_fake_storage(model: nn.Module) -> None:
-    """Replace every meta tensor by a fake one; must run among FakeTensors."""
-    made: dict[int, Tensor] = {}
+    """Replace every meta tensor by a fake one; must run inside `FakeTensors`."""
+    fake_parameters: dict[int, Tensor] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
+                # Tied weights stay one parameter.
+                if id(parameter) not in fake_parameters:
                     fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(fake, parameter.requires_grad)
-                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+                    fake_parameters[id(parameter)] = nn.Parameter(
+                        fake, parameter.requires_grad
+                    )
+                module._parameters[name] = fake_parameters[id(parameter)]  # type: ignore[assignment]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)

@@ -1,4 +1,4 @@
-"""Say which training of a recipe is estimated, and trace its optimiser step."""
+"""Select the training of a recipe to estimate, and trace its optimiser step."""
 
 import copy
 import functools
@@ -57,11 +57,14 @@ class Training:
 def distillation(recipe: Recipe, variant: str | None) -> Training:
     if variant is not None:
         if variant not in recipe.variants:
-            known = ", ".join(recipe.variants) or "none"
+            variant_names = ", ".join(recipe.variants) or "none"
             raise UserError(
-                f"recipe {recipe.name}: has no variant '{variant}'; allowed: {known}"
+                f"recipe {recipe.name}: has no variant '{variant}'; allowed:"
+                f" {variant_names}"
             )
         recipe = recipe.variant(variant)
+    # Without a path the model is the one that the recipe pre-trains, which need not
+    # exist yet.
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.own_config, source.where
@@ -102,8 +105,8 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
 
 
 def only_pretrains(recipe: Recipe) -> bool:
-    """Tell whether a recipe is about its pre-training alone: it says nothing of a
-    training that would follow.
+    """Tell whether a recipe only pre-trains: it has no settings of a training that
+    would follow.
     """
     return recipe.pretrain is not None and "train" not in recipe.model_fields_set
 
@@ -133,8 +136,8 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     if "vocab_size" not in config:
         if not Path(recipe.pretrain.tokenizer).is_dir():
             raise UserError(
-                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} is not there yet, and"
-                " the vocabulary's size comes from it; make it first, or --set"
+                f"pretrain.tokenizer: {recipe.pretrain.tokenizer} does not exist yet,"
+                " and the vocabulary's size comes from it; make it first, or --set"
                 " pretrain.config.vocab_size=N"
             )
         config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))
@@ -142,14 +145,19 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
-    """Return the family, the config object, and what builds its regular model from that."""
+    """Return the family, the config object, and a function that builds the regular
+    model from it.
+    """
     family = family_of(training.config)
     cls = base_model_class(family)
+    # A training needs plain weights, and transformers' default implementation of the
+    # experts.
     plain = without_quantisation(training.config)
     raw = {
         key: value for key, value in plain.items() if key != "experts_implementation"
     }
     config = config_object(cls.config_class, raw, family.model_type, training.where)
+    # Checked again with the class's defaults for keys that the file lacks.
     try:
         family_of(config)
     except UserError as error:
@@ -165,7 +173,7 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
 
 
 def tracer(training: Training) -> Callable[[Setting], Trace]:
-    """Return `trace_step` for this run; a setting is traced once."""
+    """Return `trace_step` for this training; each setting is traced once."""
     family, _, build = built(training)
     section = training.connectivity
 
@@ -179,11 +187,12 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
                 model, Connectivity(section.layers, section.attention, section.mlp)
             )
 
+    # `changes` and the report ask for the same settings again.
     @functools.cache
     def trace(setting: Setting) -> Trace:
-        shown = sys.stderr.isatty()
+        is_terminal = sys.stderr.isatty()
         with progress_bar(
-            desc="Tracing a step", unit="layer", leave=False, shown=shown
+            desc="Tracing a step", unit="layer", leave=False, shown=is_terminal
         ) as bar:
             return trace_step(
                 build,
@@ -192,7 +201,7 @@ def tracer(training: Training) -> Callable[[Setting], Trace]:
                 setting,
                 adapt=adapt,
                 progress=bar.update,
-                what=f"{training.where}: the training step of {family.model_type}",
+                subject=f"{training.where}: the training step of {family.model_type}",
             )
 
     return trace
@@ -204,8 +213,8 @@ def spread(
     work: ModelWork,
     ranks: int,
 ) -> Callable[[Setting], Trace]:
-    """Return `trace_of` of ranks that share the experts: each gathers its own, and
-    keeps what its tokens chose.
+    """Return `trace_of` for ranks that share the experts: each gathers its own experts,
+    and keeps the activations of its tokens' chosen experts.
 
     work: of the regular model.
     """
@@ -231,10 +240,11 @@ def spread(
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:
-        whole = trace_of(setting)
-        gathered = whole.largest_layer - experts + experts // ranks
+        # The full trace has all experts of a layer; a rank gathers only its own.
+        full_trace = trace_of(setting)
+        gathered = full_trace.largest_layer - experts + experts // ranks
         return replace(
-            whole, largest_layer=gathered, transient=chosen_of(setting).transient
+            full_trace, largest_layer=gathered, transient=chosen_of(setting).transient
         )
 
     return trace
@@ -246,6 +256,7 @@ def micro_batch_setting(
     """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights,
     whole copies cast by autocast.
     """
+    # Left open, the engine decides by the size of the model.
     checkpointing = training.train.gradient_checkpointing
     if checkpointing is None:
         with torch.device("meta"):

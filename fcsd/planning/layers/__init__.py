@@ -1,5 +1,5 @@
-"""Quality against the number of rewired layers, untrained (paper Fig. 3), and the
-layers to rewire proposed from it.
+"""Measure the untrained model's quality against the number of rewired layers (paper
+Fig. 3), and propose the layers to rewire.
 
-Not covered: training any of them.
+Not covered: training of a proposed selection.
 """

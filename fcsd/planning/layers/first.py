@@ -1,15 +1,15 @@
-"""The layers that cost far more than a typical one: the first few, where it was
-measured (docs/convert.md).
+"""Find the layers that cost far more than a typical one: the first few, in the models
+that were measured (docs/convert.md).
 
-    typical    the median of what the layers cost when each is rewired alone, with copied weights
+    typical    the median cost of a layer that is rewired alone, with copied weights
     special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
 
-How many they are differs: one in models trained on little text, two first ones in
-SmolLM2 (1.8 and 0.5 nats). `special_layers` finds them in a study, with what all layers
-but them cost, and what those overlap; before anything is measured, `tell_first_layers`
-can only say that there are such layers.
+Their number differs: one in models trained on little text, the first two in SmolLM2
+(1.8 and 0.5 nats). `special_layers` finds them in a study, together with the cost and
+the overlap of all other layers; before anything is measured, `tell_first_layers` can
+only say that such layers exist.
 
-Not covered: what training recovers.
+Not covered: the quality that training recovers.
 """
 
 import shlex
@@ -42,57 +42,68 @@ and 6 times as much, the next 3.6 times."""
 def tell_first_layers(
     connectivity: Connectivity, config: Any, family: Family, option: str, model: Any
 ) -> None:
-    """Print in one line that layer 0 is to be rewired, how to find out which layers to
-    leave, and what leaves it out.
+    """Warn in one line that layer 0 is about to be rewired, and say how to measure
+    which layers to leave as they are and how to leave layer 0 out.
 
-    Nothing is printed where it is not selected, or alone, or computes what a regular
-    layer does. option: how a selection is given there: `--layers`. model: what `fcsd
-    layers` is to be given.
+    Nothing is printed where layer 0 is not selected, is selected alone, or computes the
+    same as a regular layer. option: the caller's option for a selection: `--layers`.
+    model: the model argument for the suggested `fcsd layers` command.
     """
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
+<<<<<<< HEAD
     others = [layer for layer in layers if layer]
     outdated = connectivity.outdated_layers(mask)
     regular = 0 not in outdated or family.layout == "parallel"
     if regular or len(others) in (0, len(layers)):
+=======
+    later_layers = [layer for layer in layers if layer]
+    # With a regular MLP input, or in a parallel layout, layer 0 has nothing before it
+    # that its inputs could miss: rewiring it changes nothing.
+    regular = connectivity.mlp == "full" or family.layout == "parallel"
+    if regular or len(later_layers) in (0, len(layers)):
+>>>>>>> w-planning
         return
     print(
         "in the models measured layer 0 costs the most; how many first layers to leave"
         f" as they are is measured by `fcsd layers {shlex.quote(str(model))}`; {option}"
-        f" {_selection(others, len(mask))} leaves out layer 0 (docs/convert.md)",
+        f" {_selection(later_layers, len(mask))} leaves out layer 0 (docs/convert.md)",
         file=sys.stderr,
     )
 
 
 def _selection(layers: Sequence[int], num_layers: int) -> str:
+    # `last:N` is shorter than the list of its layers.
     last = list(range(num_layers - len(layers), num_layers))
     return f"last:{len(layers)}" if layers == last else selection_text(layers)
 
 
 def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
-    """Find the layers that alone cost far more than a typical one, with copied weights.
+    """Find the layers that cost far more than a typical one when each is rewired alone,
+    with copied weights.
 
     Returns:
-        layers, their indices, and what each costs (`alone`); `typical`, what the median
-        layer costs; `all`, what all layers do, None where that was not measured;
-        `num_first`, how many layers from the first one on are special
-        without a gap. `without`: all layers but those, or where layer 0 is not special,
-        but all that are: what to call them (`name`), their indices, how they are
-        selected, what was measured of them with each kind of weights, the collectives
-        that they overlap. None where no layer is special, or the layers alone were not
-        measured.
+        `layers`, their indices, and the cost of each (`alone`); `typical`, the median
+        layer's cost; `all`, the cost of rewiring all layers, None where it was not
+        measured; `num_first`, the number of special layers from layer 0 on without a
+        gap. `without`: all layers but those first ones, or, where layer 0 is not
+        special, all but every special one: their `name`, indices and selection, the
+        values measured with each kind of weights, and the collectives that they
+        overlap. None where no layer is special, or the single layers were not measured.
     """
-    total, points = (
+    num_layers, points = (
         study["num_hidden_layers"],
         {tuple(point["layers"]): point for point in study["points"]},
     )
     alone = {
         k: point_loss(study, points[k,], metric, False)
-        for k in range(total)
+        for k in range(num_layers)
         if (k,) in points
     }
-    if len(alone) < total or total == 1:
+    # A typical cost needs every layer alone; one layer has nothing to compare with.
+    if len(alone) < num_layers or num_layers == 1:
         return None
+    # The lower median is the cost of an actual layer.
     typical = statistics.median_low(loss for loss, _ in alone.values())
     special = [
         layer
@@ -101,47 +112,57 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     ]
     if not special:
         return None
-    num_first = next(k for k in range(total) if k not in special)
-    left = list(range(num_first)) or special
-    whole = points.get(tuple(range(total)))
-    others = [layer for layer in range(total) if layer not in left]
+    # Only a run that starts at layer 0 can be left out by `last:N`; special layers
+    # elsewhere are listed by index.
+    num_first = next(k for k in range(num_layers) if k not in special)
+    left_out = list(range(num_first)) or special
+    all_layers_point = points.get(tuple(range(num_layers)))
+    remaining_layers = [layer for layer in range(num_layers) if layer not in left_out]
     weights = {"copied": False} | (
         {"calibrated": True} if has_calibrated(study) else {}
     )
-    rest = points.get(tuple(others))
+    # A study measures this selection last, so an unfinished or older one lacks it.
+    remaining_point = points.get(tuple(remaining_layers))
     without = {
-        "name": f"all but {_left_text(left, num_first)}",
-        "selection": _selection(others, total),
+        "name": f"all but {_left_text(left_out, num_first)}",
+        "selection": _selection(remaining_layers, num_layers),
         "measured": (
-            rest
+            remaining_point
             and {
-                name: values_of(rest, which)[metric] for name, which in weights.items()
+                name: values_of(remaining_point, calibrated)[metric]
+                for name, calibrated in weights.items()
             }
         ),
-        "overlapped_by_all": study_overlap(study, range(total))[0],
+        "overlapped_by_all": study_overlap(study, range(num_layers))[0],
     }
     return {
         "layers": special,
         "num_first": num_first,
         "alone": [alone[layer][0] for layer in special],
         "typical": typical,
-        "all": whole and point_loss(study, whole, metric, False)[0],
-        "without": {"layers": others} | selection_facts(study, others) | without,
+        "all": all_layers_point
+        and point_loss(study, all_layers_point, metric, False)[0],
+        "without": {"layers": remaining_layers}
+        | selection_facts(study, remaining_layers)
+        | without,
     }
 
 
-def _left_text(left: Sequence[int], num_first: int) -> str:
+def _left_text(left_out: Sequence[int], num_first: int) -> str:
     if num_first:
         return "the first layer" if num_first == 1 else f"the first {num_first} layers"
-    return f"layer{'s' if len(left) > 1 else ''} {ranges(left)}"
+    return f"layer{'s' if len(left_out) > 1 else ''} {ranges(left_out)}"
 
 
 def special_text(facts: dict[str, Any]) -> list[str]:
-    """Return `special_layers` in lines for people; none where there are none."""
+    """Format the result of `special_layers` as lines of text; an empty list without
+    special layers.
+    """
     special, name = facts["special_layers"], facts["metric"]["name"]
     if special is None:
         return []
     without = special["without"]
+    # With explicit counts a study does not measure this selection.
     measured = "not measured"
     if without["measured"] is not None:
         values = [
@@ -153,14 +174,22 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         f"layer {k} {nats(loss)}"
         for k, loss in zip(special["layers"], special["alone"], strict=True)
     ]
-    whole = "" if special["all"] is None else f", and all layers {nats(special['all'])}"
+    all_layers_text = (
+        "" if special["all"] is None else f", and all layers {nats(special['all'])}"
+    )
     number, plural = len(costs), "s" if len(costs) > 1 else ""
     return [
         "",
         (
             f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
+<<<<<<< HEAD
             f" typical one ({nats(special['typical'])}): {', '.join(costs)}{whole}."
             f" {without['name'].capitalize()} (--{without['option']} {without['selection']}):"
+=======
+            f" typical one ({nats(special['typical'])}):"
+            f" {', '.join(costs)}{all_layers_text}."
+            f" {without['name'].capitalize()} (--layers {without['selection']}):"
+>>>>>>> w-planning
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."

@@ -1,5 +1,5 @@
-"""What a layer study has measured of a selection of layers, and which of its exchanges
-it overlaps.
+"""Read the values that a layer study measured for a selection of layers, and count the
+exchanges that the selection overlaps.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,8 +16,8 @@ from fcsd.planning.layers.settings import KL
 
 
 def study_metric(study: dict[str, Any], metric: str | None) -> str:
-    """Return the metric that is asked for, or the first of the study; raises UserError
-    for one that it lacks.
+    """Return the requested metric, or the study's first one; raise UserError for a
+    metric that the study lacks.
     """
     names = [row["name"] for row in study["metrics"]]
     if metric is not None and metric not in names:
@@ -28,12 +28,14 @@ def study_metric(study: dict[str, Any], metric: str | None) -> str:
 
 
 def has_calibrated(study: dict[str, Any]) -> bool:
-    """Tell whether a study was measured with calibrated weights, too."""
+    """Tell whether a study was measured with calibrated weights as well."""
     return all("calibrated" in point for point in study["points"])
 
 
 def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
-    """Return what was measured of a selection with copied, or with calibrated weights."""
+    """Return the values measured of a selection with copied or with calibrated
+    weights.
+    """
     values: dict[str, Any] = point["calibrated" if calibrated else "values"]
     return values
 
@@ -41,11 +43,13 @@ def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
 def point_loss(
     study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
 ) -> tuple[float, float | None]:
-    """Return what a selection costs, its KL, or what the task's score loses against the
-    original, and its standard error."""
+    """Return the cost of a selection and its standard error: its KL, or the loss of the
+    task's score against the original.
+    """
     row = values_of(point, calibrated)[metric]
     if metric == KL:
         return row["value"], row["stderr"]
+    # A study with tasks has exactly one point without rewired layers, their reference.
     (original,) = (
         p["values"][metric]["value"] for p in study["points"] if p["side"] == "none"
     )
@@ -64,19 +68,23 @@ def overlapped_collectives(
     mlp: str | Collection[int],
     model_type: str | None = None,
 ) -> tuple[int, int]:
-    """Return (collectives that no longer block, all): dispatch and combine of each MoE
-    layer under expert parallelism.
+    """Return the number of collectives that no longer block, and of all: dispatch and
+    combine of each MoE layer under expert parallelism.
 
-    Those beside which attention is computed (`fcsd.parallel.overlap.schedule`); beside
-    a shared expert alone a regular layer's could run as well. model_type: of the
-    family, some of which keep each combine in its layer; None: not known.
+    A collective counts where attention is computed while it is in flight
+    (`fcsd.parallel.overlap.schedule`); a shared expert alone could hide one in a
+    regular layer as well. model_type: of the family, some of which keep each combine in
+    its layer; None: not known.
     """
+    # Layers beyond the last rewired or MoE layer have no exchange, so the model's depth
+    # is not needed.
     num_layers = 1 + max((*layers, *moe_layers), default=0)
     rewired, moe = (
         [k in chosen for k in range(num_layers)]
         for chosen in (set(layers), set(moe_layers))
     )
     inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
+    # One entry a collective, with the steps that are computed while it is in flight.
     exchanges = [
         computed
         for layer in beside(layer_facts(rewired, moe, attention, mlp, inside=inside))
@@ -105,7 +113,7 @@ def selecting_option(study: dict[str, Any]) -> str:
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """Return how a selection of a study's model is written, and what of its exchanges
+    """Return a selection as `--layers` takes it, and the number of its exchanges that
     it overlaps.
     """
     overlapped, total = study_overlap(study, layers)
@@ -118,8 +126,8 @@ def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, A
 
 
 def number_text(row: dict[str, Any]) -> str:
-    """Format a value and its standard error; `0.5122 ± –` of a single row or item,
-    which has none.
+    """Format a value and its standard error; `0.5122 ± –` for a single row or item,
+    which has no error.
     """
     return f"{nats(row['value'])} ± {error_text(row['stderr'])}"
 

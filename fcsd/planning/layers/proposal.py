@@ -1,15 +1,16 @@
-"""Which layers to rewire for a given share, from a finished layer study.
+"""Propose the layers to rewire for a given share, from a finished layer study.
 
     proposal   the N layers that hurt least when each is rewired alone (greedy; of equals the later one)
     last N     the paper's choice for partial conversion (Table 2), to compare with
 
-A sum of sensitivities is not the quality of the selection. A layer alone reads nothing
-in flight: only its MoE input is outdated. In a run of selected layers every one but the
-first also reads its attention input without the routed output before it, and what one
-layer breaks changes what the next one reads. Only `verify` measures a selection.
+A sum of sensitivities is not the quality of the selection. A single rewired layer reads
+nothing in flight: only its MoE input is outdated. In a run of selected layers, every
+one but the first also reads its attention input without the preceding routed output,
+and an error of one layer changes the input of the next. Only `verify` measures a
+selection.
 
-How many layers can be rewired without any training, for a given loss, is read from the
-same study (`layers_within`).
+`layers_within` answers from the same study how many layers can be rewired without any
+training, for a given loss.
 
 Not covered: the quality after distillation.
 """
@@ -59,10 +60,10 @@ def plan_layers(
 
     Args:
         metric: of the study; None: the KL, or else the first task.
-        calibrated: go by what the layers cost with calibrated weights.
+        calibrated: rank the layers by their cost with calibrated weights.
         verify: measure the proposal and the last N layers on the study's own model and
             data, paired, in this launch.
-        model: where the study's model lies now.
+        model: the present path of the study's model.
 
     Raises:
         UserError: no finished study with sides 'single', budget out of range, unknown
@@ -77,6 +78,8 @@ def plan_layers(
             f"{folder}: this study has copied weights only; run `fcsd layers` with"
             " --calibrated TEXT"
         )
+    # The greedy proposal ranks layers by their cost alone, so it needs the single
+    # points.
     alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not alone:
         raise UserError(
@@ -119,6 +122,8 @@ def plan_layers(
         "special_layers": special_layers(study, chosen),
     }
     result["selections"] = list(_selections(study, result, sensitivities))
+    # The paired difference needs both selections measured anew: the study keeps means,
+    # not the values of single rows and items.
     result["difference"] = None
     if verify is not None:
         result["difference"] = _verify(folder, study, result, chosen, model, verify)
@@ -128,8 +133,8 @@ def plan_layers(
 def _selections(
     study: dict[str, Any], result: dict[str, Any], sensitivities: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is known of the selections to compare: their exchanges, and what the
-    study has measured of them.
+    """Yield a row for each selection to compare: its exchanges, and its measured value
+    if the study has that selection.
     """
     count, special, metric = (
         result["num_layers"],
@@ -138,6 +143,8 @@ def _selections(
     )
     last = resolve_layers({"last": count}, [True] * len(sensitivities))
     compared = {"proposal": result["layers"], f"last {count}": last}
+    # The proposal may contain a special layer; leaving those out is the alternative to
+    # show beside it.
     if special is not None and not {*special["layers"]}.isdisjoint(result["layers"]):
         compared[special["without"]["name"]] = special["without"]["layers"]
     for name, layers in compared.items():
@@ -147,6 +154,8 @@ def _selections(
             "sum_of_sensitivities": total,
             "layers": layers,
         } | selection_facts(study, layers)
+        # The study measured this selection only if one of its points has these very
+        # layers.
         same = (point for point in study["points"] if point["layers"] == layers)
         row["measured"] = next(
             (values_of(point, result["calibrated"])[metric] for point in same), None
@@ -155,8 +164,8 @@ def _selections(
 
 
 def parse_budget(text: str, num_layers: int) -> int:
-    """Return a share such as `90%` or a number as a number of decoder layers, as
-    `last:TEXT` selects them.
+    """Convert a share such as `90%`, or a number, to a number of decoder layers, as
+    `last:TEXT` does.
     """
     try:
         return len(resolve_layers(f"last:{text}", [True] * num_layers))
@@ -168,8 +177,8 @@ def parse_budget(text: str, num_layers: int) -> int:
 
 
 def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
-    """Return the `count` layers with the smallest sensitivity, by index; of equal ones
-    the later (paper Fig. 3).
+    """Return the indices of the `count` layers with the smallest sensitivity; of equal
+    layers the later one is taken (paper Fig. 3).
     """
     ranked = sorted(
         range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer)
@@ -180,13 +189,13 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
 def layers_within(
     folder: Path, max_loss: float, *, metric: str | None = None
 ) -> dict[str, Any]:
-    """Answer from the study in `folder` how many layers can be rewired, from either
-    end, without any training.
+    """Return how many layers from either end can be rewired without any training, by
+    the study in `folder`.
 
-    For each side, with copied and with calibrated weights where they were measured: the
-    largest number of layers whose loss is at most `max_loss`, that loss and its
-    standard error; 0 layers lose nothing. max_loss: of the KL, or of what the task's
-    score loses against the original.
+    Each row has, for one end and one kind of weights (copied, and calibrated where
+    measured), the largest number of layers whose loss is at most `max_loss`, that loss
+    and its standard error; 0 layers lose nothing. max_loss: in KL, or in lost score of
+    the task against the original.
 
     Raises:
         UserError: a negative loss, unknown metric, a study of single layers only.
@@ -197,29 +206,31 @@ def layers_within(
             f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric"
         )
     chosen, rows = study_metric(study, metric), []
-    sides = [
-        side
-        for side in ("first", "last")
-        if any(p["side"] == side for p in study["points"])
+    ends = [
+        end
+        for end in ("first", "last")
+        if any(p["side"] == end for p in study["points"])
     ]
-    if not sides:
+    if not ends:
         raise UserError(
             f"{folder}: single layers only; run `fcsd layers` with --sides first,last"
         )
     for calibrated in (False, True) if has_calibrated(study) else (False,):
-        for side in sides:
-            points = [point for point in study["points"] if point["side"] == side]
+        for end in ends:
+            points = [point for point in study["points"] if point["side"] == end]
             losses = [
                 (point, *point_loss(study, point, chosen, calibrated))
                 for point in points
             ]
+            # The largest selection within the loss, not the last before the first that
+            # exceeds it: noise can make a smaller one exceed it.
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
             layers, value, error = (
                 (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
             )
             row: dict[str, Any] = {
-                "side": side,
+                "side": end,
                 "calibrated": calibrated,
                 "num_layers": len(layers),
             }
@@ -236,7 +247,7 @@ def layers_within(
 
 
 def within_text(answer: dict[str, Any]) -> str:
-    """Return the answer of `layers_within` for people."""
+    """Format the answer of `layers_within` as a table."""
     total, name = answer["num_hidden_layers"], answer["metric"]["name"]
     lost = "KL" if name == KL else f"{name} lost"
     rows = [
@@ -267,65 +278,70 @@ def _verify(
     model: str | None,
     launch: Launch,
 ) -> dict[str, Any]:
-    """Measure both selections, on the study's settings; proposal - last N, paired."""
+    """Measure all compared selections with the study's settings; return the paired
+    difference of proposal and last N.
+    """
     spec = Study.model_validate(study["study"])
     if model is not None:
         moved = spec.model.model_copy(update={"path": model, "revision": None})
         spec = spec.model_copy(update={"model": moved})
     source = find_model(spec.model)
-    made_from, now = (
+    # A difference is only comparable with the study on the very same weights and data.
+    study_inputs, current_inputs = (
         read_json(folder / "manifest.json")["inputs"],
         layers_stage(spec, source, folder).inputs,
     )
-    if made_from["original"] != now["original"]:
+    if study_inputs["original"] != current_inputs["original"]:
         raise UserError(
             f"{spec.model.path}: is not the model of the study in {folder} (its weights"
             " differ); give the original with --model, or run `fcsd layers` on"
             " this one"
         )
     if changed := sorted(
-        name for name in made_from if made_from[name] != now.get(name)
+        name for name in study_inputs if study_inputs[name] != current_inputs.get(name)
     ):
         raise UserError(
             f"{folder}: {', '.join(changed)}: is not what the study was measured on;"
             " run `fcsd layers` again"
         )
     _refuse_without_error(folder, spec, study, metric)
+    # Calibration text is not needed for copied weights; without it none is loaded.
     if not result["calibrated"]:
         spec = spec.model_copy(update={"calibrated": None})
     with measuring(spec, source, launch) as measure:
         measured = [
             measure(row["layers"], result["calibrated"]) for row in result["selections"]
         ]
-    for row, each in zip(result["selections"], measured, strict=True):
-        row["measured"] = each.values[metric]
+    for row, measurement in zip(result["selections"], measured, strict=True):
+        row["measured"] = measurement.values[metric]
     return difference(measured[0], measured[1], metric)
 
 
 def _refuse_without_error(
     folder: Path, spec: Study, study: dict[str, Any], metric: str
 ) -> None:
-    """Raise UserError where the study measured a single row or item: no difference on
-    it would have an error.
+    """Raise UserError where the study measured a single row or item, because a
+    difference would have no standard error.
     """
     if all(point["values"][metric]["stderr"] is not None for point in study["points"]):
         return
-    unit, more = "item", "--limit, or tasks of more items"
+    unit, remedy = "item", "--limit, or tasks of more items"
     if metric == KL:
         assert spec.text is not None
-        unit, more = (
+        unit, remedy = (
             "example",
             f"--text-examples, or a text with more examples than {spec.text.path}",
         )
     raise UserError(
         f"{folder}: --verify: the study measured {metric} on a single {unit}, which has"
         " no standard error, so that no difference can be told from chance; run `fcsd"
-        f" layers` again into another folder with a larger {more}"
+        f" layers` again into another folder with a larger {remedy}"
     )
 
 
 def plan_text(proposal: dict[str, Any]) -> str:
-    """Return the proposal for people: table, comparison, `--layers` text, YAML of a recipe."""
+    """Format the proposal: table, comparison, `--layers` text, YAML of a recipe."""
+    # The last lines can be copied as they are: the option, and the recipe's section.
     metric = proposal["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
     rows = [
@@ -377,7 +393,7 @@ def plan_text(proposal: dict[str, Any]) -> str:
 
 
 def _verdict(proposal: dict[str, Any]) -> str:
-    """Return one honest sentence: is the proposal better than the last N layers?"""
+    """State in one sentence whether the proposal is better than the last N layers."""
     first, second = proposal["selections"][:2]
     if first["layers"] == second["layers"]:
         return f"The proposal is the {second['name']} layers."
@@ -387,8 +403,11 @@ def _verdict(proposal: dict[str, Any]) -> str:
             "Untrained, and one layer at a time: --verify measures the proposal against"
             " the last layers."
         )
+    # A lower KL is better, but a higher score: a negative distance favours the
+    # proposal.
     sign = 1 if proposal["metric"]["better"] == "lower" else -1
     distance = sign * margin["value"]
+    # Within two standard errors the sign of a difference says nothing.
     if margin["stderr"] is None or abs(distance) <= 2 * margin["stderr"]:
         word = "cannot be told from"
     else:
@@ -400,17 +419,18 @@ def _verdict(proposal: dict[str, Any]) -> str:
 
 
 def study_table(study: dict[str, Any]) -> str:
-    """Return the table of `fcsd layers`: a row for each number of layers or single
+    """Format the table of `fcsd layers`: a row for each number of layers or single
     layer, with every metric.
     """
     names = [row["name"] for row in study["metrics"]]
-    which = [False, True] if has_calibrated(study) else [False]
+    # Calibrated values, if any, are columns beside the copied ones.
+    weight_kinds = [False, True] if has_calibrated(study) else [False]
     rows = [
         [
             _point_text(point, study["num_hidden_layers"]),
             *[
                 number_text(values_of(point, calibrated)[name])
-                for calibrated in which
+                for calibrated in weight_kinds
                 for name in names
             ],
             "{} of {}".format(*study_overlap(study, point["layers"])),
@@ -419,7 +439,7 @@ def study_table(study: dict[str, Any]) -> str:
     ]
     heads = [
         f"{row['name']} ({row['unit']}){', calibrated' if calibrated else ''}"
-        for calibrated in which
+        for calibrated in weight_kinds
         for row in study["metrics"]
     ]
     selected = "rewired layers"
@@ -434,7 +454,9 @@ def study_table(study: dict[str, Any]) -> str:
 
 
 def _point_text(point: dict[str, Any], num_layers: int) -> str:
-    """Name a point: `original`, `first 3`, `last 3`, `only 2`, `all but 0-1`."""
+    """Return the name of a point: `original`, `first 3`, `last 3`, `only 2`, `all but
+    0-1`.
+    """
     layers = point["layers"]
     match point["side"]:
         case "none":

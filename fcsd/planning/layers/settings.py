@@ -1,4 +1,4 @@
-"""What a layer study measures, and on which selections of layers."""
+"""Settings of a layer study: what it measures, and on which selections of layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -23,8 +23,8 @@ KL = "kl"  # the metric that is not a task; lower is better
 
 
 class Study(ModelStudy):
-    """What is measured, on which selections: the KL to the original on the text, and
-    the scores of the tasks.
+    """The measurements and the selections of a study: the KL to the original on the
+    text, and the scores of the tasks.
     """
 
     attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
@@ -70,12 +70,16 @@ class Study(ModelStudy):
                 "attention: full with mlp: full is the regular model; nothing would be"
                 " rewired"
             )
+        # A layer alone has only its MLP input to be outdated; attention input differs
+        # from the second layer of a run on.
         if self.mlp == "full" and "single" in self.sides:
             raise ValueError(
                 "side 'single' with mlp: full would measure nothing: a layer with"
                 " regular neighbours computes what a regular layer does; use the sides"
                 " first and last"
             )
+        # A selection or task that is named twice would be measured twice, or collide by
+        # name.
         lists: dict[str, list[Any]] = {
             "sides": self.sides,
             "tasks": self.tasks,
@@ -101,9 +105,10 @@ class Study(ModelStudy):
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
-    sides = options["sides"].split(",") if options["sides"] else None
-    if sides is None:
-        sides = (
+    side_names = options["sides"].split(",") if options["sides"] else None
+    # Single layers with `mlp: full` are refused, so they are not in the default there.
+    if side_names is None:
+        side_names = (
             ["first", "last"]
             if options["mlp"] == "full"
             else ["first", "last", "single"]
@@ -119,17 +124,21 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         counts = [int(word) for word in words]
     calibrated = source_option(options["calibrated"], "--calibrated")
     return Study.from_options(
-        options, sides=sides, counts=counts, calibrated=calibrated
+        options, sides=side_names, counts=counts, calibrated=calibrated
     )
 
 
 def suite_of(study: Study) -> SuiteConfig | None:
-    """Return the chosen tasks of the study's suite, in the order given; None without tasks."""
+    """Return the chosen tasks of the study's suite, in their given order; None without
+    tasks.
+    """
     return named_tasks(study.suite, study.tasks) if study.tasks else None
 
 
 def metrics(study: Study) -> list[dict[str, str]]:
-    """Return what is measured: name, unit, and whether `higher` or `lower` is better."""
+    """Return a row for each metric: its name, its unit, and whether `higher` or `lower`
+    is better.
+    """
     suite = suite_of(study)
     rows = suite.tasks if suite is not None else []
     kl = (
@@ -144,11 +153,11 @@ def metrics(study: Study) -> list[dict[str, str]]:
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
-    """Return the study's points as (side, rewired layers), in the order in which they
-    are measured.
+    """Return the study's points as (side, selected layers), in the order of measurement.
 
-    Where no single layers are measured, which would say how many of the first ones cost
-    the most, all but the first layer are among the last, whatever `every` is.
+    Single layers would show how many first layers cost the most. Without them, the
+    selection of all but the first layer is always among the last ones, whatever `every`
+    is.
     """
     counts = study.counts
     if counts is None:
@@ -161,16 +170,20 @@ def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
     points: list[tuple[str, list[int]]] = []
     if study.mlp == "selected":
         points.append(("attention", []))
-    for side in study.sides:
-        if side == "single":
-            points += [(side, [layer]) for layer in range(num_layers)]
+    for side_name in study.sides:
+        if side_name == "single":
+            points += [(side_name, [layer]) for layer in range(num_layers)]
         else:
+            # See above: without single layers, all but the first layer is the candidate
+            # worth a point.
             unknown = (
-                side == "last" and study.counts is None and "single" not in study.sides
+                side_name == "last"
+                and study.counts is None
+                and "single" not in study.sides
             )
             all_but_first = {num_layers - 1} - {0} if unknown else set()
             points += [
-                (side, resolve_layers({side: count}, [True] * num_layers))
+                (side_name, resolve_layers({side_name: count}, [True] * num_layers))
                 for count in sorted({*counts, *all_but_first})
             ]
     return points

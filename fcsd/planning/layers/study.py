@@ -1,5 +1,5 @@
-"""The layer study: quality of the untrained model against which layers are rewired
-(paper 3.1 and Fig. 3).
+"""Run the layer study: quality of the untrained model by the selection of rewired
+layers (paper 3.1 and Fig. 3).
 
     OUT/layers.json     all points so far, written again after each of them
     OUT/layers.png      the figure, when the study is finished
@@ -7,14 +7,14 @@
 
 The model is loaded once and rewired in place between the points. `first` and `last`
 count layers from the start and from the end, `single` rewires one layer alone: its
-sensitivity. Once it is known which layers cost far more alone than a typical one, the
-selection of all the others is measured as well. With a text to calibrate on every point
-is measured a second time, with calibrated weights (`fcsd.training.calibration`).
+sensitivity. When the single points show layers that cost far more than a typical one,
+the selection of all other layers is measured as well. With a calibration text, every
+point is measured a second time with calibrated weights (`fcsd.training.calibration`).
 
-On several ranks each has the whole model, and its share of the rows and items.
+Each of several ranks has the whole model and its share of the rows and items.
 
-Not covered: weights that are sharded over ranks; a proposal from the sensitivities,
-that is `fcsd.planning.layers.proposal`.
+Not covered: weights that are sharded over ranks; a proposal from the sensitivities
+(`fcsd.planning.layers.proposal`).
 """
 
 import contextlib
@@ -70,10 +70,10 @@ items of a task."""
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything one selection was measured on.
+    """The measurements of one selection.
 
-    items: per metric, for the KL (sum, tokens) of each row, for a task the score of
-        each item; what a paired comparison needs.
+    items: by metric: (sum, tokens) of each row for the KL, the score of each item for a
+    task, as a paired comparison needs them.
     """
 
     values: dict[str, Value]
@@ -87,27 +87,28 @@ original. True: with calibrated weights, not with copied ones.
 
 
 class Calibrations:
-    """Calibrate selections, one after another, in the one model that is rewired in
+    """Calibrate one selection after another in the single model that is rewired in
     place.
 
     The original is a second set of modules around the same parameters; a rewired layer
-    gets copies of its own while it is calibrated. So beside the model only the rewired
+    gets copies of its own parameters while it is calibrated, so that only the rewired
     layers are held twice.
 
-    model: while it is regular. rows: the text, as of `calibrate_model`, the same on all
+    model: still regular. rows: the text, as `calibrate_model` takes it, the same on all
     ranks.
     """
 
     def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
         self.model, self.rows, self.ranks = model, rows, ranks
+        # The memo makes deepcopy keep every parameter: new modules, shared weights.
         self.original = copy.deepcopy(
             model, {id(parameter): parameter for parameter in model.parameters()}
         )
 
     @contextlib.contextmanager
     def folded(self) -> Iterator[None]:
-        """Have the rewired layers calibrated, as `calibrate_model`; without any,
-        nothing is. All ranks call this.
+        """Calibrate the rewired layers, as `calibrate_model` does, until the block is
+        left; do nothing without rewired layers. All ranks call this.
         """
         layers, indices = (
             decoder_layers(self.model, family_of(self.model.config)),
@@ -119,12 +120,13 @@ class Calibrations:
             for module in layers[index].modules()
             for name, parameter in module.named_parameters(recurse=False)
         ]
+        # Calibration writes into the layers' weights, which the original shares.
         try:
             for module, name, parameter in shared:
-                own = nn.Parameter(
+                copied_parameter = nn.Parameter(
                     parameter.detach().clone(), requires_grad=parameter.requires_grad
                 )
-                module.register_parameter(name, own)
+                module.register_parameter(name, copied_parameter)
             if indices:
                 calibrate_model(
                     self.model,
@@ -137,6 +139,8 @@ class Calibrations:
         finally:
             for module, name, parameter in shared:
                 module.register_parameter(name, parameter)
+            # The next selection starts from copied weights again, so its config must
+            # not say otherwise.
             vars(self.model.config).pop(CALIBRATED, None)
 
 
@@ -149,8 +153,8 @@ def study_layers(
 ) -> Stage:
     """Measure every point of `study`; a killed study continues where it was.
 
-    model: the original checkpoint that `study.model` names.
-    draw: makes the figure of the result (`fcsd.report.study_plots.plot_layers`).
+    model: the original checkpoint, as named by `study.model`. draw: draws the figure of
+    the result (`fcsd.report.study_plots.plot_layers`).
 
     Raises:
         UserError: a launch that shards the weights; unknown task; no text; a count that
@@ -170,12 +174,14 @@ def study_layers(
     if launch.begin(stage) == "finished":
         return stage
     path = folder / "layers.json"
+    # The first rank alone reads the points of a killed study; all must skip the same
+    # ones.
     done = ranks.from_first(lambda: _points_so_far(path) if path.is_file() else [])
     with measuring(study, model, launch) as measure:
         weights = (
             ["values", "calibrated"] if study.calibrated is not None else ["values"]
         )
-        known = {
+        measured_by_selection = {
             _selection_key(point["side"], point["layers"]): {
                 key: point[key] for key in weights
             }
@@ -183,38 +189,43 @@ def study_layers(
         }
         result = _without_points(study, model, mask)
         # Zero rewired layers have no KL, but tasks have a score.
-        wanted = [("none", []), *points] if study.tasks else points
-        num_new = len({_selection_key(*point) for point in wanted} - known.keys())
+        targets = [("none", []), *points] if study.tasks else points
+        # The same layers may be a point of several sides, and are measured once.
+        num_new = len(
+            {_selection_key(*point) for point in targets} - measured_by_selection.keys()
+        )
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
 
-            def add(side: str, layers: Sequence[int], place: int) -> None:
-                key = _selection_key(side, layers)
-                if key not in known:
+            def add(side_name: str, layers: Sequence[int], index: int) -> None:
+                key = _selection_key(side_name, layers)
+                if key not in measured_by_selection:
                     bar.set_postfix_str(
-                        f"{side} {layers[0] if side == 'single' else len(layers)}"
+                        f"{side_name} {layers[0] if side_name == 'single' else len(layers)}"
                     )
-                    known[key] = {
-                        which: measure(key, which == "calibrated").values
-                        for which in weights
+                    measured_by_selection[key] = {
+                        weights_kind: measure(key, weights_kind == "calibrated").values
+                        for weights_kind in weights
                     }
                     bar.update()
+                # Ranks keep equal results, which the search for special layers below
+                # reads; only the first writes.
                 point = {
-                    "side": side,
+                    "side": side_name,
                     "num_layers": len(layers),
                     "layers": list(layers),
-                    **known[key],
+                    **measured_by_selection[key],
                 }
-                result["points"].insert(place, point)
+                result["points"].insert(index, point)
                 if len(result["points"]) > len(done) and ranks.first:
                     write_sealed(path, result)
 
-            for place, (side, layers) in enumerate(wanted):
-                add(side, layers, place)
-            if (rest := _all_but_special(study, result)) is not None:
+            for index, (side_name, layers) in enumerate(targets):
+                add(side_name, layers, index)
+            if (remaining := _all_but_special(study, result)) is not None:
                 bar.total += 1
-                add(*rest)
+                add(*remaining)
     if ranks.first:
         draw(result, folder / "layers.png")
     launch.finish(stage, {})
@@ -229,7 +240,7 @@ def _selection_key(side: str, layers: Sequence[int]) -> tuple[int, ...] | None:
 def _without_points(
     study: Study, model: ModelFolder, mask: Sequence[bool]
 ) -> dict[str, Any]:
-    """Return what `layers.json` says beside the points that are measured."""
+    """Return the contents of `layers.json` before any point is measured."""
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study.model_dump(mode="json"),
@@ -244,9 +255,9 @@ def _without_points(
 def _all_but_special(
     study: Study, result: dict[str, Any]
 ) -> tuple[str, list[int], int] | None:
-    """Return the side, the layers and the place of the point that is still missing: all
-    layers but those that the measured ones say cost far more than a typical one. None
-    where it was measured, or counts were asked for.
+    """Return the side, the layers and the index of the point that remains to be
+    measured: all layers but those that cost far more than a typical one. None where it
+    was measured already, or the study has explicit counts.
     """
     points = result["points"]
     special = special_layers(result, result["metrics"][0]["name"])
@@ -255,22 +266,27 @@ def _all_but_special(
     layers, num_first = special["without"]["layers"], special["num_first"]
     if any(point["layers"] == layers for point in points):
         return None
+    # Only layers left out from the start make a selection of the last N.
     if not num_first or "last" not in study.sides:
         return "without", layers, len(points)
-    fewer = [
+    # The points of a side stay sorted by their number of layers.
+    smaller = [
         k
         for k, p in enumerate(points)
         if p["side"] == "last" and p["num_layers"] < len(layers)
     ]
-    before = next(k for k, point in enumerate(points) if point["side"] == "last")
-    return "last", layers, max(fewer, default=before - 1) + 1
+    first_index = next(k for k, point in enumerate(points) if point["side"] == "last")
+    return "last", layers, max(smaller, default=first_index - 1) + 1
 
 
 def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
-    """Return the folder of a study, with everything that its points depend on."""
+    """Return the stage of a study, with all settings and inputs that its points depend
+    on.
+    """
     suite = suite_of(study)
     excluded = {"model", "suite", "data_root", "allow_weak_sandbox"}
-    # a study that was begun before there was a choice goes on
+    # Absent settings keep the fingerprint of studies begun before calibration existed,
+    # so that these continue.
     if study.calibrated is None:
         excluded |= {"calibrated", "calibration_tokens"}
     settings = study.model_dump(mode="json", exclude=excluded)
@@ -295,8 +311,8 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
 
 
 def layer_mask(model: ModelFolder) -> list[bool]:
-    """Return one entry a decoder layer of an original checkpoint, True for an MoE
-    layer; weights are not read.
+    """Return one entry for each decoder layer of an original checkpoint, True for an
+    MoE layer, without reading weights.
     """
     checkpoint = read_checkpoint(model.folder)
     if checkpoint.connectivity is not None:
@@ -310,7 +326,7 @@ def layer_mask(model: ModelFolder) -> list[bool]:
 
 @contextlib.contextmanager
 def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Measure]:
-    """Load the model and the data; gives the function that rewires the model in place
+    """Load the model and the data; yield the function that rewires the model in place
     and measures it.
     """
     ranks = launch.ranks
@@ -319,7 +335,10 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
         source.folder, trust_remote_code=source.config.trust_remote_code
     )
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
+    # A family that leaks between packed examples would make the KL depend on the
+    # packing.
     packing = study.packing and packing_of(model.config) != "leaks"
+    # Before the first rewiring: the original is a view of the regular model.
     calibrations = None
     if study.calibrated is not None:
         calibrations = Calibrations(
@@ -331,6 +350,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
     if ranks.first:
         tell_examples(rows, "--text", always=False)
     with contextlib.ExitStack() as stack:
+        # The suite is prepared once; each selection then only runs the model.
         evaluate = None
         if suite is not None:
             plan = EvaluationConfig(
@@ -342,7 +362,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             evaluate = stack.enter_context(
                 prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
             )
-        known = (
+        original_outputs = (
             read_original(model, rows, ranks=ranks, in_parts=True)
             if rows is not None
             else None
@@ -353,17 +373,19 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                 unconvert_model(model)
             else:
                 convert_model(model, study.connectivity(layers), regular_ok=True)
+            # Rewiring alone leaves the original weights, copied, in the new
+            # connectivity.
             if not calibrated:
-                return as_it_is(layers)
+                return measure_current(layers)
             assert calibrations is not None
             with calibrations.folded():
-                return as_it_is(layers)
+                return measure_current(layers)
 
-        def as_it_is(layers: Sequence[int] | None) -> Measured:
+        def measure_current(layers: Sequence[int] | None) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
-            if rows is not None and known is not None:
-                sums, counts = kl_by_row(known, model, rows, ranks=ranks)
+            if rows is not None and original_outputs is not None:
+                sums, counts = kl_by_row(original_outputs, model, rows, ranks=ranks)
                 items[KL] = list(zip(sums, counts, strict=True))
                 values[KL] = _kl(items[KL])
                 if not math.isfinite(value := values[KL]["value"]):
@@ -382,11 +404,10 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
 
 
 def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
-    """Return the rows of the text that the KL is measured on, the units of its standard
-    error.
+    """Return the rows of the text for the KL; a row is the unit of its standard error.
 
-    Where all examples fit into one row, each gets a row of its own, no longer than the
-    longest.
+    If all examples fit into one row, each gets its own row, no longer than the longest
+    example.
     """
     if not hasattr(model, "lm_head"):
         raise UserError(
@@ -406,6 +427,7 @@ def _kl_rows(study: Study, tokenizer: Any, model: Any, packing: bool) -> Any:
     rows = build(max_length=study.max_length, packing=packing)
     if len(rows) > 1 or rows.num_examples() == 1:
         return rows
+    # One packed row would have no standard error.
     return build(
         max_length=max(len(ids) for ids, _ in rows.examples_of(0)), packing=False
     )
@@ -433,26 +455,27 @@ def _value(value: float, stderr: float | None, num_items: int) -> Value:
 
 
 def _kl(items: Sequence[tuple[float, int]]) -> Value:
-    """Return nats per token of (sum, tokens) per row."""
+    """Return the KL in nats per token from the (sum, tokens) of each row."""
     score = ratio([total for total, _ in items], [count for _, count in items])
     value = math.nan if score["kl"] is None else score["kl"]
     return _value(value, score["stderr"], int(score["num_tokens"] or 0))
 
 
-def difference(one: Measured, other: Measured, metric: str) -> Value:
-    """Return one - other of a metric with its paired standard error: both were measured
-    on the same rows or items.
+def difference(first: Measured, second: Measured, metric: str) -> Value:
+    """Return first - second of a metric with its paired standard error; both were
+    measured on the same rows or items.
     """
-    pairs = list(zip(one.items[metric], other.items[metric], strict=True))
+    pairs = list(zip(first.items[metric], second.items[metric], strict=True))
     if metric == KL:
         return _kl([(a[0] - b[0], a[1]) for a, b in pairs])
+    # Paired: the difficulty of an item is in both scores and cancels.
     deltas = [a - b for a, b in pairs]
     return _value(math.fsum(deltas) / len(deltas), standard_error(deltas), len(deltas))
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """Return what `layers.json` holds of a finished study; raises UserError for another
-    folder, or another version.
+    """Return the contents of a finished study's `layers.json`; raise UserError for a
+    folder that is not a finished study, or another version.
     """
     if not (folder / "layers.json").is_file():
         raise UserError(
@@ -463,14 +486,16 @@ def read_study(folder: Path) -> dict[str, Any]:
     if not (folder / "manifest.json").is_file():
         raise UserError(
             f"{folder}: the study is not finished; run the same `fcsd layers` command"
-            " again, it goes on"
+            " again to continue it"
         )
     study.pop("sha256", None)
     return study
 
 
 def _points_so_far(path: Path) -> list[dict[str, Any]]:
-    """Return the points that a killed study has measured; none where they are not what it wrote."""
+    """Return the points that a killed study has measured; none if the file was changed
+    since.
+    """
     study = _read(path)
     try:
         check_seal(path, study, "its points are measured again")

@@ -1,8 +1,8 @@
-"""The engines whose servers are measured: what each is called with, and what an
-environment of one has.
+"""The engines whose servers are measured: their command lines, and the contents of an
+engine's environment.
 
-fcsd and an engine share no environment (they need different versions of transformers),
-so all goes through programs.
+fcsd and an engine cannot share an environment (they need different versions of
+transformers), so fcsd only runs the engine's programs.
 """
 
 import json
@@ -21,7 +21,7 @@ EngineName = Literal["vllm", "sglang"]
 
 @dataclass(frozen=True)
 class Engine:
-    """What differs between engines, in the words of each."""
+    """The differences between engines, in the words of each."""
 
     title: str
     distributions: tuple[str, ...]
@@ -33,32 +33,32 @@ class Engine:
     plugins_variable: str
     """Environment variable with the names of the plugins that it loads."""
     all_plugins: tuple[str | None, ...]
-    """Values of that variable under which it loads all of them."""
+    """Values of that variable with which it loads all of them."""
     check: str
-    """Statements of Python: versions that the plugin was verified with, and a
-    ValueError for settings it refuses.
+    """Python statements that report the plugin's verified versions, and raise
+    ValueError for settings that it refuses.
     """
     others_warn: bool
-    """Another version is served with a warning, not refused."""
+    """Whether another version is served with a warning instead of refused."""
     ranks: Callable[[int], tuple[str, ...]]
     """Flags of tensor-parallel ranks with the experts spread over them."""
     serve: tuple[str, ...]
-    """Flags of every server: no prompt is taken from a cache."""
+    """Flags of every server: no prompt comes from a cache."""
     settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
     """Flags and environment of a FarSkip server whose all-reduces have these settings."""
     client: Callable[["Program", int, int, Path], list[str]]
-    """The program that measures a server, given requests, tokens of an answer and the
-    file of its result.
+    """The command that measures a server, given the number of requests, the tokens of
+    an answer and the result file.
     """
     stock_on_cpu: Mapping[str, str] = field(default_factory=dict)
     """Environment of the stock server where there is no GPU."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """vLLM's name of a figure -> its own."""
+    """vLLM's name of a figure -> this engine's name."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A program of an engine and what is installed beside it."""
+    """A program of an engine and the contents of its environment."""
 
     name: EngineName
     path: str
@@ -72,17 +72,19 @@ class Program:
 
     @property
     def engine(self) -> Engine:
-        """Return the engine that it is of."""
+        """The engine that the program belongs to."""
         return ENGINES[self.name]
 
     @property
     def python(self) -> str:
-        """Return the interpreter of its environment."""
+        """The interpreter of its environment."""
         return _python_of(self.name, Path(self.path))
 
     @property
     def warning(self) -> str | None:
-        """Return the sentence about an engine that the plugin was not verified with."""
+        """A warning about an engine version that the plugin was not verified with; None
+        for a verified one.
+        """
         if self.version.partition("+")[0] in self.verified:
             return None
         return (
@@ -93,6 +95,7 @@ class Program:
 
 
 def _vllm_ranks(number: int) -> tuple[str, ...]:
+    # On one rank there is nothing to spread.
     experts = ("--enable-expert-parallel",) if number > 1 else ()
     return "--tensor-parallel-size", str(number), *experts
 
@@ -110,11 +113,11 @@ def _vllm_client(
         "--dataset-name",
         "random",
     ]
-    own = ["--num-warmups", str(requests), "--temperature", "0"]
+    request_flags = ["--num-warmups", str(requests), "--temperature", "0"]
     return [
         program.path,
         *words,
-        *own,
+        *request_flags,
         "--result-dir",
         str(result.parent),
         "--result-filename",
@@ -125,9 +128,10 @@ def _vllm_client(
 def _sglang_client(
     program: Program, requests: int, tokens: int, result: Path
 ) -> list[str]:
-    """Ask for ids and take ids, so that lengths are exact; what is sent by itself would
-    cut a warm-up at 32 tokens.
+    """Send and receive token ids, so that lengths are exact; without `max_new_tokens`
+    in the body a warm-up would be cut at 32 tokens.
     """
+    # Answers have exactly the requested length: the end of the text is ignored.
     body = {
         "temperature": 0,
         "max_new_tokens": tokens,
@@ -142,7 +146,7 @@ def _sglang_client(
         "--random-range-ratio",
         "1",
     ]
-    own = [
+    request_flags = [
         "--warmup-requests",
         str(requests),
         "--extra-request-body",
@@ -155,7 +159,7 @@ def _sglang_client(
         "sglang.benchmark.serving",
         "--tokenize-prompt",
         *words,
-        *own,
+        *request_flags,
         *out,
     ]
 
@@ -236,7 +240,7 @@ print("PROBE" + json.dumps(facts))
 
 
 def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Program:
-    """Return what the environment of an engine's program has.
+    """Find an engine's program and describe its environment.
 
     Args:
         path: of the program, or its name on PATH.
@@ -253,6 +257,8 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
             f" its own, give the `{name}` of it (--{name} VENV/bin/{name});"
             " docs/serve.md says how to make one"
         )
+    # From here on the engine's own interpreter is asked: nothing of it is imported
+    # here.
     python = _python_of(name, Path(program))
     facts = _probe(name, program, python, comm)
     if facts["version"] is None:
@@ -260,12 +266,15 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
             f"--{name} {program}: {engine.title} is not installed in the environment of"
             " this program"
         )
+    # The entry point is what the engine loads, so its presence is checked, not the
+    # package's.
     if facts["plugin"] is None:
         raise UserError(
             f"--{name} {program}: the plugin that serves converted models is not"
             f" installed there: `{python} -m pip install SERVING`, SERVING being"
             " serving/ of fcsd's repository"
         )
+    # The variable restricts the plugins that the engine loads, and servers inherit it.
     named = os.environ.get(engine.plugins_variable)
     if named not in engine.all_plugins and "fcsd" not in str(named).split(","):
         raise UserError(
@@ -275,6 +284,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     if facts["refused"] is not None:
         raise UserError(f"--comm: {facts['refused']}")
     verified, devices = tuple(facts["verified"]), tuple(facts["devices"])
+    # An engine that checks the version itself would refuse only after a long start.
     result = Program(
         name, program, facts["version"], facts["plugin"], verified, devices
     )
@@ -291,6 +301,7 @@ def _probe(
     name: EngineName, program: str, python: str, comm: Mapping[str, Any]
 ) -> dict[str, Any]:
     engine = ENGINES[name]
+    # The probe runs in the engine's environment, so it gets all it needs as JSON.
     question = [
         engine.distributions,
         engine.entry_points,
@@ -303,6 +314,7 @@ def _probe(
         run = subprocess.run(
             words, capture_output=True, text=True, timeout=300, check=False
         )
+        # The engine's imports may print lines of their own, so the answer has a prefix.
         answer = next(
             line[5:] for line in run.stdout.splitlines() if line.startswith("PROBE")
         )
@@ -313,17 +325,17 @@ def _probe(
     except StopIteration:
         reason = (run.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise UserError(
-            f"--{name} {program}: its environment could not be looked at: {reason}"
+            f"--{name} {program}: its environment could not be examined: {reason}"
         ) from None
     return dict(json.loads(answer))
 
 
 def _python_of(name: EngineName, program: Path) -> str:
-    """Return the interpreter of a program that pip has installed: beside it, or in its
-    first line.
+    """Return the interpreter of a program installed by pip: next to it, or in its first
+    line.
     """
-    if (beside := program.parent / "python").exists():
-        return str(beside)
+    if (interpreter := program.parent / "python").exists():
+        return str(interpreter)
     with program.open("rb") as file:
         first = file.readline(1024).decode(errors="replace")
     if not first.startswith("#!") or "python" not in first:

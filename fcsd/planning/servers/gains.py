@@ -1,21 +1,21 @@
-"""What `fcsd plan --measured` makes of a server's times, beside the gain that was
-measured.
+"""Compare the gain that `fcsd plan --measured` computes from a server's times with the
+measured gain.
 
-    f = exposed / seconds     of a run of all requests: what a rank only communicates in, and what the run takes
-    v = hidden / total        of what is communicated in the overlapped row's run
+    f = exposed / seconds     of a run of all requests: seconds of communication alone, and of the run
+    v = hidden / total        of the communication in the overlapped row's run
     gain = f v / (1 - f v)    regular / overlapped time - 1
 
-f is the regular row's: stock by a trace, or FarSkip blocking, whose ranks say what they
-communicate (`--comm timed`; those of stock do not, and an emulated network is not
-theirs); for the wide rows the wide one's. Prefill is the run of one token each,
-decoding the run of whole answers less that one, which it begins with. Ranks count the
-warm-up too, which is the same work once more. Data-parallel ranks of vLLM also count
+f is that of the regular row: stock by a trace, or FarSkip blocking, whose ranks report
+their communication (`--comm timed`; stock ranks do not, and have no emulated network);
+of the wide rows for the wide ones. Prefill is the run with one token each; decoding is
+the run of whole answers minus the prefill run, with which it begins. Ranks also count
+the warm-up, which is the same work once more. Data-parallel ranks of vLLM also count
 the empty steps that they run behind the answers, until every sixteenth says that all
 are idle (`--dp-sync-interval`): beside long answers these are few.
 
 A file has the time to the first token, or between tokens, and f of that as
-communication. So it does not matter in how many steps a server takes its requests, as
-long as each step communicates the same share.
+communication. The number of steps in which a server takes its requests does not matter,
+as long as each step communicates the same share.
 """
 
 import statistics
@@ -31,7 +31,7 @@ from fcsd.planning.servers.summary import FIGURES, Runs, spread
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
 _KINDS = {"farskip": "stock", "wide": "wide_stock"}
-"""What the FarSkip rows' names begin with -> the row without FarSkip."""
+"""Prefix of the FarSkip rows' names -> the row without FarSkip."""
 
 Traces = Mapping[str, Mapping[str, Any]]
 
@@ -47,12 +47,12 @@ class _Spent(NamedTuple):
 def served_gains(
     settings: Mapping[str, Any], config: Mapping[str, Any], runs: Runs, traces: Traces
 ) -> list[dict[str, Any]]:
-    """Return by length and phase a regular row's times, and regular / overlapped as
+    """Return, by length and phase, a regular row's times and the speed-up over it, as
     planned and as measured.
 
-    Only where that row's communication is known; `planned` is None where the overlapped
-    row's is not. Nothing of wide rows whose ranks have different numbers of requests,
-    which no plan has.
+    Rows are returned only where the regular row's communication is known; `planned` is
+    None where the overlapped row's is not. Wide rows whose ranks have different numbers
+    of requests are left out, since no plan covers them.
 
     Args:
         settings: of the benchmark.
@@ -64,8 +64,11 @@ def served_gains(
     gains = []
     for kind, stock in _KINDS.items():
         wide = kind == "wide"
+        # No plan covers ranks with different numbers of requests.
         if wide and settings["requests"] % settings["tensor_parallel"]:
             continue
+        # In order of preference: stock is the true baseline, but not over another
+        # network.
         regular = [*([] if emulated(settings["comm"]) else [stock]), f"{kind}_blocking"]
         rows = {
             name: runs[name]
@@ -98,28 +101,30 @@ def _gains_of(
     settings: Mapping[str, Any],
     traces: Traces,
 ) -> list[dict[str, Any]]:
-    """Return the gains of rows whose ranks are alike."""
+    """Return the gains of rows with the same kind of ranks."""
     gains = []
-    for place, prompt in enumerate(settings["prompt_tokens"]):
+    for index, prompt in enumerate(settings["prompt_tokens"]):
         points = {
-            name: [run["points"][place] for run in each] for name, each in runs.items()
+            name: [run["points"][index] for run in rounds]
+            for name, rounds in runs.items()
         }
-        # the text, with half of its answer
+        # Mean length of the text while an answer is decoded.
         halfway = prompt + settings["output_tokens"] // 2
+        # A trace covers the prefill of the first length only.
         for phase, length, traced in (
-            ("prefill", prompt, {} if place else traces),
+            ("prefill", prompt, {} if index else traces),
             ("decode", halfway, {}),
         ):
             spent = {
-                name: _spent(each, phase, served["ranks"], traced.get(name))
-                for name, each in points.items()
+                name: _spent(rounds, phase, served["ranks"], traced.get(name))
+                for name, rounds in points.items()
             }
-            known = [
+            regular_rows = [
                 name for name in regular if _share(spent.get(name, ())) is not None
             ]
-            if known and served["num_layers"]:
+            if regular_rows and served["num_layers"]:
                 times = {**served, "phase": phase, "length": length}
-                gain = _gain(times, points, spent, known[0])
+                gain = _gain(times, points, spent, regular_rows[0])
                 gains += [] if gain is None else [{"prompt_tokens": prompt} | gain]
     return gains
 
@@ -127,12 +132,12 @@ def _gains_of(
 def find_limits(
     settings: Mapping[str, Any], rows: Sequence[Row], runs: Runs, traces: Traces
 ) -> dict[str, list[dict[str, float]]]:
-    """Return what hiding all communication could give a FarSkip row, by length of
-    prompt and figure: 1 / (1 - f).
+    """Return the largest possible speed-up of a FarSkip row, from hiding all
+    communication, by length of prompt and figure: 1 / (1 - f).
 
-    f is that of the row that it is set against, by a trace, or of FarSkip blocking. A
-    throughput has prompts and answers in it, and the larger of both limits. A figure
-    whose communication is not known has none.
+    f is that of the row's baseline, by a trace, or of FarSkip blocking. A throughput
+    includes prompts and answers, and gets the larger of their limits. A figure with
+    unknown communication has no limit.
     """
     by_row: dict[str, list[dict[str, float]]] = {}
     for row in rows:
@@ -140,12 +145,12 @@ def find_limits(
             continue
         regular = [row.base, f"{row.name.partition('_')[0]}_blocking"]
         limits: list[dict[str, float]] = []
-        for place in range(len(settings["prompt_tokens"])):
-            at: dict[str, float] = {}
+        for index in range(len(settings["prompt_tokens"])):
+            by_figure: dict[str, float] = {}
             for phase, figure in _FIGURES.items():
-                traced = traces if (place, phase) == (0, "prefill") else {}
+                traced = traces if (index, phase) == (0, "prefill") else {}
                 points = {
-                    name: [run["points"][place] for run in runs.get(name, ())]
+                    name: [run["points"][index] for run in runs.get(name, ())]
                     for name in regular
                 }
                 shares = [
@@ -159,10 +164,17 @@ def find_limits(
                     )
                     for name in regular
                 ]
-                if known := [share for share in shares if share is not None]:
-                    at[figure] = 1 / (1 - known[0])
+                # The first known one: the baseline's own trace is preferred to FarSkip
+                # blocking.
+                if known_shares := [share for share in shares if share is not None]:
+                    by_figure[figure] = 1 / (1 - known_shares[0])
             limits.append(
-                at | ({"output_tokens_per_s": max(at.values())} if len(at) == 2 else {})
+                by_figure
+                | (
+                    {"output_tokens_per_s": max(by_figure.values())}
+                    if len(by_figure) == 2
+                    else {}
+                )
             )
         by_row[row.name] = limits
     return by_row
@@ -174,10 +186,10 @@ def _gain(
     spent: Mapping[str, list[_Spent]],
     regular: str,
 ) -> dict[str, Any] | None:
-    """Return one row; None where noise makes more hidden than the computation beside it
-    could hide.
+    """Return one row; None where, by noise, more is hidden than the computation could
+    hide.
     """
-    # brings torch, which nothing else here needs
+    # Imports torch, which nothing else in this module needs.
     from fcsd.planning.cost.measured import Times
     from fcsd.planning.cost.times import gain
 
@@ -190,6 +202,7 @@ def _gain(
     share, overlap = _share(spent[regular]), _overlap(spent.get(overlapped, ()))
     assert share is not None
     step_s = statistics.median(seconds)
+    # The checks of a times file apply here as well.
     try:
         times = Times(
             **served, step_s=step_s, communication_s=share * step_s, overlap=overlap
@@ -218,8 +231,8 @@ def write_gains(gains: Sequence[Mapping[str, Any]], folder: Path) -> None:
     if gains:
         from fcsd.planning.cost.measured import Times, write_times
 
-        for each in gains:
-            write_times(folder / each["file"], Times(**each["times"]))
+        for gain in gains:
+            write_times(folder / gain["file"], Times(**gain["times"]))
 
 
 def _spent(
@@ -228,7 +241,7 @@ def _spent(
     ranks: int,
     trace: Mapping[str, Any] | None,
 ) -> list[_Spent]:
-    """Return what was spent in those rounds of which it is known."""
+    """Return the seconds of each round whose communication is known."""
     if trace is not None:  # without warm-up, of one rank
         return [
             _Spent(point[phase]["duration"], trace["total_s"], trace["exposed_s"])
@@ -236,17 +249,22 @@ def _spent(
         ]
     rounds = []
     for point in points:
-        whole, first = (
-            _communication(point[each], ranks) for each in (phase, "prefill")
+        full_run, first = (
+            _communication(point[run_name], ranks) for run_name in (phase, "prefill")
         )
-        if whole is not None and first is not None:
-            rest = _Spent(*(a - b for a, b in zip(whole, first, strict=True)))
-            rounds.append(whole if phase == "prefill" else rest)
+        # Decoding begins with the prefill of the same prompts, whose seconds are
+        # subtracted.
+        if full_run is not None and first is not None:
+            without_prefill = _Spent(
+                *(a - b for a, b in zip(full_run, first, strict=True))
+            )
+            rounds.append(full_run if phase == "prefill" else without_prefill)
     return rounds
 
 
 def _communication(run: Mapping[str, Any], ranks: int) -> _Spent | None:
     sums = run.get("communication")
+    # A rank that wrote nothing would make the sums too small.
     if sums is None or sums["ranks"] != ranks:
         return None
     counted = 2 * ranks  # with the warm-up
@@ -256,20 +274,22 @@ def _communication(run: Mapping[str, Any], ranks: int) -> _Spent | None:
 
 
 def _share(spent: Sequence[_Spent]) -> float | None:
-    """Return the share of the time that is only communication; None where no round knows one."""
+    """Return the share of the time that is only communication; None where it is known
+    for no round.
+    """
     shares = [
-        each.exposed_s / each.seconds
-        for each in spent
-        if 0 < each.exposed_s < each.seconds
+        run.exposed_s / run.seconds for run in spent if 0 < run.exposed_s < run.seconds
     ]
     return statistics.median(shares) if shares else None
 
 
 def _overlap(spent: Sequence[_Spent]) -> float | None:
-    """Return the share of communication that is hidden; None where no round knows one."""
+    """Return the share of communication that is hidden; None where it is known for no
+    round.
+    """
     shares = [
-        min(1.0, max(0.0, 1 - each.exposed_s / each.total_s))
-        for each in spent
-        if each.total_s > 0
+        min(1.0, max(0.0, 1 - run.exposed_s / run.total_s))
+        for run in spent
+        if run.total_s > 0
     ]
     return statistics.median(shares) if shares else None

@@ -3,10 +3,11 @@ Ctrl-C, an error, a kill.
 
     python guard.py COMMAND…
 
-The asking process holds the other end of this one's standard input. When it closes, be
-it that the asking process is no more, the command and all that it started end: SIGTERM
-first, SIGKILL after `PATIENCE_S`. Processes that have left the command's group fall to
-this one when their parents end, and end too. Standard library only; it runs as a file.
+The asking process holds the other end of this process's standard input. When that end
+closes, even because the asking process was killed, the command and everything that it
+started are ended: SIGTERM first, SIGKILL after `PATIENCE_S`. Processes that have left
+the command's group become children of this one when their parents end, and are ended as
+well. This file uses the standard library only and runs as a script.
 """
 
 import contextlib
@@ -20,12 +21,16 @@ import time
 from pathlib import Path
 
 PATIENCE_S = 20.0
-"""What a server has to end in good order: to free its GPUs and shared memory."""
+"""Seconds that a server has to end in good order: to free its GPUs and shared
+memory.
+"""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status, 128 plus the number of the signal that ended it."""
+    # Orphaned descendants are then handed to this process instead of to init, so it can
+    # end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -36,6 +41,8 @@ def main(words: list[str]) -> int:
     except OSError as error:
         print(f"{words[0]}: {error.strerror}", flush=True)
         return 127
+    # Wait for the command to end, a signal, or the end of standard input, whichever
+    # comes first.
     ended: dict[int, int] = {}
     while (
         leader not in ended
@@ -44,6 +51,7 @@ def main(words: list[str]) -> int:
     ):
         _reap(ended)
     _end_all(leader, ended)
+    # A command that survives SIGKILL for the whole patience is reported as killed.
     status = (
         os.waitstatus_to_exitcode(ended[leader]) if leader in ended else -signal.SIGKILL
     )
@@ -51,7 +59,7 @@ def main(words: list[str]) -> int:
 
 
 def _reap(ended: dict[int, int]) -> bool:
-    """Note the children that have ended; tell whether others live."""
+    """Record the children that have ended; return whether any are alive."""
     while True:
         try:
             child, status = os.waitpid(-1, os.WNOHANG)
@@ -64,6 +72,7 @@ def _reap(ended: dict[int, int]) -> bool:
 
 def _end_all(leader: int, ended: dict[int, int]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
+        # In a loop, since descendants fall to this process as their parents end.
         until, pids = time.monotonic() + PATIENCE_S, set[int]()
         while _reap(ended):
             _signal_all(leader, number, pids)
@@ -73,13 +82,13 @@ def _end_all(leader: int, ended: dict[int, int]) -> None:
 
 
 def _signal_all(leader: int, number: int, pids: set[int]) -> None:
-    """Signal the command's group once, and once each child that is in another one."""
+    """Signal the command's group once, and once each child in another group."""
     if leader not in pids:
         pids.add(leader)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(leader, number)
     children = ""
-    # a kernel without the list: the group alone then
+    # A kernel without this list: only the group is signalled.
     with contextlib.suppress(OSError):
         children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(
             encoding="ascii"

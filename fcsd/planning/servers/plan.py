@@ -1,4 +1,4 @@
-"""Refuse what makes no sense in a benchmark of servers, before any server is started."""
+"""Refuse senseless settings of a benchmark before any server is started."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -34,6 +34,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
             f"{original.where}: model_type '{base}' is not what {benchmark.model} was"
             f" converted from, '{base_model_type(converted)}'"
         )
+    # Equal sizes do not prove that it is the original, but another size proves that it
+    # is not.
     mine, theirs = _sizes(ours), _sizes(regular)
     if differ := [
         name for name in mine.keys() & theirs.keys() if mine[name] != theirs[name]
@@ -70,6 +72,7 @@ def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
 
 
 def _context(words: list[str], sizes: Mapping[str, int]) -> int | None:
+    # Both `--max-model-len N` and `--max-model-len=N` are understood.
     flags = [word for argument in words for word in argument.split("=", 1)]
     if (
         "--max-model-len" in flags[:-1]

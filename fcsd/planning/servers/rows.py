@@ -1,10 +1,9 @@
-"""The servers that are set against each other, each by its flags: what is said about a
-row is what its server gets.
+"""The servers that are compared, each with its flags.
 
 SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts
-spread over them. The rivals compute what stock does and hide communication, or fuse it,
-by other means. What each of them needs is known from vLLM 0.32; where vLLM itself goes
-on without it and only says so in its log, `signs` are the lines that say it.
+spread over them. The rivals compute the same as stock, and hide or fuse communication
+by other means. Their requirements are those of vLLM 0.32. Where vLLM continues without
+a requested feature and only logs that, `signs` match the log lines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,21 +20,25 @@ class Row:
     name: str
     title: str
     farskip: bool = False
-    """It serves the converted model."""
+    """Whether it serves the converted model."""
     exact: bool = False
-    """A rival: stock's results by other means. It may be missing on a machine."""
+    """Whether it is a rival: stock's results by other means. It may be missing on a
+    machine.
+    """
     wide: bool = False
-    """Attention data-parallel, the experts over all ranks (wide expert parallelism). It
-    may be missing, too.
+    """Whether attention is data-parallel and the experts are spread over all ranks
+    (wide expert parallelism). It may be missing, too.
     """
     base: str = "stock"
-    """The row that its speed-ups are over."""
+    """Name of the row that is the baseline of its speed-ups."""
     flags: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     signs: tuple[str, ...] = ()
-    """Patterns of the lines in which vLLM says that it goes on without what the flags ask for."""
+    """Patterns of the log lines in which vLLM says that it continues without a
+    requested feature.
+    """
     missing: str | None = None
-    """Why it cannot be had here, where that is known before a server is started."""
+    """Why it cannot run here, where that is known before a server is started."""
 
 
 RowName = Literal[
@@ -83,6 +86,7 @@ def make_rows(
         all2all: back end of the wide rows' exchanges.
     """
     of = ENGINES[engine]
+    # Rows differ in as few flags as possible, so that a ratio shows one change.
     usual = of.ranks(tensor_parallel)
     wide = (*_data_parallel(tensor_parallel), "--all2all-backend", all2all)
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
@@ -120,6 +124,7 @@ def make_rows(
                 '{"pass_config": {"fuse_allreduce_rms": true}}',
             ),
             signs=(
+                # vLLM serves without the fused pass, and only logs why.
                 "AllReduce fusion pass is disabled",
                 "skipping allreduce fusion",
                 "allreduce fusion is not supported",
@@ -142,21 +147,23 @@ def make_rows(
         _wide(of, "blocking", wide, blocking(comm), emulated(comm), alone),
         _wide(of, "overlapped", wide, comm, emulated(comm), alone),
     ]
+    # The order is that of the table, whatever the order of the names.
     return [row for row in rows if row.name in names]
 
 
 def blocking(comm: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings under which nothing overlaps: over an emulated network where
-    the other row has one, too.
+    """Return settings with which nothing overlaps; the emulated network, if any, is
+    kept.
     """
+    # No message is as large as this threshold, so all of them block.
     if comm.get("comm") == "timed":
         return {**comm, "min_overlap_bytes": 2**62}
     return {"comm": "blocking"}
 
 
 def _dbo(phase: str, kernels: str, ranks: int, alone: str | None) -> Row:
-    """Return a row of dual batch overlap, for data parallelism with DeepEP and vLLM
-    0.32's first model runner.
+    """Return the row of dual batch overlap, which needs data parallelism with DeepEP
+    and vLLM 0.32's first model runner.
     """
     return Row(
         f"dbo_{phase}",
@@ -183,6 +190,8 @@ def _farskip(
     emulates: bool,
 ) -> Row:
     flags, environment = engine.settings(comm)
+    # Stock has no emulated network, so a row that has one can only be compared with
+    # FarSkip.
     base = "farskip_blocking" if emulates else "stock"
     return Row(
         f"farskip_{name}",
@@ -215,6 +224,7 @@ def _wide(
 
 
 def _data_parallel(ranks: int) -> tuple[str, ...]:
+    # Wide expert parallelism: attention is replicated, only the experts are spread.
     return (
         "--tensor-parallel-size",
         "1",
@@ -227,32 +237,38 @@ def _data_parallel(ranks: int) -> tuple[str, ...]:
 def node_flags(
     engine: EngineName, row: Row, ranks: int, nodes: Sequence[str], port: int
 ) -> list[list[str]]:
-    """Return what each machine of a server adds to a row's flags, the first one's
-    first; nothing for a single one.
+    """Return the flags that each machine of a server adds to its row's, the first
+    machine's first; no flags for a single machine.
 
     Args:
         ranks: of the whole server; as many on each machine.
         nodes: addresses of the machines.
         port: a free one of the first machine.
     """
+    # One machine needs no rendezvous.
     if len(nodes) < 2:
         return [[]]
-    each = ranks // len(nodes)
-    aside = ["--headless"]
+    ranks_per_node = ranks // len(nodes)
+    # vLLM's other machines serve no requests themselves; SGLang's know it from their
+    # rank.
+    headless = ["--headless"]
     if engine == "sglang":
         common = ["--dist-init-addr", f"{nodes[0]}:{port}", "--nnodes", len(nodes)]
-        own, aside = [["--node-rank", place] for place in range(1, len(nodes))], []
+        rank_flags, headless = (
+            [["--node-rank", index] for index in range(1, len(nodes))],
+            [],
+        )
     elif row.wide:
         common = [
             "--data-parallel-size-local",
-            each,
+            ranks_per_node,
             "--data-parallel-address",
             nodes[0],
         ]
         common += ["--data-parallel-rpc-port", port]
-        own = [
-            ["--data-parallel-start-rank", each * place]
-            for place in range(1, len(nodes))
+        rank_flags = [
+            ["--data-parallel-start-rank", ranks_per_node * index]
+            for index in range(1, len(nodes))
         ]
     else:
         common = [
@@ -263,13 +279,15 @@ def node_flags(
             "--master-port",
             port,
         ]
-        own = [["--node-rank", place] for place in range(1, len(nodes))]
-    flags = [common, *([*common, *aside, *more] for more in own)]
+        rank_flags = [["--node-rank", index] for index in range(1, len(nodes))]
+    flags = [common, *([*common, *headless, *extra] for extra in rank_flags)]
     return [[str(word) for word in words] for words in flags]
 
 
 def emulated(comm: Mapping[str, Any]) -> bool:
-    """Tell whether the FarSkip rows communicate over an emulated network, which stock's do not."""
+    """Tell whether the FarSkip rows communicate over an emulated network, which stock
+    rows never have.
+    """
     return bool(comm.get("latency_ms") or comm.get("bandwidth_gb_per_s"))
 
 

@@ -1,4 +1,4 @@
-"""`fcsd bench serve`: servers of vLLM or of SGLang against each other, one at a time,
+"""Run `fcsd bench serve`: servers of vLLM or SGLang against each other, one at a time,
 in turns.
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
@@ -9,10 +9,11 @@ in turns.
                                   times-wide-PHASE-LENGTH of wide rows
     OUT/stage.json, manifest.json
 
-A round has all rows once, each round beginning with another one, so that a machine that
-slows down slows down all. The prompts are random tokens, the same for all rows, others
-in every round, and no server keeps prefixes. A length is measured twice: one token each
-for the time to the first, then a whole answer for the time between tokens.
+A round has all rows once and each round begins with another row, so that a machine that
+slows down affects all rows. The prompts are random tokens, the same for all rows and
+new in every round, and no server keeps prefixes. Each length is measured twice: with
+one token each for the time to the first token, then with whole answers for the time
+between tokens.
 """
 
 import hashlib
@@ -69,14 +70,16 @@ def bench_serve(
 
     Args:
         program: of the engine, its path or its name on PATH.
-        draw: makes the figures of the result in the folder
-            (`fcsd.report.study_plots.plot_serving`).
+        draw: draws the figures of the result in the folder
+        (`fcsd.report.study_plots.plot_serving`).
 
     Raises:
         UserError: models that do not belong together, prompts that are too long, an
             environment without engine or plugin, a folder of another benchmark, a
             server that fails and is no rival, which may be missing.
     """
+    # Everything that can be refused is refused before a server starts, which may take
+    # an hour.
     config = check_models(benchmark)
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
@@ -94,12 +97,14 @@ def bench_serve(
         return dict(read_json(folder / "serving.json"))
     for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):
         (folder / part).mkdir(parents=True, exist_ok=True)
+    # Two benchmarks in one folder would mix their rounds.
     hold_folder(folder)
     stage.start()
     ranks = benchmark.tensor_parallel
     options = (ranks, benchmark.comm, benchmark.all2all)
     rows = make_rows(benchmark.engine, benchmark.rows, config, engine.devices, *options)
     missing = bench.measure_rounds(rows)
+    # Read back from the files: they may be of an earlier process.
     measured = {
         row.name: [
             read_json(bench.file(number, row))
@@ -150,7 +155,9 @@ class _Bench:
         }
 
     def stage(self, config: Mapping[str, Any]) -> Stage:
-        """Return the folder, with everything that the times depend on; weights do not count."""
+        """Return the stage with everything that the times depend on; the weights'
+        values do not matter.
+        """
         text = json.dumps(config, sort_keys=True)
         inputs = {"config": hashlib.sha256(text.encode()).hexdigest()}
         return Stage(
@@ -164,10 +171,10 @@ class _Bench:
         return self.folder / "rounds" / f"{number}-{row.name}.json"
 
     def measure_rounds(self, rows: list[Row]) -> dict[str, str]:
-        """Measure what is not there yet; return why rows cannot be had.
+        """Measure the missing rounds; return the reasons why rows are missing.
 
-        A round that was cut off is measured again as a whole: its ratios are of servers
-        one after another.
+        A round that was cut off is measured again as a whole, because its ratios
+        compare servers that ran one after another.
         """
         missing = {row.name: row.missing for row in rows if row.missing is not None}
         missing |= {
@@ -176,12 +183,13 @@ class _Bench:
             if (reason := self.refused(row)) is not None
         }
         rounds = self.benchmark.rounds
-        # the start of a server, and its measurements
+        # The start of a server, and two measurements a length.
         steps = 1 + 2 * len(self.benchmark.prompt_tokens)
         with progress_bar(
             total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1
         ) as bar:
             for number in range(1, rounds + 1):
+                # Each round begins with another row, see above.
                 first = (number - 1) % len(rows)
                 self.forget_cut(
                     number, [row for row in rows if row.name not in missing]
@@ -195,6 +203,9 @@ class _Bench:
                             )
                             write_json(self.file(number, row), figures)
                         except NotServed as failure:
+                            # Only rivals and wide rows may be missing, and only from
+                            # the first round on: a server that worked once must work
+                            # again.
                             if not (row.exact or row.wide) or number > 1:
                                 raise UserError(
                                     f"the server of row {row.name} failed:"
@@ -206,27 +217,29 @@ class _Bench:
                                 self.file(1, row).with_suffix(".refused"),
                                 {"reason": failure.reason},
                             )
+                    # Rows that were measured before, or are missing, advance the bar as
+                    # well.
                     bar.update(((number - 1) * len(rows) + index + 1) * steps - bar.n)
         return missing
 
     def refused(self, row: Row) -> str | None:
-        """Return why a row that was asked for before could not be had."""
+        """Return the recorded reason why a row is missing; None without one."""
         file = self.file(1, row).with_suffix(".refused")
         return str(read_json(file)["reason"]) if file.is_file() else None
 
     def forget_cut(self, number: int, rows: list[Row]) -> None:
-        """Remove what there is of a round that lacks rows."""
-        there = [file for row in rows if (file := self.file(number, row)).is_file()]
-        if 0 < len(there) < len(rows):
+        """Remove the files of a round that lacks rows."""
+        files = [file for row in rows if (file := self.file(number, row)).is_file()]
+        if 0 < len(files) < len(rows):
             print(
                 f"fcsd bench: round {number} was cut off and is measured again",
                 file=sys.stderr,
             )
-            for file in there:
+            for file in files:
                 file.unlink()
 
     def server(
-        self, row: Row, environment: Mapping[str, str], log: Path, *more: str
+        self, row: Row, environment: Mapping[str, str], log: Path, *extra_flags: str
     ) -> AbstractContextManager[Server]:
         """Return a row's server, to be entered."""
         benchmark = self.benchmark
@@ -236,32 +249,39 @@ class _Bench:
             *ENGINES[benchmark.engine].serve,
             *benchmark.serve_args,
             *row.flags,
-            *more,
+            *extra_flags,
         ]
-        own, *others = node_flags(
+        # This machine has the first node's flags and answers the requests.
+        first_flags, *other_flags = node_flags(
             benchmark.engine,
             row,
             benchmark.tensor_parallel,
             benchmark.nodes,
             free_port(),
         )
-        there = {
+        words_by_node = {
             node: [*words, *flags]
-            for node, flags in zip(benchmark.nodes[1:], others, strict=True)
+            for node, flags in zip(benchmark.nodes[1:], other_flags, strict=True)
         }
         return running_server(
-            self.program, [*words, *own], environment, log, row.signs, there
+            self.program,
+            [*words, *first_flags],
+            environment,
+            log,
+            row.signs,
+            words_by_node,
         )
 
     def traced(self, row: Row) -> dict[str, Any]:
-        """Return what the profiler saw of a row's prompts of the first length, with a
-        server of its own.
+        """Return the profiler's trace of a row's prompts of the first length, from a
+        separate server.
         """
         folder, log = (
             self.folder / "traces" / row.name,
             self.folder / "logs" / f"trace-{row.name}.log",
         )
         file = folder.with_suffix(".json")
+        # A profiled server is slower, so its times are not used as measurements.
         if not file.is_file():
             print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
             folder.mkdir(exist_ok=True)
@@ -287,12 +307,16 @@ class _Bench:
         self, row: Row, number: int, progress: "_Progress"
     ) -> dict[str, Any]:
         """Start a row's server, measure it at every length, end it."""
+        # The load tells whether other programs disturbed the measurement.
         begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
         times = None
+        # Only the plugin's ranks write times.
         if row.farskip:
             times = log.with_suffix(".times")
             times.mkdir(exist_ok=True)
+            # Files of a killed attempt would be subtracted as if they were of this
+            # server.
             for leftover in times.iterdir():
                 leftover.unlink()
             environment[TIMES_VARIABLE] = str(times.resolve())
@@ -327,23 +351,28 @@ class _Bench:
         }
 
     def measure_phase(
-        self, server: Server, times: Path | None, shape: Mapping[str, int], *more: str
+        self,
+        server: Server,
+        times: Path | None,
+        shape: Mapping[str, int],
+        *extra_flags: str,
     ) -> dict[str, Any]:
-        """Measure one length and number of tokens, with what the ranks' communication
-        did meanwhile.
+        """Measure one length and number of tokens, with the ranks' communication during
+        the measurement.
         """
-        before = settled_times(times) if times is not None else None
+        # Ranks count from the start of the server, so a measurement is a difference.
+        times_before = settled_times(times) if times is not None else None
         figures = measure(
             self.program,
             server,
             self.benchmark.against,
             shape,
             self.benchmark.requests,
-            *more,
+            *extra_flags,
         )
-        if times is not None and before is not None:
+        if times is not None and times_before is not None:
             figures["communication"] = communication_between(
-                before, settled_times(times)
+                times_before, settled_times(times)
             )
         return figures
 
@@ -353,11 +382,11 @@ def _written(moment: datetime) -> str:
 
 
 class _Progress:
-    """What a row is at, beside the bar."""
+    """The current activity of a row, shown by the bar."""
 
     def __init__(self, bar: Any, where: str) -> None:
         self.bar, self.where = bar, where
 
-    def next(self, what: str, *, step: bool = False) -> None:
-        self.bar.set_postfix_str(f"{self.where}: {what}")
+    def next(self, activity: str, *, step: bool = False) -> None:
+        self.bar.set_postfix_str(f"{self.where}: {activity}")
         self.bar.update(int(step))

@@ -1,6 +1,4 @@
-"""A server that comes up and ends, and one measurement of it. Every program runs below
-`guard.py`.
-"""
+"""Start and end a server, and measure it once. Every program runs below `guard.py`."""
 
 import contextlib
 import os
@@ -22,11 +20,11 @@ from fcsd.planning.servers import guard
 from fcsd.planning.servers.engines import Program
 
 START_S = 3600.0
-"""How long a server may take until it answers: weights of several hundred GB from a
-network disk.
+"""Seconds that a server may take until it answers: it may load several hundred GB of
+weights from a network disk.
 """
 NAME = "fcsd-bench"
-"""What every server calls its model, so that the same requests go to all."""
+"""The model name of every server, so that all get the same requests."""
 FIGURES = (
     "completed",
     "failed",
@@ -42,7 +40,7 @@ FIGURES = (
         for kind in ("mean", "median", "std", "p99")
     ),
 )
-"""What is kept of the JSON that the engine's own benchmark writes, by vLLM's names."""
+"""The figures taken from the JSON of the engine's own benchmark, by vLLM's names."""
 
 
 class NotServed(Exception):
@@ -71,7 +69,7 @@ def running_server(
     environment: Mapping[str, str],
     log: Path,
     signs: Sequence[str] = (),
-    others: Mapping[str, Sequence[str]] | None = None,
+    other_nodes: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Server]:
     """Start a server and wait until it answers; it has ended, with all its processes,
     when the block is left.
@@ -79,11 +77,11 @@ def running_server(
     Args:
         words: the model and the flags.
         environment: added to this process's.
-        log: file for what it prints; that of another machine is beside it.
-        signs: patterns of lines that say that the engine goes on without what the flags
-            ask for.
-        others: address of each other machine of the server -> model and flags there,
-            where nothing is asked.
+        log: file for its output; those of other machines are beside it.
+        signs: patterns of log lines that say that the engine continues without a
+        requested feature.
+        other_nodes: address of each other machine of the server -> its model and flags;
+        these get no requests.
 
     Raises:
         NotServed: it ended before it answered, printed one of `signs`, or did not
@@ -104,33 +102,35 @@ def running_server(
             _guarded([*command, "--served-model-name", NAME], environment, log)
         )
         parts = {log: process}
-        for node, flags in (others or {}).items():
-            there = log.with_suffix(f".{node}.log")
-            parts[there] = running.enter_context(
+        for node, flags in (other_nodes or {}).items():
+            node_log = log.with_suffix(f".{node}.log")
+            parts[node_log] = running.enter_context(
                 _guarded(
                     [program.path, "serve", *flags],
                     environment,
-                    there,
+                    node_log,
                     (node, program.python),
                 )
             )
+        # Until it answers, look for a feature that vLLM dropped, and for a machine
+        # whose process ended.
         while not _answers(port):
             texts = {
                 file: file.read_text(encoding="utf-8", errors="replace")
                 for file in parts
             }
             text = texts[log]
-            if (
-                line := next(
-                    (line for line in text.splitlines() if _matches(line, signs)), None
-                )
-            ) is not None:
-                raise NotServed(_PREFIX.sub("", line).strip(), tail_of(text))
+            sign_line = next(
+                (line for line in text.splitlines() if _matches(line, signs)), None
+            )
+            if sign_line is not None:
+                raise NotServed(_PREFIX.sub("", sign_line).strip(), tail_of(text))
             for file, part in parts.items():
                 if part.poll() is not None:
                     raise NotServed(reason_of(texts[file]), tail_of(texts[file]))
             if (waited := time.monotonic() - begun) > START_S:
                 raise NotServed(f"did not answer within {START_S:.0f} s", tail_of(text))
+            # Short waits at first, so that small models on a CPU are not delayed.
             time.sleep(min(1.0, 0.1 + waited / 100))
         yield Server(port, process, log, time.monotonic() - begun)
 
@@ -141,21 +141,22 @@ def measure(
     tokenizer: str,
     shape: Mapping[str, int],
     requests: int,
-    *more: str,
+    *extra_flags: str,
 ) -> dict[str, Any]:
-    """Return the figures of one run of the engine's benchmark, all requests at once,
-    after as many to warm up.
+    """Return the figures of one run of the engine's benchmark: all requests at once,
+    after a warm-up with as many.
 
     Args:
         tokenizer: the model whose tokenizer makes the prompts.
         shape: tokens of a prompt (`input`) and of an answer (`output`), and a `seed`.
-        more: flags without a value.
+        extra_flags: flags without a value.
 
     Raises:
         NotServed: the server ended, or refused requests.
         UserError: the benchmark itself failed.
     """
     with scratch_folder("fcsd-bench") as folder:
+        # Options that both engines' clients share; all else comes from `engine.client`.
         chosen = {
             "host": "127.0.0.1",
             "port": server.port,
@@ -172,11 +173,12 @@ def measure(
         words = [
             *engine.client(program, requests, shape["output"], result),
             "--disable-tqdm",
-            *more,
+            *extra_flags,
         ]
         words += [
             str(word) for name, value in chosen.items() for word in (f"--{name}", value)
         ]
+        # A client would wait for a server that has ended, so both are watched.
         with _guarded(words, {}, log) as process:
             while process.poll() is None and server.process.poll() is None:
                 time.sleep(0.05)
@@ -185,6 +187,7 @@ def measure(
             raise NotServed(
                 f"ended while it was measured: {reason_of(text)}", tail_of(text)
             )
+        # The client's own log, which is deleted with the folder.
         printed = log.read_text(encoding="utf-8", errors="replace")
         if process.returncode != 0 or not result.is_file():
             raise UserError(
@@ -192,6 +195,7 @@ def measure(
                 f" {reason_of(printed)}; it printed last: {tail_of(printed)}"
             )
         figures = read_json(result)
+    # Times of fewer requests are those of a lighter load.
     if figures.get("completed") != requests:
         reason = f"{figures.get('completed')} of {requests} requests were answered"
         raise NotServed(reason, tail_of(text))
@@ -204,7 +208,7 @@ def measure(
         )
     figures = {
         "failed": 0,
-        **{own: figures.get(name) for own, name in engine.renamed.items()},
+        **{vllm_name: figures.get(name) for vllm_name, name in engine.renamed.items()},
         **figures,
     }
     if missing := [name for name in FIGURES if figures.get(name) is None]:
@@ -220,21 +224,23 @@ def _guarded(
     words: Sequence[str],
     environment: Mapping[str, str],
     log: Path,
-    place: tuple[str, str] | None = None,
+    remote: tuple[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program with all that it prints in a file; it has ended when the block is
-    left, or this process does.
+    """Run a program with its output in a file; it is ended when the block is left or
+    this process ends.
 
-    place: address of another machine, where ssh gets without a password, and a Python
-    there.
+    remote: address of another machine, reachable by ssh without a password, and its
+    Python.
     """
     guarded = [sys.executable, "-S", guard.__file__, *words]
-    if place is not None:
-        node, python = place
+    if remote is not None:
+        node, python = remote
         assignments = [f"{name}={value}" for name, value in environment.items()]
         source = Path(guard.__file__).read_text(encoding="utf-8")
-        there = shlex.join(["env", *assignments, python, "-c", source, *words])
-        guarded = ["ssh", "-T", "-o", "BatchMode=yes", node, there]
+        # The guard's source travels on the command line: fcsd need not be installed
+        # there.
+        remote_command = shlex.join(["env", *assignments, python, "-c", source, *words])
+        guarded = ["ssh", "-T", "-o", "BatchMode=yes", node, remote_command]
     with log.open("wb") as file:
         process = subprocess.Popen(
             guarded,
@@ -248,6 +254,7 @@ def _guarded(
         yield process
     finally:
         assert process.stdin is not None
+        # The guard ends the program when its standard input closes.
         process.stdin.close()
         process.wait(3 * guard.PATIENCE_S)
 
@@ -288,7 +295,9 @@ _WRAPPED = re.compile(r"\d+ validation errors? for ")
 
 
 def reason_of(text: str) -> str:
-    """Return the error in a log that the others follow from; its last line where there is none."""
+    """Return the error in a log that caused all others; its last line where there is no
+    error.
+    """
     lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
     for index, line in enumerate(lines):
         if _ERROR.match(line) and not _CONSEQUENCE.search(line):

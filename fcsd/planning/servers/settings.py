@@ -1,4 +1,4 @@
-"""What `fcsd bench serve` is asked to measure."""
+"""Settings of `fcsd bench serve`."""
 
 import shlex
 from typing import Annotated, Any, get_args
@@ -50,7 +50,7 @@ _OURS = (
 
 
 class Benchmark(Strict):
-    """What is measured, of which servers."""
+    """The measurements of a benchmark and its servers."""
 
     engine: EngineName = "vllm"
     model: str
@@ -142,6 +142,7 @@ class Benchmark(Strict):
     @field_validator("nodes")
     @classmethod
     def _several(cls, nodes: list[str], info: ValidationInfo) -> list[str]:
+        # Engines give every machine the same number of ranks.
         ranks = info.data.get("tensor_parallel", 1)
         if nodes and (len(nodes) < 2 or ranks % len(nodes)):
             raise ValueError(
@@ -154,6 +155,8 @@ class Benchmark(Strict):
     @classmethod
     def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
         for word in words:
+            # A flag that the rows set as well would make them something else than their
+            # titles say.
             if (flag := word.partition("=")[0]) in _OURS:
                 raise ValueError(f"{flag} is set by the benchmark; leave it out")
         return words
@@ -169,11 +172,12 @@ class Benchmark(Strict):
     @classmethod
     def _of_the_engine(cls, rows: list[RowName], info: ValidationInfo) -> list[RowName]:
         engine: EngineName = info.data["engine"]
-        if others := [row for row in rows if row not in ROWS_OF[engine]]:
+        if foreign_rows := [row for row in rows if row not in ROWS_OF[engine]]:
             raise ValueError(
-                f"{others[0]} is of other engines; {ENGINES[engine].title} has"
+                f"{foreign_rows[0]} is of other engines; {ENGINES[engine].title} has"
                 f" {', '.join(ROWS_OF[engine])}"
             )
+        # Without a choice all of the engine's rows are measured.
         return rows or list(ROWS_OF[engine])
 
     @model_validator(mode="after")

@@ -1,4 +1,5 @@
-"""Medians, spreads and speed-ups of servers from their runs, and the table of them.
+"""Compute medians, spreads and speed-ups of servers from their runs, and format their
+table.
 
 A figure is the median over the rounds, with the lowest and the highest; within a round
 it is the engine's own median over the requests (of the throughput, the total). A
@@ -23,9 +24,9 @@ FIGURES = {
 }
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 Limits = Mapping[str, Sequence[Mapping[str, float]]]
-"""Row -> by length of prompt, figure -> the largest speed-up that is no noise."""
+"""Row -> for each length of prompt: figure -> the largest speed-up that can be real."""
 FEW = 3
-"""Rounds below which the page says that they are few."""
+"""The page warns of fewer rounds."""
 
 
 def summarise(
@@ -39,12 +40,11 @@ def summarise(
     """Return the result as `serving.json` holds it.
 
     Args:
-        facts: settings and versions, which are taken over.
+        facts: settings and versions, copied into the result.
         runs: a row's runs in the order of the rounds.
-        missing: why a row cannot be had.
-        traces: what `fcsd.planning.servers.trace.read_trace` says of a row.
-        limits: the speed-ups that hiding all communication could give, where it is
-            known.
+        missing: reasons why rows are missing.
+        traces: results of `fcsd.planning.servers.trace.read_trace` by row.
+        limits: largest speed-ups from hiding all communication, where known.
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -62,6 +62,7 @@ def summarise(
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
                 "base": row.base,
+                # A row that is missing has no points.
                 "points": (
                     _points(
                         runs[row.name], runs.get(row.base, ()), limits.get(row.name, ())
@@ -76,13 +77,16 @@ def summarise(
 
 
 def _rounds(runs: Runs) -> list[dict[str, Any]]:
-    """Return when each round began and ended, and the load of the machine before its
+    """Return the begin and end of each round, and the load of the machine before its
     servers started.
     """
     rounds = []
-    for each in zip(*runs.values(), strict=True):
-        loads = [run["load"] for run in each]
-        begin, end = min(run["begin"] for run in each), max(run["end"] for run in each)
+    for round_runs in zip(*runs.values(), strict=True):
+        loads = [run["load"] for run in round_runs]
+        begin, end = (
+            min(run["begin"] for run in round_runs),
+            max(run["end"] for run in round_runs),
+        )
         rounds.append(
             {
                 "begin": begin,
@@ -99,12 +103,14 @@ def _points(
     limits: Sequence[Mapping[str, float]],
 ) -> list[dict[str, Any]]:
     points = []
-    for place, first in enumerate(runs[0]["points"]):
+    for index, first in enumerate(runs[0]["points"]):
         point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
         for figure, (phase, name, less) in FIGURES.items():
-            mine = [run["points"][place][phase][name] for run in runs]
-            theirs = [run["points"][place][phase][name] for run in base]
+            mine = [run["points"][index][phase][name] for run in runs]
+            theirs = [run["points"][index][phase][name] for run in base]
             point[figure] = spread(mine)
+            # Ratios within a round: a slow hour affects both servers and cancels. Above
+            # 1 is better.
             pairs = (
                 zip(theirs, mine, strict=True)
                 if less
@@ -113,13 +119,15 @@ def _points(
             point[figure]["speedup"] = (
                 spread([a / b for a, b in pairs]) if base else None
             )
-            point[figure]["limit"] = limits[place].get(figure) if limits else None
+            point[figure]["limit"] = limits[index].get(figure) if limits else None
         for phase in ("prefill", "decode"):
             communication = [
-                run["points"][place][phase].get("communication") for run in runs
+                run["points"][index][phase].get("communication") for run in runs
             ]
-            known = [each["overlap"] for each in communication if each is not None]
-            point[f"overlap_{phase}"] = spread(known) if known else None
+            overlaps = [
+                record["overlap"] for record in communication if record is not None
+            ]
+            point[f"overlap_{phase}"] = spread(overlaps) if overlaps else None
         points.append(point)
     return points
 
@@ -160,6 +168,7 @@ def table(result: Mapping[str, Any]) -> str:
         ),
         measured,
     ]
+    # The word stands in the table, and needs an explanation only there.
     if "noise" in measured:
         parts.append(
             "noise: the median is above what hiding all communication could give"
@@ -172,8 +181,13 @@ def table(result: Mapping[str, Any]) -> str:
             " them with each other only. Their x is the speed-up over FarSkip, blocking"
             " (of wide rows the wide one)."
         )
-    more = (_against_best(result), _traced(result), _planned(result), _missing(result))
-    parts += [text for text in more if text]
+    sections = (
+        _against_best(result),
+        _traced(result),
+        _planned(result),
+        _missing(result),
+    )
+    parts += [text for text in sections if text]
     return "\n\n".join(parts)
 
 
@@ -182,21 +196,21 @@ def _layout(result: Mapping[str, Any]) -> str:
     ranks, nodes = settings["tensor_parallel"], settings["nodes"]
     where = f" on {len(nodes)} machines" if nodes else ""
     wide = any(row["wide"] and row["points"] for row in result["rows"])
-    more = (
+    wide_text = (
         f" (wide: data parallel {ranks}, {settings['all2all']}, x over wide stock)"
         if wide
         else ""
     )
-    return f"tensor parallel {ranks}{where}{more}"
+    return f"tensor parallel {ranks}{where}{wide_text}"
 
 
 def _conditions(result: Mapping[str, Any]) -> str:
-    """Say when it was measured, and beside what."""
+    """State the period of the measurement and the load of the machine."""
     rounds = result["rounds"]
     if not rounds:
         return "Nothing was measured."
-    lowest = min(each["load"]["lowest"] for each in rounds)
-    highest = max(each["load"]["highest"] for each in rounds)
+    lowest = min(measured_round["load"]["lowest"] for measured_round in rounds)
+    highest = max(measured_round["load"]["highest"] for measured_round in rounds)
     cores = result["versions"]["cores"]
     return (
         f"Measured from {rounds[0]['begin']} to {rounds[-1]['end']}; load of this"
@@ -221,6 +235,8 @@ def _measured(result: Mapping[str, Any]) -> str:
     lines = []
     for row in result["rows"]:
         for point in row["points"]:
+            # One line for each row and length of prompt; each figure is followed by its
+            # speed-up.
             cells = [row["title"], f"{point['prompt_tokens']}"]
             for figure in FIGURES:
                 cells += [
@@ -265,7 +281,8 @@ def _share(value: float) -> str:
 
 
 def _against_best(result: Mapping[str, Any]) -> str:
-    """Set FarSkip against the fastest row that computes what stock does, at each length."""
+    """Compare FarSkip with the fastest row that has stock's results, at each length."""
+    # Over an emulated network FarSkip is not comparable with rows that have none.
     rivals = [
         row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]
     ]
@@ -273,24 +290,25 @@ def _against_best(result: Mapping[str, Any]) -> str:
         return ""
     lines = []
     for ours in result["rows"]:
-        for place, point in enumerate(
+        for index, point in enumerate(
             ours["points"] if ours["name"].endswith("_overlapped") else ()
         ):
-            said = []
+            comparisons = []
             for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
                 best = min(
-                    rivals, key=lambda row: row["points"][place][figure]["median"]
+                    rivals, key=lambda row: row["points"][index][figure]["median"]
                 )
                 ratio = (
-                    best["points"][place][figure]["median"] / point[figure]["median"]
+                    best["points"][index][figure]["median"] / point[figure]["median"]
                 )
                 over = f"x {ratio:.2f} ({best['title']})"
                 noise = (
                     _times(point[figure]["speedup"], point[figure]["limit"]) == "noise"
                 )
-                said.append(f"{unit} {'noise' if noise else over}")
+                comparisons.append(f"{unit} {'noise' if noise else over}")
             lines.append(
-                f"- {ours['title']}, {point['prompt_tokens']} tokens: {', '.join(said)}"
+                f"- {ours['title']}, {point['prompt_tokens']} tokens:"
+                f" {', '.join(comparisons)}"
             )
     head = "Against the fastest server with stock's results:\n"
     return "\n".join([head, *lines]) if lines else ""
@@ -314,7 +332,9 @@ def _traced(result: Mapping[str, Any]) -> str:
 
 
 def _planned(result: Mapping[str, Any]) -> str:
-    """Set what `fcsd plan` says of the regular server's times beside what was measured."""
+    """Compare the gain that `fcsd plan` computes from the regular server's times with
+    the measured one.
+    """
     gains = result.get("gains")
     if not gains:
         return ""
@@ -322,14 +342,16 @@ def _planned(result: Mapping[str, Any]) -> str:
     columns = (
         "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
     )
+    # `planned x` is arithmetic on the measured share and overlap, `measured x` the
+    # ratio of times.
     lines = []
-    for each in gains:
-        times, planned = each["times"], each["planned"]
+    for gain in gains:
+        times, planned = gain["times"], gain["planned"]
         step_s, overlap = times["step_s"], times["overlap"]
         cells = [
-            each["phase"],
-            f"{each['prompt_tokens']}",
-            titles[each["regular"]],
+            gain["phase"],
+            f"{gain['prompt_tokens']}",
+            titles[gain["regular"]],
             _number(1000 * step_s),
         ]
         cells += [
@@ -338,8 +360,8 @@ def _planned(result: Mapping[str, Any]) -> str:
         ]
         cells += [
             "" if planned is None else f"{planned:.2f}",
-            _times(each["measured"], each["limit"]),
-            each["file"],
+            _times(gain["measured"], gain["limit"]),
+            gain["file"],
         ]
         lines.append(cells)
     return "\n\n".join(
@@ -355,7 +377,7 @@ def _planned(result: Mapping[str, Any]) -> str:
                 f"    fcsd plan {result['settings']['model']} --phase {times['phase']}"
                 f" {'--dp' if times['data_parallel'] else '--tp'} {times['ranks']}"
                 f" --batch {times['batch']} --length {times['length']} --measured"
-                f" {each['file']}"
+                f" {gain['file']}"
             ),
         ]
     )

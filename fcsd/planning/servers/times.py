@@ -1,16 +1,17 @@
-"""What a server's ranks say of their communication: the plugin's back end `timed`
-writes a file a rank.
+"""Read a server's communication times: the plugin's back end `timed` writes one file
+for each rank.
 
-The variable `TIMES_VARIABLE` names a folder. Whenever a rank has been without a
-collective for a tenth of a second, and has run some since the last time, it writes
+The environment variable `TIMES_VARIABLE` names a folder. When a rank has run
+collectives since its last file, and none for a tenth of a second, it writes
 `rank<N>.json` there, under another name first:
 
     {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31,
     "exposed_s": 0.04}
 
-The figures count from the start of the server: `total_s` what its collectives took with
-the emulated network, once all ranks had come to them, `exposed_s` the part of that in
-which the computing thread waited; other figures are left alone.
+The figures count from the start of the server: `total_s` is the time of its collectives
+with the emulated network, from the moment at which all ranks had reached them;
+`exposed_s` is the part of that in which the computing thread waited. Other figures are
+ignored.
 """
 
 import json
@@ -28,12 +29,13 @@ Times = Mapping[str, Mapping[str, float]]
 
 
 def settled_times(folder: Path) -> Times:
-    """Return what the ranks have written, once they write no more."""
+    """Return the figures of all ranks once they stop changing."""
+    # Ranks write with a delay, so a single reading may miss the last collectives.
     begun, times = time.monotonic(), _read(folder)
     while time.monotonic() - begun < _LONGEST_S:
         time.sleep(_SETTLE_S)
-        before, times = times, _read(folder)
-        if times == before:
+        previous, times = times, _read(folder)
+        if times == previous:
             break
     return times
 
@@ -48,24 +50,24 @@ def _read(folder: Path) -> Times:
     }
 
 
-def communication_between(before: Times, after: Times) -> dict[str, Any] | None:
-    """Return the sums over all ranks of what came between, with the overlap: hidden /
-    total; None where nothing did.
+def communication_between(earlier: Times, later: Times) -> dict[str, Any] | None:
+    """Return the sums over all ranks between two readings, and the overlap: hidden /
+    total; None without communication.
 
-    To wake a thread takes time, so that a blocking rank may have waited for more than
-    the total: 0 then.
+    Waking a thread takes time, so a blocking rank may have waited longer than the
+    total; the overlap is then 0.
     """
     sums = {
         name: sum(
-            figures[name] - before.get(rank, {}).get(name, 0.0)
-            for rank, figures in after.items()
+            figures[name] - earlier.get(rank, {}).get(name, 0.0)
+            for rank, figures in later.items()
         )
         for name in _FIGURES
     }
     if not sums["total_s"] > 0:
         return None
     return {
-        "ranks": len(after),
+        "ranks": len(later),
         **sums,
         "overlap": max(0.0, 1 - sums["exposed_s"] / sums["total_s"]),
     }

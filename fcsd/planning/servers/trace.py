@@ -1,5 +1,5 @@
-"""What a server overlaps, by the trace of vLLM's profiler, and how one layer ran (paper
-Fig. 10).
+"""Read a server's overlap from the trace of vLLM's profiler, and the timeline of one
+layer (paper Fig. 10).
 """
 
 import gzip
@@ -27,13 +27,13 @@ def profiler_flags(folder: Path) -> list[str]:
 
 
 def read_trace(folder: Path) -> dict[str, Any]:
-    """Return the overlap of the all-reduces of rank 0, and when it computed and reduced
-    within one layer, in ms.
+    """Return the overlap of the all-reduces of rank 0, and its intervals of computation
+    and reduction within one layer, in ms.
 
     Raises:
         NotServed: no trace of rank 0, or none with all-reduces among its kernels.
     """
-    # brings torch, which nothing else here needs
+    # Imports torch, which nothing else in this module needs.
     from fcsd.parallel.overlap.measure import (
         from_trace,
         timeline,
@@ -58,16 +58,18 @@ def read_trace(folder: Path) -> dict[str, Any]:
 
 def one_layer(rows: Mapping[str, Sequence[Interval]]) -> dict[str, list[Interval]]:
     """Return the intervals of a layer in the middle of a timeline: from one all-reduce
-    to the second after it.
+    to the second one after it.
     """
     computing, reducing = rows.values()
+    # A layer has two all-reduces; the middle of the trace is free of start and end
+    # effects.
     middle = (len(reducing) - 1) // 2
     begin, end = reducing[middle][0], reducing[min(middle + 2, len(reducing) - 1)][1]
     return {
         name: [
             (max(a, begin) - begin, min(b, end) - begin)
-            for a, b in each
+            for a, b in intervals
             if a < end and b > begin
         ]
-        for name, each in (("computation", computing), ("all-reduce", reducing))
+        for name, intervals in (("computation", computing), ("all-reduce", reducing))
     }

@@ -1,5 +1,4 @@
-"""What an exchange between ranks costs: links measured and fitted, exchanges simulated
-from them.
+"""Measure and fit the links between ranks, and simulate exchanges over them.
 
 Does not cover: contention inside a node (NVLink, PCIe), kernels that share processors
 with communication, topologies that change while a run goes on.

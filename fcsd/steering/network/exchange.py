@@ -1,4 +1,6 @@
-"""Timed exchanges over a process group, with the transports of `fcsd.parallel.overlap`."""
+"""Time exchanges over a process group, with the transports of
+`fcsd.parallel.overlap`.
+"""
 
 import time
 
@@ -11,11 +13,11 @@ from fcsd.steering.network.links import Array, Collective
 
 
 class GroupExchange:
-    """Sends given bytes between the ranks of a group; all of them call it. device:
-    where the bytes lie.
+    """Times the sending of bytes between the ranks of a group; all ranks call it.
+    device: of the bytes.
 
-    The clock starts behind a barrier and stops when this rank has sent and received
-    all; the slowest rank counts.
+    The clock starts after a barrier and stops when this rank has sent and received
+    everything; the slowest rank counts.
     """
 
     def __init__(
@@ -35,24 +37,29 @@ class GroupExchange:
 
     def __call__(self, num_bytes: Array) -> float:
         """Return the seconds of the slowest rank. num_bytes: [N, N] from rank to rank;
-        to itself none sends.
+        the diagonal is not sent.
         """
-        whole = np.where(np.eye(self.size, dtype=bool), 0, num_bytes).astype(np.int64)
-        send, receive = whole[self.rank].tolist(), whole[:, self.rank].tolist()
+        off_diagonal = np.where(np.eye(self.size, dtype=bool), 0, num_bytes).astype(
+            np.int64
+        )
+        # Every rank has the whole matrix, so both ends of a transfer know its size.
+        send, receive = (
+            off_diagonal[self.rank].tolist(),
+            off_diagonal[:, self.rank].tolist(),
+        )
         sent, received = self._buffer(0, sum(send)), self._buffer(1, sum(receive))
         self._together()
-        began = time.perf_counter()
+        start = time.perf_counter()
         self._exchange(received, sent, receive, send)
-        took = torch.tensor(
-            time.perf_counter() - began, dtype=torch.float64, device=self.device
+        elapsed = torch.tensor(
+            time.perf_counter() - start, dtype=torch.float64, device=self.device
         )
-        dist.all_reduce(took, dist.ReduceOp.MAX, group=self.group)
-        return float(took)
+        dist.all_reduce(elapsed, dist.ReduceOp.MAX, group=self.group)
+        return float(elapsed)
 
     def _buffer(self, which: int, num_bytes: int) -> torch.Tensor:
-        if (
-            len(self._buffers[which]) < num_bytes
-        ):  # written once: the first use of a page is not the link's time
+        # Written once: the first use of a page is not the link's time.
+        if len(self._buffers[which]) < num_bytes:
             self._buffers[which] = torch.ones(
                 num_bytes, dtype=torch.uint8, device=self.device
             )
@@ -62,10 +69,13 @@ class GroupExchange:
         # A byte from everyone to everyone, twice: whoever came last to the first leaves
         # the second with the others. The backends' barriers let ranks go a link's
         # latency apart, which would be measured as that link's.
-        one = [int(peer != self.rank) for peer in range(self.size)]
+        single_bytes = [int(peer != self.rank) for peer in range(self.size)]
         for _ in range(2):
             self._exchange(
-                self._buffer(1, sum(one)), self._buffer(0, sum(one)), one, one
+                self._buffer(1, sum(single_bytes)),
+                self._buffer(0, sum(single_bytes)),
+                single_bytes,
+                single_bytes,
             )
 
     def _exchange(

@@ -1,12 +1,12 @@
-"""Links between endpoints as a file: latency and seconds a byte of each direction and
-phase, rates of shared ports.
+"""Read and write links between endpoints: latency and seconds a byte of each direction
+and phase, rates of shared ports.
 
 The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts
 Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, for each phase of an
 expert-parallel exchange: metadata (counts of tokens), dispatch (hidden states and
 routing weights), combine (hidden states on their way back). Where only the hops of a
-path are known (a card, a switch, NVLink), a file has lists of their numbers in an
-edge's place, and `forwarding` (`compose`).
+path are known (a card, a switch, NVLink), a file gives an edge as the list of its hops'
+values, and `forwarding` (`compose`).
 """
 
 import math
@@ -30,9 +30,9 @@ once. all_to_all_single: the backend's own; gloo's serves the two directions of 
 one after another."""
 
 Forwarding = Literal["store_and_forward", "cut_through"]
-"""What a hop does with a message: it sends on what it has whole, or what has come of it so far."""
+"""Whether a hop forwards a message when it has all of it, or as its bytes arrive."""
 
-# of a latency or a byte; beyond, sums of times are infinite sooner or later
+# Largest latency, or time of a byte: sums of larger ones may become infinite.
 _LONGEST_S = 1e6
 
 PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
@@ -55,10 +55,11 @@ class PhaseLinks(Strict):
     """The fitted links of one phase; rows are sources, columns are destinations, the
     diagonal is 0.
 
-    r2 of an edge is null where it was not fitted from measurements; refined tells that
-    it was measured under contention, too (phase 2 of the profile); without that it
-    keeps what was measured alone. In a file an edge may be a list of its hops' values,
-    with `forwarding` beside the tables; r2, refined and repeats may then be left out.
+    r2 of an edge is null where it was not fitted from measurements; refined is true
+    where it was also measured under contention (phase 2 of the profile), else its
+    values are those measured alone. In a file an edge may be a list of its hops'
+    values, with `forwarding` beside the tables; r2, refined and repeats may then be
+    omitted.
     """
 
     alpha_s: list[list[float]]
@@ -74,8 +75,8 @@ class PhaseLinks(Strict):
 
 
 class Ports(Strict):
-    """Seconds a byte of what an endpoint sends to all others together, or receives;
-    null where edges do not share.
+    """Seconds a byte of an endpoint's traffic to all others together, or from them;
+    null where its edges do not share a port.
     """
 
     egress_s_per_byte: list[float | None]
@@ -100,11 +101,12 @@ class LinkModel(Strict):
     def _square_and_not_negative(self) -> "LinkModel":
         size = len(self.endpoints)
         if len(set(self.endpoints)) != size:
-            raise ValueError("endpoints: a name stands twice")
+            raise ValueError("endpoints: a name is given twice")
         if self.world_size != size:
             raise ValueError(
                 f"world_size {self.world_size}, but {size} endpoints are named"
             )
+        # Errors name the edge, so that a file written by hand can be corrected.
         for phase in PHASES:
             links: PhaseLinks = getattr(self, phase)
             for name in ("alpha_s", "beta_s_per_byte", "r2", "refined"):
@@ -148,9 +150,11 @@ class LinkModel(Strict):
     def require(
         self, size: int | None = None, collective: Collective | None = None
     ) -> None:
-        """Refuse links between another number of endpoints, or that were measured with
-        another collective.
+        """Refuse links between another number of endpoints, or measured with another
+        collective.
         """
+        # A profile of other ranks or another collective would be priced without any
+        # error.
         if size is not None and size != len(self.endpoints):
             raise UserError(
                 f"the links are between {len(self.endpoints)} endpoints, {size} are"
@@ -179,8 +183,8 @@ class LinkModel(Strict):
 
 
 def read_links(path: str | Path) -> LinkModel:
-    """Read and check a links file; UserError names the edge of a value that is missing,
-    negative or no number.
+    """Read and check a links file; raise a UserError that names the edge of a value
+    that is missing, negative or not a number.
     """
     value = read_json(
         Path(path), "`fcsd profile-network` writes one", ["endpoints", "ports"]
@@ -195,8 +199,9 @@ def write_links(path: str | Path, links: LinkModel) -> None:
 
 def _composed(phase: dict[str, Any]) -> dict[str, Any]:
     """Replace the edges of a phase that are given by their hops, as `compose` does;
-    what else is wrong is left.
+    other faults are left to the validation.
     """
+    # Runs before pydantic checks the types, so nothing is known of the tables yet.
     forwarding = phase.get("forwarding")
     phase = {name: value for name, value in phase.items() if name != "forwarding"}
     tables = [phase.get("alpha_s"), phase.get("beta_s_per_byte")]
@@ -221,6 +226,7 @@ def _composed(phase: dict[str, Any]) -> dict[str, Any]:
         )
         _check_hops(f"edge {u} -> {v}", alphas, betas)
         alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
+    # A composed edge was not fitted, so the fields of a fit get defaults.
     unfitted = {
         "r2": [[None] * len(row) for row in alpha],
         "refined": [[False] * len(row) for row in alpha],

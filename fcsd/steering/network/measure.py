@@ -1,5 +1,6 @@
-"""A profile of the links between the ranks of a launch, as `fcsd profile-network` makes
-it, and exchanges of fixed patterns to check it by."""
+"""Profile the links between the ranks of a launch for `fcsd profile-network`, and check
+the profile by exchanges of fixed patterns.
+"""
 
 import socket
 from collections.abc import Callable, Sequence
@@ -27,8 +28,8 @@ from fcsd.steering.network.profile import REPEATS, num_exchanges, profile
 from fcsd.steering.network.simulate import exchange_time
 
 LARGEST_BYTES = {"cpu": 1 << 20}
-"""The largest of the sizes that an edge is measured with, by kind of device; 16 MiB on
-any other.
+"""The largest size with which an edge is measured, by kind of device; 16 MiB on any
+other.
 """
 
 
@@ -64,6 +65,7 @@ def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Ar
         for part in range(1, 5)
     ]
     usual = largest_bytes * 0.6
+    # Destinations of very different popularity, which sources share up to 20 %.
     for number in range(6):
         shares = rng.gamma(0.7, size=size) + 1e-3
         skewed = (
@@ -71,12 +73,15 @@ def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Ar
         )
         named.append((f"skewed {number}", skewed))
     for number in range(4):
+        # 60 % of all bytes go to one endpoint, the rest to the others in equal shares.
         hot = number % size
-        total, rest = usual * size, 0.4 / (size - 1)
+        total, cold_share = usual * size, 0.4 / (size - 1)
         named.append(
             (
                 f"hot {hot}",
-                np.tile(np.where(np.arange(size) == hot, 0.6, rest) * total, (size, 1)),
+                np.tile(
+                    np.where(np.arange(size) == hot, 0.6, cold_share) * total, (size, 1)
+                ),
             )
         )
     for number in range(4):
@@ -89,14 +94,22 @@ def patterns(size: int, largest_bytes: int, seed: int = 0) -> list[tuple[str, Ar
 def measure_and_simulate(
     links: LinkModel,
     exchange: Callable[[Array], float],
-    given: Sequence[tuple[str, Array]],
+    named_patterns: Sequence[tuple[str, Array]],
 ) -> Comparison:
-    """Exchange each pattern, and simulate it with the dispatch's links; every rank calls this."""
-    measured = [min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in given]
+    """Exchange each pattern and simulate it with the dispatch's links; every rank calls
+    this.
+    """
+    # The minimum of the repeats, as in the profile: disturbances only make an exchange
+    # longer.
+    measured = [
+        min(exchange(pattern) for _ in range(REPEATS)) for _, pattern in named_patterns
+    ]
     simulated = exchange_time(
-        links, "dispatch", np.stack([pattern for _, pattern in given])
+        links, "dispatch", np.stack([pattern for _, pattern in named_patterns])
     )
-    return Comparison([name for name, _ in given], np.array(measured), simulated)
+    return Comparison(
+        [name for name, _ in named_patterns], np.array(measured), simulated
+    )
 
 
 def profile_launch(
@@ -124,10 +137,12 @@ def profile_launch(
         if largest_bytes is None
         else largest_bytes
     )
+    # Smaller transfers take no longer than their latency.
     if largest < 1024:
         raise UserError(
             f"--max-bytes {largest}: at least 1024; below, only the latency is seen"
         )
+    # A path that cannot be written is refused before the measurement, not after it.
     ranks.from_first(lambda: check_file_place(path, read_links))
     nccl = (
         {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -141,8 +156,8 @@ def profile_launch(
         "libraries": versions() | nccl,
     }
     exchange = GroupExchange(None, collective, device)
-    given = patterns(ranks.size, largest) if check else []
-    total = num_exchanges(ranks.size) + REPEATS * len(given)
+    named_patterns = patterns(ranks.size, largest) if check else []
+    total = num_exchanges(ranks.size) + REPEATS * len(named_patterns)
     with progress_bar(
         total=total, desc="links", unit="exchange", shown=ranks.first
     ) as bar:
@@ -153,13 +168,15 @@ def profile_launch(
             return seconds
 
         links = profile(timed, facts, largest_bytes=largest)
-        comparison = measure_and_simulate(links, timed, given) if check else None
+        comparison = (
+            measure_and_simulate(links, timed, named_patterns) if check else None
+        )
     ranks.from_first(lambda: write_links(path, links))
     return links, comparison
 
 
 def _rate(seconds_per_byte: float) -> str:
-    """Return a rate in Gb/s; none where no time went with the bytes, as in noise."""
+    """Return a rate in Gb/s; no number where noise hides the time of the bytes."""
     return (
         f"{8e-9 / seconds_per_byte:.3g} Gb/s"
         if seconds_per_byte > 1e-13
@@ -168,10 +185,11 @@ def _rate(seconds_per_byte: float) -> str:
 
 
 def describe(links: LinkModel) -> str:
-    """Return what stands in a links file in a few lines."""
+    """Summarise a links file in a few lines."""
     size = len(links.endpoints)
     edges = [(u, v) for u in range(size) for v in range(size) if u != v]
     alpha, beta = links.alpha("dispatch"), links.beta("dispatch")
+    # The range over all edges shows slow links; the fit shows whether to trust it.
     ms = sorted(alpha[edge] * 1e3 for edge in edges)
     rates = sorted((beta[edge] for edge in edges), reverse=True)
     fits = [r2 for u, v in edges if (r2 := links.dispatch.r2[u][v]) is not None]
@@ -195,6 +213,7 @@ def describe(links: LinkModel) -> str:
                 lines.append(
                     f"{name}: edges share its {direction}, {_rate(rate)} together"
                 )
+    # A bad fit of a latency and a rate means that the times were disturbed.
     poor = [
         f"{links.endpoints[u]} -> {links.endpoints[v]}"
         for u, v in edges

@@ -1,11 +1,11 @@
-"""Links from what nccl-tests or rccl-tests printed: one latency and one rate, which all
-edges get.
+"""Read links from the output of nccl-tests or rccl-tests: one latency and one rate for
+all edges.
 
-`alltoall_perf` times all edges at once: its rate is what an edge has while all others
-are busy, so it holds for balanced traffic, and one that is skewed is priced too high.
+`alltoall_perf` times all edges at once: its rate is that of an edge while all others
+are busy, so it holds for balanced traffic and overprices skewed traffic.
 `sendrecv_perf` times a ring, in which every rank sends to the next: its rate is near
-that of an edge alone, and ports that edges share are not seen. Neither tells slow edges
-from fast ones.
+that of an edge alone, and does not show ports that edges share. Neither tells slow
+edges from fast ones.
 """
 
 import re
@@ -29,17 +29,17 @@ _VERSION = re.compile(r"((?:nccl|rccl)-tests):? [Vv]ersion (\S+)")
 
 
 def read_nccl_tests(path: Path) -> LinkModel:
-    """Read the output of one run of alltoall_perf or sendrecv_perf, of three sizes or
-    more, in place of a profile.
+    """Read the output of one run of alltoall_perf or sendrecv_perf, with three sizes or
+    more, as a replacement for a profile.
     """
     text = read_text(path, "what a test has printed")
     names = set(re.findall(r"\b([a-z_]+_perf)(?:_mpi)?\b", text))
-    known = [name for name in _TESTS if name in names]
-    if len(known) != 1:
-        seen = f"is of {', '.join(sorted(names))}" if names else "names no test"
+    supported = [name for name in _TESTS if name in names]
+    if len(supported) != 1:
+        contents = f"is of {', '.join(sorted(names))}" if names else "names no test"
         raise UserError(
-            f"{path}: {seen}; the output of one run of {' or '.join(_TESTS)} is needed,"
-            " with the line of its command"
+            f"{path}: {contents}; the output of one run of {' or '.join(_TESTS)} is"
+            " needed, with the line of its command"
         )
     ranks = {int(rank): f"{host}:{rank}" for rank, host in _RANK.findall(text)}
     if len(ranks) < 2 or sorted(ranks) != list(range(len(ranks))):
@@ -48,36 +48,37 @@ def read_nccl_tests(path: Path) -> LinkModel:
             " least two are needed"
         )
     num_bytes, seconds = _times(path, text)
-    if known == ["alltoall_perf"]:
+    if supported == ["alltoall_perf"]:
         # its size is what a rank sends to all, itself too
         num_bytes = num_bytes / len(ranks)
     return _same_everywhere(
         fit_line(num_bytes, seconds),
         [ranks[rank] for rank in sorted(ranks)],
-        _TESTS[known[0]],
+        _TESTS[supported[0]],
         text,
     )
 
 
 def _times(path: Path, text: str) -> tuple[Any, Any]:
-    """Return sizes in bytes and out-of-place times in seconds."""
+    """Return the sizes in bytes and the out-of-place times in seconds."""
+    # Keyed by size: of a size that is printed twice the last time counts.
     times: dict[int, float] = {}
     has_root = re.search(r"#\s+size\s+count.*\broot\b", text) is not None
     for number, line in enumerate(text.splitlines(), 1):
         if (row := _ROW.search(line)) is None:
             continue
-        size, rest = int(row[1]), row[4].split()
-        rest = (
-            rest[1:] if not _is_number(rest[0]) else rest
-        )  # the reduction; older versions leave it blank here
-        rest = rest[1:] if has_root else rest
-        if len(rest) < 3 or not all(_is_number(each) for each in rest[:2]):
+        size, cells = int(row[1]), row[4].split()
+        # The reduction; older versions leave it blank here.
+        cells = cells[1:] if not _is_number(cells[0]) else cells
+        cells = cells[1:] if has_root else cells
+        if len(cells) < 3 or not all(_is_number(cell) for cell in cells[:2]):
             raise UserError(
                 f"{path}, line {number}: no row of nccl-tests: {line.strip()[:80]}"
             )
-        microseconds, gb_s = float(rest[0]), float(rest[1])
+        microseconds, gb_s = float(cells[0]), float(cells[1])
         if size == 0 or microseconds == 0:
             continue
+        # The printed rate is a checksum: a column that is read wrongly does not fit it.
         if abs(size / microseconds / 1e3 - gb_s) > 0.01 + 0.02 * gb_s:
             raise UserError(
                 f"{path}, line {number}: {size} bytes in {microseconds:g} us are not"

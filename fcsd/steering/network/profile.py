@@ -1,9 +1,10 @@
-"""Latency and rate of every edge and of shared ports, from timed exchanges (CAMoE,
+"""Fit latency and rate of every edge and of shared ports from timed exchanges (CAMoE,
 algorithm 1, and equal finish).
 
-An exchange takes the bytes [N, N] from each endpoint to each and returns the seconds
-until the slowest rank was done, the same number on all ranks, so that all choose the
-same next exchange. `fcsd.steering.network.exchange` has that of a process group.
+An exchange sends the bytes [N, N] from each endpoint to each and returns the seconds
+until the slowest rank has finished. The number is the same on all ranks, so that all
+choose the same next exchange. `fcsd.steering.network.exchange` implements it for a
+process group.
 
 1. Alone: every edge by itself. In fcsd one collective carries counts, rows and
    returning rows alike (the routing weights travel with the rows), so this is measured
@@ -28,7 +29,7 @@ from scipy.optimize import lsq_linear
 from fcsd.steering.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
-# of each pattern, the minimum of the repeats
+# Returns the minimum of the repeats for each pattern.
 _Seconds = Callable[[Sequence[Array]], Array]
 
 NUM_SIZES = 5
@@ -53,12 +54,12 @@ class Line:
 def fit_line(num_bytes: Array, seconds: Array) -> Line:
     """Fit alpha, beta >= 0 by least squares of the relative errors.
 
-    Relative: the largest transfer would else decide alone, and alpha is seen in the
-    smallest. Without the bounds a burst that a shaper lets through at once makes alpha
-    negative.
+    Errors are relative, since otherwise the largest transfer alone would decide, while
+    alpha shows in the smallest one. Without the bounds, a burst that a traffic shaper
+    lets through makes alpha negative.
     """
-    # alpha and beta differ by five orders of magnitude: solved for in units of what the
-    # data are about
+    # alpha and beta differ by five orders of magnitude, so both are solved for in units
+    # of the data.
     units = np.array([seconds.max(), seconds.max() / num_bytes.max()])
     rows = np.stack([np.ones_like(num_bytes), num_bytes], 1) * units / seconds[:, None]
     alpha, beta = lsq_linear(rows, np.ones_like(seconds), bounds=(0, np.inf)).x * units
@@ -69,7 +70,7 @@ def fit_line(num_bytes: Array, seconds: Array) -> Line:
 
 @dataclass
 class _Edges:
-    """What is known of the edges in one phase, [N, N] each."""
+    """The fitted values of the edges in one phase, [N, N] each."""
 
     alpha: Array
     beta: Array
@@ -99,7 +100,9 @@ class _Edges:
 
 
 def num_exchanges(size: int, repeats: int = REPEATS) -> int:
-    """Return how many exchanges `profile` makes between `size` endpoints."""
+    """Return the number of exchanges that `profile` makes between `size` endpoints."""
+    # For each endpoint and direction: one series for contention, one for the shared
+    # port.
     together = 4 if size > 2 else 2  # two endpoints have no port to share
     return (
         size * (size - 1) * (1 + NUM_SIZES * repeats)
@@ -116,10 +119,12 @@ def profile(
 ) -> LinkModel:
     """Measure all links; every rank calls this.
 
-    facts: what `LinkModel` says of where it was measured: endpoints, collective,
-    backend, libraries. largest_bytes: of the five sizes that an edge is measured with,
-    evenly spaced. The minimum of `repeats` counts.
+    facts: the fields of `LinkModel` about the measurement: endpoints, collective,
+    backend, libraries. largest_bytes: the largest of the five evenly spaced sizes of a
+    measurement. The minimum of `repeats` counts.
     """
+    # All phases start from the edges measured alone; contention refines dispatch and
+    # combine.
     size = len(facts["endpoints"])
     sizes, seconds = _sizes(largest_bytes), _repeated(exchange, repeats)
     alone = _measure_alone(exchange, seconds, sizes, size)
@@ -166,11 +171,12 @@ def _sizes(largest_bytes: int) -> Array:
 
 
 def _repeated(exchange: Exchange, repeats: int) -> _Seconds:
-    def seconds(given: Sequence[Array]) -> Array:
-        # one pass over all sizes after the other: what disturbs the machine for a
-        # moment disturbs one repeat of each
+    def seconds(patterns: Sequence[Array]) -> Array:
+        # One pass over all sizes after another: a short disturbance then affects one
+        # repeat of each size, not all repeats of one.
         return np.min(
-            [[exchange(pattern) for pattern in given] for _ in range(repeats)], axis=0
+            [[exchange(pattern) for pattern in patterns] for _ in range(repeats)],
+            axis=0,
         )
 
     return seconds
@@ -183,14 +189,16 @@ def _alone(
     size: int,
     edge: tuple[int, int],
 ) -> Line:
-    # the first use of a pair opens connections
+    # The first use of a pair opens connections, which must not be timed.
     exchange(_pattern(size, {edge: sizes[-1]}))
-    return fit_line(sizes, seconds([_pattern(size, {edge: each}) for each in sizes]))
+    return fit_line(
+        sizes, seconds([_pattern(size, {edge: num_bytes}) for num_bytes in sizes])
+    )
 
 
 def _edges_of(endpoint: int, size: int, outward: bool) -> list[tuple[int, int]]:
-    others = [other for other in range(size) if other != endpoint]
-    return [(endpoint, other) if outward else (other, endpoint) for other in others]
+    peers = [peer for peer in range(size) if peer != endpoint]
+    return [(endpoint, peer) if outward else (peer, endpoint) for peer in peers]
 
 
 def _pattern(size: int, num_bytes: dict[tuple[int, int], float]) -> Array:
@@ -219,17 +227,22 @@ def _measure_alone(
 def _measure_contended(
     seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool
 ) -> dict[tuple[int, int], list[tuple[float, float]]]:
-    """Return (bytes, seconds) of the edges that should be the slowest when this
-    endpoint serves all others.
+    """Return (bytes, seconds) of the edges that are predicted to be the slowest when
+    this endpoint serves all others.
     """
     samples: dict[tuple[int, int], list[tuple[float, float]]] = {}
     edges = _edges_of(endpoint, len(alone.alpha), outward)
-    taken = seconds(
-        [_pattern(len(alone.alpha), dict.fromkeys(edges, each)) for each in sizes]
+    measured = seconds(
+        [
+            _pattern(len(alone.alpha), dict.fromkeys(edges, num_bytes))
+            for num_bytes in sizes
+        ]
     )
-    for each, second in zip(sizes, taken, strict=True):
-        times = [alone.alpha[edge] + alone.beta[edge] * each for edge in edges]
-        samples.setdefault(edges[int(np.argmax(times))], []).append((each, second))
+    for num_bytes, second in zip(sizes, measured, strict=True):
+        # The exchange lasts as long as its slowest edge, so the time is credited to the
+        # edge predicted to be that.
+        times = [alone.alpha[edge] + alone.beta[edge] * num_bytes for edge in edges]
+        samples.setdefault(edges[int(np.argmax(times))], []).append((num_bytes, second))
     return samples
 
 
@@ -238,6 +251,7 @@ def _refine(
 ) -> None:
     for edge, measured in samples.items():
         num_bytes, seconds = np.array(measured).T
+        # Fewer sizes cannot tell a line from noise.
         if len(set(num_bytes)) >= _MIN_SIZES:
             edges.put(edge, fit_line(num_bytes, seconds))
             edges.refined[edge] = True
@@ -246,23 +260,25 @@ def _refine(
 def _port(
     seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool
 ) -> float | None:
-    """Return the seconds a byte of a port that an endpoint's edges share, None where
+    """Return the seconds a byte of the port that an endpoint's edges share; None where
     they finish as predicted.
     """
     edges = _edges_of(endpoint, len(alone.alpha), outward)
     if len(edges) < 2:  # nothing to share
         return None
     alpha, beta = (
-        np.array([each[edge] for edge in edges]) for each in (alone.alpha, alone.beta)
+        np.array([table[edge] for edge in edges]) for table in (alone.alpha, alone.beta)
     )
     # [sizes, edges]
+    # Bytes in inverse proportion to beta let all edges of the endpoint finish together.
     sent = np.ceil(
         sizes[:, None] * np.minimum(_MOST, beta.max() / np.maximum(beta, 1e-30))
     )
-    taken = seconds(
+    measured = seconds(
         [_pattern(len(alone.alpha), dict(zip(edges, row, strict=True))) for row in sent]
     )
+    # Edges that share nothing all finish at this time.
     predicted = (alpha + beta * sent).max(1)
-    if np.median(taken / predicted) <= SHARED:
+    if np.median(measured / predicted) <= SHARED:
         return None
-    return fit_line(sent.sum(1), taken).beta_s_per_byte
+    return fit_line(sent.sum(1), measured).beta_s_per_byte

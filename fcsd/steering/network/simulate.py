@@ -1,5 +1,5 @@
-"""The time of an expert-parallel exchange from the links and the counts of tokens
-(CAMoE, equations 8 and 9).
+"""Simulate the time of an expert-parallel exchange from links and token counts (CAMoE,
+equations 8 and 9).
 
 L MoE layers, N endpoints, E experts, J batches of a text. Batch j is at endpoint j mod
 N.
@@ -23,48 +23,55 @@ def rows_per_token(
     groups: tuple[int, int] = (1, 1),
     imbalance: float = 1.0,
 ) -> float:
-    """Return how many rows a token sends on average where one goes to each rank that
-    has experts of it.
+    """Return the mean number of rows a token sends, where one row goes to each rank
+    that has any of its experts.
 
-    R (1 - C(E - E/R, K) / C(E, K)) of E experts in order over R ranks, any K of which
-    are equally likely; in every rank the same, and each rank gets 1/R of them.
+    R (1 - C(E - E/R, K) / C(E, K)) for E experts in order over R ranks, any K of which
+    are equally likely; it is the same for every rank, and each rank gets 1/R of the
+    rows.
 
-    groups: (G, g): the K are of g of the G groups that the experts make up in order;
-    where neither G nor R divides the other, as if of any. imbalance: pairs of the
-    busiest rank over the mean; what it gets counts for all.
+    groups: (G, g): the K experts are in g of the G groups into which the experts are
+    divided in order; ignored where neither of G and R divides the other. imbalance:
+    pairs of the busiest rank over the mean; its rows count for all ranks.
     """
     num_groups, chosen = groups
     if num_groups % num_ranks and num_ranks % num_groups:
         num_groups = chosen = 1
-    here, own = (
+    # A rank holds whole groups, or a part of one: the chosen experts of a token are
+    # spread over the g chosen groups.
+    rank_groups, group_experts = (
         max(1, num_groups // num_ranks),
         num_experts / max(num_groups, num_ranks),
     )
-    among = num_experts * chosen // num_groups
+    eligible_experts = num_experts * chosen // num_groups
 
     def missed(experts: float) -> float:
-        return math.prod(max(0.0, 1 - experts / (among - i)) for i in range(top_k))
+        return math.prod(
+            max(0.0, 1 - experts / (eligible_experts - i)) for i in range(top_k)
+        )
 
+    # Hypergeometric in two stages: how many of the rank's groups are chosen, then
+    # whether any of its experts is.
     hit = sum(
-        math.comb(here, j)
-        * math.comb(num_groups - here, chosen - j)
-        * (1 - missed(j * own * imbalance))
-        for j in range(1, min(here, chosen) + 1)
+        math.comb(rank_groups, j)
+        * math.comb(num_groups - rank_groups, chosen - j)
+        * (1 - missed(j * group_experts * imbalance))
+        for j in range(1, min(rank_groups, chosen) + 1)
     )
     return num_ranks * hit / math.comb(num_groups, chosen)
 
 
 @dataclass(frozen=True)
 class Payload:
-    """The bytes of one token on the wire, of which each expert gets a row of its own,
-    as CAMoE's equation 8 has it.
+    """The bytes of one token on the wire, with a separate row for each of its experts,
+    as in CAMoE's equation 8.
 
-    Training with `fcsd.parallel.overlap` sends fewer (`rows_per_token`): of its rows
+    Training with `fcsd.parallel.overlap` sends fewer rows (`rows_per_token`), for which
     this is an upper bound.
 
-    row_width: elements of a row that an expert reads (`fcsd.model.families.row_width`).
-    row_width x value_bytes travel either way, weight_bytes more on the way out;
-    num_experts counts of count_bytes each precede them.
+    row_width: elements of an expert's input row (`fcsd.model.families.row_width`).
+    row_width x value_bytes are sent in both directions, plus weight_bytes on the way
+    out; num_experts counts of count_bytes each precede them.
     """
 
     row_width: int
@@ -113,12 +120,14 @@ def endpoint_counts(
     """
     num_endpoints = counts.shape[-2]
     # [..., E, N]
+    # A matrix product sums the experts of each endpoint; an expert without one (-1)
+    # vanishes.
     one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)
     return np.asarray(counts.astype(np.float64) @ one_hot)
 
 
 def edge_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
-    """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal: what stays
+    """Return alpha + beta * B for each edge, [..., N, N]; 0 on the diagonal, which
     needs no link.
     """
     off = ~np.eye(len(links.endpoints), dtype=bool)
@@ -129,9 +138,9 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     """Return the seconds of each (source, destination) of an exchange of num_bytes
     [..., N, N]; 0 on the diagonal.
 
-    That of an edge (equation 9), or of the shared port that it is a part of, whichever
-    is slower; of half-duplex links (gloo's all_to_all_single) that of a pair, both of
-    whose directions run one after the other.
+    The time is that of the edge (equation 9) or of the shared port it belongs to,
+    whichever is longer. With half-duplex links (gloo's all_to_all_single) it is the
+    time of the pair, whose two directions run one after the other.
 
     Raises:
         UserError: the links were measured between others.
@@ -139,9 +148,12 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     links.require(num_bytes.shape[-1])
     off = ~np.eye(len(links.endpoints), dtype=bool)
     alpha, sent = links.alpha(phase), np.where(off, num_bytes, 0.0)
+    # Both directions share the wire, so each waits for the bytes of both.
     if links.half_duplex:
         wire = links.beta(phase) * sent
         return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
+    # A shared port is free when all its bytes are through, whichever edge they belong
+    # to.
     times = edge_times(links, phase, num_bytes)
     egress = np.where(
         links.port("egress") > 0,
@@ -168,12 +180,14 @@ def exchange_time(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
 
 
 def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes:
-    """Price an MoE layer's exchanges: counts [..., N, N] of (token, expert) pairs from
-    source to the experts' endpoint.
+    """Simulate an MoE layer's exchanges from counts [..., N, N] of (token, expert)
+    pairs by source and by the experts' endpoint.
 
-    Counts after dropping, where tokens are dropped: those are what travels. Combine
-    carries them back.
+    The counts are those after dropping, if tokens are dropped. Combine sends the same
+    pairs back.
     """
+    # The counts of all experts go from every endpoint to every other, whatever is
+    # routed.
     everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
     return ExchangeTimes(
         metadata=exchange_time(links, "metadata", everywhere),
@@ -187,18 +201,19 @@ def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes
 def exchange_counts(
     counts: NDArray[np.integer], num_endpoints: int, size: int = 1
 ) -> NDArray[np.int64]:
-    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E]: each of the next
+    """Sum the pairs [J, L, E] of batches into exchanges [X, L, N, E], each of the next
     `size` batches of all endpoints.
 
-    What is left over at the end makes no exchange, unless there is no other.
+    An incomplete exchange at the end is dropped, unless it is the only one.
     """
-    each = size * num_endpoints
-    whole = max(1, len(counts) // each)
+    batches_per_exchange = size * num_endpoints
+    num_exchanges = max(1, len(counts) // batches_per_exchange)
+    # Batch j of an exchange is at endpoint j mod N.
     exchanges = np.zeros(
-        (whole, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64
+        (num_exchanges, counts.shape[1], num_endpoints, counts.shape[2]), dtype=np.int64
     )
-    for j, batch in enumerate(counts[: whole * each]):
-        exchanges[j // each, :, j % num_endpoints] += batch
+    for j, batch in enumerate(counts[: num_exchanges * batches_per_exchange]):
+        exchanges[j // batches_per_exchange, :, j % num_endpoints] += batch
     return exchanges
 
 
@@ -215,8 +230,8 @@ def exchange_times(
 
 
 def time_summary(times: Array) -> dict[str, Any]:
-    """Return mean and 95th percentile over exchanges and layers, in seconds, and how
-    many those are.
+    """Return mean and 95th percentile over exchanges and layers, in seconds, and the
+    number of values.
     """
     return {
         "mean_s": float(times.mean()),

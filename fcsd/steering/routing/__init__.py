@@ -1,5 +1,5 @@
-"""Where a model sends its tokens, what that costs on given links, and how routers are
-steered away from slow ones.
+"""Measure where a model sends its tokens and the cost of that on given links, and steer
+routers away from slow links.
 
 Does not cover: routers that read no logits (hash routing), steering in servers whose
 ranks all hold the same tokens (tensor-parallel all-reduce has no source endpoint).

@@ -1,9 +1,9 @@
-"""What the choices of one model, or of two on the same tokens, come to: JSON-able
+"""Analyse the choices of one model, or of two models on the same tokens, as JSON-able
 values.
 
-Batch j is at endpoint j mod N, and N batches in a row are one step, in which every
-endpoint sends what its own batch has for the others. Times are those of one MoE layer's
-exchanges in one step.
+Batch j is at endpoint j mod N, and N consecutive batches are one step, in which every
+endpoint sends the rows of its batch to the other endpoints. Times are those of one MoE
+layer's exchanges in one step.
 """
 
 from collections.abc import Sequence
@@ -36,15 +36,15 @@ from fcsd.steering.routing.routes import FACTORS, Counts, Kept, Routes
 
 @dataclass(frozen=True)
 class Network:
-    """Endpoints, and if they are known the links between them and the bytes of a token."""
+    """The endpoints and, if known, the links between them and the bytes of a token."""
 
     num_endpoints: int
     links: LinkModel | None = None
     payload: Payload | None = None
 
     def time(self, steps: Counts, placement: Placement) -> dict[str, float]:
-        """Return mean and 95th percentile over steps and layers of T_A2A, in ms;
-        nothing without links.
+        """Return mean and 95th percentile of T_A2A over steps and layers, in ms; empty
+        without links.
         """
         if self.links is None or self.payload is None:
             return {}
@@ -56,10 +56,10 @@ class Network:
 
 
 def model_facts(
-    routes: Routes, kept: Sequence[Kept], network: Network
+    routes: Routes, after_dropping: Sequence[Kept], network: Network
 ) -> dict[str, Any]:
-    """Return loads, balance, what capacity factors do, traffic and time of one model.
-    kept: for each of FACTORS.
+    """Return loads, balance, the effect of capacity factors, traffic and time of one
+    model. after_dropping: for each of FACTORS.
     """
     batch_loads = routes.batch_loads()
     loads = batch_loads.sum(0)
@@ -70,7 +70,7 @@ def model_facts(
         ],
         1,
     )
-    place = contiguous(routes.num_experts, network.num_endpoints)
+    placement = contiguous(routes.num_experts, network.num_endpoints)
     steps = exchange_counts(batch_loads, network.num_endpoints)
     num_tokens = int(routes.num_tokens.sum())
     return {
@@ -79,25 +79,25 @@ def model_facts(
         "top_k": routes.top_k,
         "num_tokens": num_tokens,
         "counts": sources.tolist(),
-        "traffic": endpoint_counts(steps, place).sum((0, 1)).astype(int).tolist(),
+        "traffic": endpoint_counts(steps, placement).sum((0, 1)).astype(int).tolist(),
         **_spread(loads),
         "layer_cv": layer_cv(loads).tolist(),
         "switch_balance_loss": switch_balance_loss(
             loads, routes.probabilities
         ).tolist(),
-        **network.time(steps, place),
+        **network.time(steps, placement),
         "capacity": [
             {
                 "factor": factor,
-                "dropped": each.dropped,
-                "without_expert": each.without_expert,
-                "padding": each.padding,
-                **_spread(each.loads.sum(0)),
+                "dropped": dropped.dropped,
+                "without_expert": dropped.without_expert,
+                "padding": dropped.padding,
+                **_spread(dropped.loads.sum(0)),
                 **network.time(
-                    exchange_counts(each.loads, network.num_endpoints), place
+                    exchange_counts(dropped.loads, network.num_endpoints), placement
                 ),
             }
-            for factor, each in zip(FACTORS, kept, strict=True)
+            for factor, dropped in zip(FACTORS, after_dropping, strict=True)
         ],
         "placements": _placements(steps, network),
     }
@@ -113,6 +113,7 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
     """
     if network.links is None or network.payload is None:
         return {}
+    # A placement decided and timed on the same steps would be flattered.
     half = len(steps) // 2
     decided, timed = (
         (steps[:half].sum(0), steps[half:]) if half else (steps.sum(0), steps)
@@ -128,19 +129,33 @@ def _placements(steps: Counts, network: Network) -> dict[str, Any]:
 
 
 def comparison(
-    base: Routes, compared: Routes, base_kept: Sequence[Kept], kept: Sequence[Kept]
+    base: Routes,
+    compared: Routes,
+    base_kept: Sequence[Kept],
+    compared_kept: Sequence[Kept],
 ) -> dict[str, Any]:
-    """Return how far the routing of `compared` is from that of `base` on the same tokens."""
-    before, after = base.batch_loads().sum(0), compared.batch_loads().sum(0)
+    """Return the distance of the routing of `compared` from that of `base` on the same
+    tokens.
+    """
+    base_loads, compared_loads = (
+        base.batch_loads().sum(0),
+        compared.batch_loads().sum(0),
+    )
+    # Moved routes are counted before drops; KLs before and after.
     moved = routes_moved(base.experts, compared.experts)
     return {
         "routes_moved": float(moved.mean()),
         "layer_moved": moved.tolist(),
-        **_shift(before, after),
-        "layer_kl": layer_kl(before, after).tolist(),
+        **_shift(base_loads, compared_loads),
+        "layer_kl": layer_kl(base_loads, compared_loads).tolist(),
         "capacity": [
-            {"factor": factor, **_shift(one.loads.sum(0), other.loads.sum(0))}
-            for factor, one, other in zip(FACTORS, base_kept, kept, strict=True)
+            {
+                "factor": factor,
+                **_shift(base_dropped.loads.sum(0), compared_dropped.loads.sum(0)),
+            }
+            for factor, base_dropped, compared_dropped in zip(
+                FACTORS, base_kept, compared_kept, strict=True
+            )
         ],
     }
 

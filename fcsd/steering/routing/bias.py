@@ -1,9 +1,10 @@
 """Add a bias to the logits of a model's routers, before the family's own softmax,
 groups and top-k.
 
-A rank's tokens all come from one endpoint u, so what is added in layer l is one row,
-G[l, u] of a table [L, N, E] (CAMoE, equation 13). L MoE layers, N endpoints, E experts;
-experts without an endpoint (those that compute nothing, or that every rank has) get 0.
+A rank's tokens all come from one endpoint u, so the bias in layer l is a single row,
+G[l, u], of a table [L, N, E] (CAMoE, equation 13). L MoE layers, N endpoints, E
+experts; experts without an endpoint (those that compute nothing, or that every rank
+has) get 0.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ from fcsd.steering.routing.placement import contiguous
 
 @dataclass(frozen=True)
 class BiasTables:
-    """What is added to the routers' logits of one model.
+    """The values to add to the routers' logits of one model.
 
-    kind, strength: how the tables were made, and how hard they push (camoe: lambda;
+    kind, strength: the method of the tables, and how hard they push (camoe: lambda;
     bottleneck: the lambda of CAMoE whose time is the goal; windows: 1). selection: the
-    bias chooses experts, whose weights come from the logits without it. layers: indices
-    of the MoE layers. tables: float32 [L, N, E]. placement: int [L, E], the endpoint
-    that has each expert; -1: none. model_type: of the regular model; num_hidden_layers:
-    its decoder layers, MoE or dense.
+    bias affects only the choice of experts; their weights come from the logits without
+    it. layers: indices of the MoE layers. tables: float32 [L, N, E]. placement: int [L,
+    E], the endpoint that has each expert; -1: none. model_type: of the regular model;
+    num_hidden_layers: its decoder layers, MoE or dense.
     """
 
     kind: Kind
@@ -97,7 +98,9 @@ def tables_for(
     *,
     selection: bool = False,
 ) -> BiasTables:
-    """Name the model and its layers beside tables [L, N, E]; placement [L, E]."""
+    """Wrap tables [L, N, E] with the names of the model and its layers; placement [L,
+    E].
+    """
     config = unwrapped(model).config
     return BiasTables(
         kind=kind,
@@ -143,8 +146,8 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
 
 
 def read_tables(path: str | Path) -> BiasTables:
-    """Read what `write_tables` wrote; UserError where it is none, or its parts do not
-    belong together.
+    """Read a file of `write_tables`; raise UserError for any other file, or parts that
+    do not belong together.
     """
     path = Path(path)
     check_regular(path)
@@ -153,6 +156,7 @@ def read_tables(path: str | Path) -> BiasTables:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
         facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
+        # With other types the file was not written by `write_tables`.
         if (arrays["tables"].dtype, arrays["placement"].dtype) != (
             np.float32,
             np.int64,
@@ -169,24 +173,24 @@ def read_tables(path: str | Path) -> BiasTables:
 
 
 class Steering:
-    """The bias on a model's routers. Set `endpoint`, where the tokens of the next
-    forward pass come from.
+    """The bias on a model's routers. Set `endpoint` to the source of the next forward
+    pass's tokens.
 
-    heard: where it is a list, every router's logits (tokens, E) as they are before the
-    bias, in the order of the calls.
+    heard: if set to a list, collects every router's logits (tokens, E) before the bias,
+    in the order of the calls.
     """
 
     def __init__(self, tables: BiasTables, rows: list[Tensor]) -> None:
         self._tables, self._rows = tables, rows
         self._endpoint: int | None = None
-        # What compiled layers ask: a graph that asked for the endpoint would be for one
+        # For compiled layers: a graph that read the endpoint itself would hold for one
         # endpoint only.
         self.has_endpoint = False
         self.heard: list[Tensor] | None = None
 
     @property
     def endpoint(self) -> int | None:
-        """The source of this rank's, or this batch's, tokens; None: not told yet, and
+        """The source of this rank's or this batch's tokens; None: not set yet, and
         routers refuse to run.
         """
         return self._endpoint
@@ -204,9 +208,10 @@ class Steering:
             row.copy_(torch.from_numpy(table[endpoint]))
 
     def use(self, tables: BiasTables) -> None:
-        """Go on with other tables of the same model, placement and number of endpoints,
+        """Switch to other tables of the same model, placement and number of endpoints,
         as a controller does.
         """
+        # Compiled layers hold the bias tensors, so only their values may change.
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):
                 raise UserError(
@@ -228,8 +233,8 @@ class Steering:
 
 @contextlib.contextmanager
 def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering]:
-    """Add tables to the logits of a model's routers in forward passes inside; converted
-    models and regular ones.
+    """Add tables to the logits of a model's routers, in forward passes within the
+    block; the model may be converted or regular.
 
     The bias is added to the one linear in a router's forward that is at least E wide,
     to its first E columns, in the logits' precision or float32, whichever is wider, and
@@ -242,9 +247,10 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
             router has no such linear, or several; or makes its choice without a top-k
             of its own where `selection` is asked for.
     """
+    # Checked first, so that a refusal leaves the model as it was.
     routers = find_routers(model)
     check_tables(unwrapped(model), routers, tables)
-    rows, before = [], []
+    rows, original_forwards = [], []
     try:
         for router in routers:
             parameter = next(router.module.parameters())
@@ -252,22 +258,27 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
             rows.append(torch.zeros(tables.num_experts, device=device))
         steering = Steering(tables, rows)
         for router, row in zip(routers, rows, strict=True):
-            own = vars(router.module)
-            before.append((own, own.get("forward")))
+            # The instance attribute is replaced, not the class's method, and restored
+            # afterwards even where a device map had set one.
+            attributes = vars(router.module)
+            original_forwards.append((attributes, attributes.get("forward")))
             module: Any = router.module
             module.forward = _Biased(router, row, steering, tables.selection).forward
         yield steering
     finally:
-        for own, forward in before:
-            own.pop("forward")
+        for attributes, forward in original_forwards:
+            attributes.pop("forward")
             if forward is not None:
-                own["forward"] = forward  # of a device map or a tensor-parallel plan
+                # It was set by a device map or a tensor-parallel plan.
+                attributes["forward"] = forward
 
 
 def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
-    """Raise UserError where tables do not fit a model, or its ranks have no tokens of their own."""
+    """Raise UserError where tables do not fit a model, or its ranks share their
+    tokens.
+    """
     name, config = type(model).__name__, model.config
-    for what, given, has in (
+    for quantity, table_value, model_value in (
         ("model type", tables.model_type, base_model_type(config.model_type)),
         (
             "decoder layers",
@@ -277,24 +288,25 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
         ("experts", tables.num_experts, routers[0].num_experts),
         ("MoE layers", list(tables.layers), [router.layer for router in routers]),
     ):
-        if given != has:
+        if table_value != model_value:
             raise UserError(
-                f"bias tables: {what} {given}, but {name} has {has}; `fcsd bias` writes"
-                " tables for a model"
+                f"bias tables: {quantity} {table_value}, but {name} has"
+                f" {model_value}; `fcsd bias` writes tables for a model"
             )
     if any(
         isinstance(getattr(vars(r.module).get("forward"), "__self__", None), _Biased)
         for r in routers
     ):
         raise UserError(f"{name}: its routers are biased already")
-    spread = getattr(config, "distributed_config", None)
-    if (getattr(spread, "tp_size", None) or 1) > 1:
+    # Ranks that share their tokens would add different rows to the same token's logits.
+    distributed = getattr(config, "distributed_config", None)
+    if (getattr(distributed, "tp_size", None) or 1) > 1:
         raise UserError(
             f"{name}: its ranks share their tokens (tensor parallelism, experts summed"
             " by all-reduce), so a token has no source endpoint, and ranks with biases"
             " of their own would disagree; spread the experts by all-to-all"
         )
-    ranks = getattr(spread, "ep_size", None)
+    ranks = getattr(distributed, "ep_size", None)
     if (
         ranks == tables.num_endpoints
         and (tables.placement != contiguous(tables.num_experts, ranks)).any()
@@ -307,7 +319,7 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
 
 
 class _Biased:
-    """The forward of one router, with its row [E] of the bias."""
+    """The forward pass of one router, with its row [E] of the bias."""
 
     def __init__(
         self, router: Router, row: Tensor, steering: Steering, selection: bool
@@ -327,9 +339,11 @@ class _Biased:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.steering.has_endpoint:
             raise UserError(
-                "router bias: the endpoint of these tokens was not told; set `endpoint`"
+                "router bias: the endpoint of these tokens was not set; set `endpoint`"
                 " first"
             )
+        # The bias goes in between the router's linear and the family's own scoring,
+        # which no hook reaches.
         biased = _Pass(self, self.row)
         with biased:
             output = self.inner(*args, **kwargs)
@@ -347,29 +361,33 @@ class _Biased:
                 " forward, so that a bias cannot choose experts without changing their"
                 " weights; leave selection off for this model"
             )
+        # Weights come from a second, unbiased run, which is given the choices of the
+        # first.
         with _Pass(self, None, biased.choices):
             return self.inner(*args, **kwargs)
 
 
 class _Pass(TorchFunctionMode):
-    """One run of a router's forward: biased, noting its choices; or unbiased, with the
-    choices of the other.
+    """One run of a router's forward: biased, recording its choices; or unbiased, with
+    the choices of the biased run.
 
-    The last top-k of all experts is the choice; those before it choose groups.
+    The last top-k over all experts is the choice; earlier ones choose groups.
     """
 
     def __init__(
-        self, biased: _Biased, row: Tensor | None, given: list[Tensor] | None = None
+        self, biased: _Biased, row: Tensor | None, imposed: list[Tensor] | None = None
     ):
         super().__init__()
         self.num_experts, self.top_k, self.row = biased.num_experts, biased.top_k, row
-        self.given, self.linears, self.heard = given, 0, biased.steering.heard
+        self.given, self.linears, self.heard = imposed, 0, biased.steering.heard
         self.choices: list[Tensor] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
+        # A router's linear may be wider than E; its first E columns are those of the
+        # experts.
         if func is F.linear and output.shape[-1] >= self.num_experts:
             self.linears += 1
             if self.row is not None:
@@ -378,19 +396,24 @@ class _Pass(TorchFunctionMode):
                         output[..., : self.num_experts].reshape(-1, self.num_experts)
                     )
                 return self._add(output, self.row.to(output.device))
+        # Families call either the function or the method.
         elif func in (torch.topk, Tensor.topk) and self._chooses(
             args[0], output.indices
         ):
             self.choices.append(output.indices)
             if self.given is not None and len(self.choices) == len(self.given):
+                # Same type as torch's top-k: the values at the imposed indices, and
+                # these indices.
                 return type(output)(
                     (args[0].gather(-1, self.given[-1]), self.given[-1])
                 )
         return output
 
     def _add(self, logits: Tensor, row: Tensor) -> Tensor:
-        others = logits.shape[-1] - self.num_experts
-        return (logits + (F.pad(row, (0, others)) if others else row)).to(logits.dtype)
+        num_others = logits.shape[-1] - self.num_experts
+        return (logits + (F.pad(row, (0, num_others)) if num_others else row)).to(
+            logits.dtype
+        )
 
     def _chooses(self, scores: Tensor, indices: Tensor) -> bool:
         return scores.shape[-1] == self.num_experts and indices.shape[-1] == self.top_k

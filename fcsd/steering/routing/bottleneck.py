@@ -1,4 +1,4 @@
-"""A bias that pushes tokens off the slowest paths only, as far as a goal needs it.
+"""Make a bias that pushes tokens off the slowest paths only, as far as a goal requires.
 
 An exchange takes as long as its slowest path, so that a push anywhere else changes
 routes for nothing. Repeat: ask the model for its routes, simulate the exchanges, weigh
@@ -29,7 +29,7 @@ from fcsd.steering.network.simulate import (
 from fcsd.steering.routing.camoe import for_experts
 
 Respond = Callable[[NDArray[np.float32]], NDArray[Any]]
-"""Given tables [L, N, E], the pairs [X, L, N, E] that the model then has on the
+"""Given tables [L, N, E], returns the pairs [X, L, N, E] of the model on the
 calibration tokens.
 """
 
@@ -44,8 +44,10 @@ MAX_STEPS = 300
 
 @dataclass(frozen=True)
 class Push:
-    """tables: float32 [L, N, E]. steps: how many it took. left: layers (by position)
-    that no push brings into their windows, and that have none."""
+    """The result of a search. tables: float32 [L, N, E]. steps: number of steps taken.
+    left: layers (by position) that no push brings into their windows, and that get
+    none.
+    """
 
     tables: NDArray[np.float32]
     steps: int
@@ -54,7 +56,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where experts are, placement [L, E], and what lies between."""
+    """The placement [L, E] of the experts, and the links between their endpoints."""
 
     links: LinkModel
     payload: Payload
@@ -96,23 +98,26 @@ def bottleneck(
     best = deployment.mean_time(
         counts := respond(for_experts(pushes, deployment.placement))
     )
-    before, steps = pushes, 0
-    while (now := deployment.mean_time(counts)) > goal_s:
-        best = min(best, now)
+    previous, steps = pushes, 0
+    while (mean_s := deployment.mean_time(counts)) > goal_s:
+        best = min(best, mean_s)
         if steps == MAX_STEPS:
             raise UserError(
                 f"bottleneck: exchanges of {goal_s * 1e3:.3g} ms are out of reach;"
                 f" {MAX_STEPS} steps brought them to {best * 1e3:.3g} ms; ask for less"
             )
-        before = pushes
-        pushes = before - _step(deployment.paths(counts), None, logit_std)
+        # The last step passes the goal, so the answer lies between it and the one
+        # before.
+        previous = pushes
+        pushes = previous - _step(deployment.paths(counts), None, logit_std)
         counts = respond(for_experts(pushes, deployment.placement))
         steps += 1
+    # Bisection: the weaker push that still meets the goal changes fewer routes.
     for _ in range(LANDING if steps else 0):
-        middle = (before + pushes) / 2
+        middle = (previous + pushes) / 2
         halfway = respond(for_experts(middle, deployment.placement))
         if deployment.mean_time(halfway) > goal_s:
-            before = middle
+            previous = middle
         else:
             pushes = middle
     return Push(for_experts(pushes, deployment.placement), steps)
@@ -128,8 +133,8 @@ def fit_windows(
     """Push each layer until its dispatch and its combine take no longer than their
     windows [L, 2] of seconds.
 
-    A collective that is hidden already gets no push. Nor does a layer that no push can
-    hide, as where its window is shorter than the latency; it is in `left`.
+    A collective that is already hidden gets no push. Neither does a layer that no push
+    can hide, such as one with a window shorter than the latency; it is in `left`.
 
     Raises:
         UserError: windows for another number of layers, or a negative one.
@@ -143,6 +148,7 @@ def fit_windows(
         raise UserError(
             "windows: a time is negative or missing; seconds of 0 or more are needed"
         )
+    # Layers are independent: each is pushed by its own late collectives.
     pushes, left, steps = _zeros(deployment), np.zeros(num_layers, dtype=bool), 0
     while True:
         counts = respond(for_experts(pushes, deployment.placement))
@@ -153,6 +159,8 @@ def fit_windows(
             return Push(
                 for_experts(pushes, deployment.placement), steps, tuple(without)
             )
+        # At the start give up layers whose window is below the latency; after each
+        # MAX_STEPS, all that are still late.
         if steps % MAX_STEPS == 0:
             floor = deployment.paths(np.zeros_like(counts[:1])).max((-2, -1))[0]
             hopeless = late & ((floor > windows) | (steps > 0))
@@ -170,17 +178,20 @@ def _zeros(deployment: Deployment) -> Array:
 def _step(
     paths: Array, late: NDArray[np.bool_] | None, logit_std: Array | None
 ) -> Array:
-    """Return what to take from the logits [L, N, N] for paths [X, L, 2, N, N]; late:
-    the phases [L, 2] that count.
+    """Return the amount to subtract from the logits, [L, N, N], for paths [X, L, 2, N,
+    N]; late: the phases [L, 2] that count.
     """
     slowest = paths.max((-2, -1), keepdims=True)
+    # Where the slowest time is 0 the division fails; those weights become 0 below.
     with np.errstate(invalid="ignore", divide="ignore"):
         weights = np.exp((paths / slowest - 1) / TEMPERATURE)
     weights = np.where((paths > 0) & np.isfinite(weights), weights, 0.0).mean(0)
     if late is not None:
         weights = weights * late[..., None, None]
     weights = weights.sum(1)
+    # The path with the largest weight gets a full step, all others a share of it.
     largest = weights.max((-2, -1), keepdims=True)
+    # Without a calibration a step is a part of 2.4 logits.
     unit = np.full(len(weights), 2.4) if logit_std is None else logit_std
     scaled = np.divide(weights, largest, out=np.zeros(weights.shape), where=largest > 0)
     return np.asarray(STEP * unit[:, None, None] * scaled)

@@ -1,9 +1,9 @@
-"""CAMoE's bias: what each path would take, standardised over destinations (equations 10
-to 13).
+"""Compute CAMoE's bias: the time of each path, standardised over destinations
+(equations 10 to 13).
 
-L MoE layers, N endpoints, E experts. Where a token stays costs nothing and counts in
-mean and deviation, as printed; without it the bias overshoots: on CAMoE's own links
-(A.3) a strength of 0.5 made exchanges 4 % slower.
+L MoE layers, N endpoints, E experts. The diagonal, where tokens stay, costs nothing and
+counts in mean and deviation, as printed in the paper; without it the bias overshoots:
+on CAMoE's own links (A.3) a strength of 0.5 made exchanges 4 % slower.
 """
 
 from typing import Any
@@ -32,9 +32,8 @@ def camoe(
 
     strength: lambda of equation 13, in logits; with logit_std [L], in standard
     deviations of a layer's logits. placement: [L, E] or [E], -1: no endpoint.
-    sigma_floor: least standard deviation of a row, as a part of its mean: among many
-    equal links the printed z-score (0) makes large biases of differences that are
-    noise.
+    sigma_floor: least standard deviation of a row, as a fraction of its mean: among
+    many equal links the printed z-score (floor 0) turns noise into large biases.
 
     Raises:
         UserError: strength is negative; the links are between another number of
@@ -51,6 +50,8 @@ def camoe(
         links.alpha("dispatch")
         + links.beta("dispatch") * pairs * payload.dispatch_bytes
     )
+    # The combine runs from the expert's endpoint back to the source, so its links are
+    # transposed.
     combine = (
         links.alpha("combine").T
         + links.beta("combine").T * pairs * payload.combine_bytes
@@ -62,12 +63,15 @@ def camoe(
     standardised = np.divide(
         cost - mean, sigma, out=np.zeros(cost.shape), where=sigma > 0
     )
+    # In deviations of the layer's logits, one strength pushes equally in all layers.
     unit = np.ones(len(counts)) if logit_std is None else logit_std
     return for_experts(-strength * unit[:, None, None] * standardised, placement)
 
 
 def for_experts(values: Array, placement: NDArray[np.integer]) -> NDArray[np.float32]:
-    """Give each expert the value [L, N, N] of its endpoint: [L, N, E]; 0 to one without."""
+    """Give each expert its endpoint's value from [L, N, N]: [L, N, E]; 0 for an expert
+    without an endpoint.
+    """
     by_expert = np.take_along_axis(
         values, np.maximum(placement, 0)[:, None, :], axis=-1
     )

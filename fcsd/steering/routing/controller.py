@@ -1,14 +1,14 @@
 """Choose the strength of a bias while a model runs, from the times of its exchanges.
 
-The controller holds tables of rising strength, and the traffic of each, so that it can
-say what each would take on the links as it knows them. Times that stay off its
-prediction mean that the links have changed: it has the slowest edges measured again,
-one by one until they explain the times, predicts anew, and takes the weakest tables
-whose exchanges keep within the goal. A path that a bias keeps tokens off is not seen to
-get well, so the one that is the slowest without a bias is measured again now and then.
-What no edge explains (a busy host) slows all tables alike.
+The controller has tables of rising strength and the traffic under each, so it can
+predict the time of each on the links as it knows them. Times that stay off the
+prediction mean that the links have changed: the controller measures the slowest edges
+again, one by one until they explain the times, predicts anew, and takes the weakest
+tables whose exchanges stay within the goal. Traffic does not show the recovery of a
+path that a bias avoids, so the slowest path without a bias is measured again now and
+then. Delays that no edge explains (a busy host) slow all tables alike.
 
-Not covered: traffic that drifts, which needs new tables.
+Not covered: drifting traffic, which needs new tables.
 """
 
 from collections import deque
@@ -27,23 +27,22 @@ from fcsd.steering.routing.bias import BiasTables
 from fcsd.steering.routing.bottleneck import Deployment
 
 Probe = Callable[[Phase, int, int], tuple[float, float]]
-"""Given a phase, a source and a destination, the latency and the seconds a byte that
-its edge has now.
+"""Given a phase, a source and a destination, returns the present latency and seconds a
+byte of the edge.
 """
 
 
 PROBES, SEARCHES = 8, 3
-"""Edges measured at once, and how often, before what they do not explain is put down to
-something else than links.
+"""Edges measured at once, and the number of such searches, before an unexplained delay
+is attributed to something other than links.
 """
 
 
 def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> Probe:
     """Return a probe that measures an edge alone, between the endpoints of the links;
-    all of them call it.
+    all endpoints call it.
 
-    fcsd sends all phases by one collective, with which the links must have been
-    measured.
+    fcsd sends all phases by one collective; the links must have been measured with it.
     """
     size = len(links.endpoints)
     links.require(exchange.size, exchange.collective)
@@ -59,21 +58,21 @@ def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> P
 
 @dataclass(frozen=True)
 class Rung:
-    """Tables, and the pairs [X, L, N, E] of the calibration tokens under them."""
+    """Tables, and the pairs [X, L, N, E] of the calibration tokens with them."""
 
     tables: BiasTables
     counts: NDArray[Any]
 
 
 class Controller:
-    """Hand every observed time to `observe`, the same one on all ranks; `tables` are
-    those to use from then on.
+    """Pass every observed time to `observe`, the same one on all ranks; then use
+    `tables`.
 
-    goal_s: seconds that an exchange may take, mean over layers. band: an observed time
-    within this part of the predicted one says nothing new; a weaker bias has to keep
-    this much below the goal. patience: observations, of which all have to say the same
-    before anything changes. recheck: observations under a bias, after which what it is
-    for is measured again.
+    goal_s: seconds that an exchange may take, mean over layers. band: relative
+    deviation from the prediction that is ignored; a weaker bias must stay below the
+    goal by this much. patience: number of consecutive observations that must agree
+    before anything changes. recheck: observations under a bias, after which the paths
+    it avoids are measured again.
 
     Raises:
         UserError: no rungs; rungs that are not of rising strength.
@@ -105,7 +104,7 @@ class Controller:
 
     @property
     def tables(self) -> BiasTables:
-        """Those to use now."""
+        """The tables to use now."""
         return self._rungs[self._current].tables
 
     @property
@@ -119,9 +118,11 @@ class Controller:
         return self._deployment.mean_time(counts) * self._unexplained
 
     def observe(self, seconds: float) -> BiasTables:
-        """Take note of the time of an exchange, mean over layers; return the tables to use."""
+        """Record the time of an exchange, mean over layers; return the tables to
+        use.
+        """
         self._seen.append(seconds)
-        off = [each / self.predicted_s() - 1 for each in self._seen]
+        off = [seen_s / self.predicted_s() - 1 for seen_s in self._seen]
         if len(off) < (self._seen.maxlen or 0) or not (
             min(off) > self.band or max(off) < -self.band
         ):
@@ -129,12 +130,18 @@ class Controller:
             if self._current and self._since >= self.recheck:
                 self._measure_without_bias()
             return self.tables
+        # All recent times are off in the same direction: the links, or the host, have
+        # changed.
         observed = float(np.median(self._seen))
         self._seen.clear()
         self._unexplained, self._since = 1.0, 0
+        # Probing stops at the edge that explains the times, since every probe takes
+        # time from the run.
         for _ in range(PROBES):
             if self._explains(observed) or not self._probe_slowest():
                 break
+        # After SEARCHES fruitless searches the rest is attributed to the host, as a
+        # factor on all predictions.
         self._searches += 1
         if self._explains(observed) or self._searches == SEARCHES:
             self._unexplained = (
@@ -142,8 +149,8 @@ class Controller:
             )
             self._searches = 0
             self._probed.clear()
-        # At once with what was found: with it, the next times may be near enough to the
-        # prediction to say nothing new.
+        # Choose at once: with the links just measured, the next times may be too near
+        # the prediction to trigger a choice.
         self._current = self._choice(self._current)
         return self.tables
 
@@ -151,8 +158,8 @@ class Controller:
         return abs(observed / self.predicted_s() - 1) <= self.band
 
     def _choice(self, current: int | None = None) -> int:
-        """Return the weakest rung within the goal, or the fastest; weaker than the one
-        in use only with room left.
+        """Return the weakest rung within the goal, or else the fastest; a rung weaker
+        than the present one needs a margin.
         """
         times = [self.predicted_s(rung) for rung in range(len(self._rungs))]
         for rung, time in enumerate(times):
@@ -162,8 +169,8 @@ class Controller:
         return int(np.argmin(times))
 
     def _probe_slowest(self) -> bool:
-        """Measure again the slowest edge that was not since prediction and time agreed;
-        False: none is left.
+        """Measure the slowest edge that has not been measured since prediction and time
+        last agreed; return False if none is left.
         """
         left = [
             edge for edge in self._slowest(self._current) if edge not in self._probed
@@ -175,13 +182,13 @@ class Controller:
         return True
 
     def _measure_without_bias(self) -> None:
-        """Measure the edges that would be the slowest under the weakest tables, until
-        one is as slow as known.
+        """Measure the edges that would be the slowest with the weakest tables, until
+        one is confirmed to be as slow as assumed.
         """
         for _ in range(PROBES):
-            before = self.predicted_s(0)
+            predicted_s = self.predicted_s(0)
             self._measure(self._slowest(0)[0])
-            if self.predicted_s(0) > before * (1 - self.band):
+            if self.predicted_s(0) > predicted_s * (1 - self.band):
                 break
         self._since = 0
         if (choice := self._choice(self._current)) != self._current:
@@ -189,9 +196,11 @@ class Controller:
             self._seen.clear()
 
     def _slowest(self, rung: int) -> list[tuple[Phase, int, int]]:
-        """Return all edges, those first that take the longest under the tables of a rung."""
+        """Return all edges, the slowest with the tables of a rung first."""
         # [2, N, N]
         paths = self._deployment.paths(self._rungs[rung].counts).mean((0, 1))
+        # `paths` are by (source, endpoint of the expert); a combine travels the other
+        # way.
         paths[1] = paths[1].T
         phases: tuple[Phase, Phase] = ("dispatch", "combine")
         order = [

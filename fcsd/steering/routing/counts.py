@@ -1,6 +1,6 @@
-"""Run a model over batches and read what its routers did with every one.
+"""Run a model over batches and read its routers' choices for each.
 
-Not covered: tokens of images in families that have experts of their own for them.
+Not covered: image tokens in families with separate experts for them.
 """
 
 import inspect
@@ -26,28 +26,29 @@ def read_batches(
     begin: Callable[[int], object] = lambda number: None,
     bar: str | None = None,
 ) -> list[Read]:
-    """Run a model, in eval mode, on batches (input_ids, attention_mask), each on the
-    rank that it is dealt to.
+    """Run a model in eval mode on batches (input_ids, attention_mask), each on the rank
+    to which it is dealt.
 
-    read: is given what each router did with the tokens that are not padding, and the
-    batch; what it gives of every batch is returned in order, on all ranks. begin: is
-    told the number of the batch before it is run. bar: its name.
+    read: called with each router's choices for the tokens that are not padding, and
+    with the batch; its results are returned in the order of the batches, on all ranks.
+    begin: called with the number of a batch before it is run. bar: name of the progress
+    bar.
     """
     # The logits of all tokens over the vocabulary would be the largest tensor of the
     # run; nobody reads them.
     parameters: Any = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     device = input_device(model)
-    own = len(ranks.deal(batches))
+    num_batches = len(ranks.deal(batches))
     with (
         recording(model) as recorded,
         progress_bar(
-            total=own,
+            total=num_batches,
             desc=bar,
             unit="batch",
             shown=bar is not None and ranks.first,
             leave=False,
-        ) as shown,
+        ) as progress,
     ):
 
         def run(number: int, batch: Mapping[str, Tensor]) -> Read:
@@ -57,14 +58,17 @@ def read_batches(
                 model(**inputs, use_cache=False, **options)
             routed = recorded.take()
             if (mask := inputs.get("attention_mask")) is not None:
-                kept = mask.reshape(-1).bool()
+                is_token = mask.reshape(-1).bool()
                 routed = [
                     Routed(
-                        experts[kept.to(experts.device)], logits[kept.to(logits.device)]
+                        experts[is_token.to(experts.device)],
+                        logits[is_token.to(logits.device)],
                     )
                     for experts, logits in routed
                 ]
-            shown.update()
+            progress.update()
             return read(routed, batch)
 
+        # Ranks with fewer batches run the first one again: the layers of sharded models
+        # need all ranks.
         return ranks.each(batches, run, lambda: run(0, batches[0]))

@@ -1,7 +1,8 @@
-"""How unevenly experts are used, and how far the routing of one run is from another's.
+"""Measure how unevenly experts are used, and the distance between the routings of two
+runs.
 
-Equations of CAMoE's appendix A.4 (the copy at hand numbers them 14 to 20), on loads [L,
-E]: (token, expert) pairs of each expert in each MoE layer, before or after tokens were
+Equations of CAMoE's appendix A.4 (numbered 14 to 20 in our copy), on loads [L, E]:
+(token, expert) pairs of each expert in each MoE layer, before or after tokens were
 dropped. KLs are in nats; 0 where the loads agree.
 """
 
@@ -14,9 +15,10 @@ Array = NDArray[np.float64]
 Loads = NDArray[Any]
 
 EPSILON = 1e-6
-"""Pairs added to every expert before a KL, so that one that nobody uses has a
-logarithm. CAMoE does not print its own: a KL in which one side leaves experts out
-depends on it, so it is written beside every result."""
+"""Pairs added to every expert before a KL, so that an unused expert has a logarithm.
+CAMoE does not print its value: a KL in which one run leaves experts unused depends on
+it, so it is written beside every result.
+"""
 
 
 def cv(loads: Loads) -> float:
@@ -42,11 +44,11 @@ def avg_layer_cv(loads: Loads) -> float:
 
 
 def rank_imbalance(loads: Loads, ranks: int) -> float:
-    """Return the mean over layers of the rows of the rank with most of them over the
-    mean of all ranks.
+    """Return the rows of the busiest rank over the mean of all ranks, as a mean over
+    layers.
 
-    loads: [L, E], E experts in order over the ranks. At least 1; of the sum over a
-    text, so that a step has more.
+    loads: [L, E], E experts in order over the ranks. The result is at least 1; loads
+    summed over a text are more even than those of a single step.
     """
     by_rank = loads.reshape(len(loads), ranks, -1).sum(-1)
     return float((by_rank.max(-1) / by_rank.mean(-1)).mean())
@@ -54,6 +56,7 @@ def rank_imbalance(loads: Loads, ranks: int) -> float:
 
 def layer_kl(base: Loads, compared: Loads, epsilon: float = EPSILON) -> Array:
     """Return KL(base || compared) of loads [..., E], each made a distribution: shape [...] (equations 17 to 19)."""
+    # Epsilon keeps unused experts finite in both runs.
     p, q = (_distribution(loads, epsilon) for loads in (base, compared))
     return np.asarray((p * np.log(p / q)).sum(-1))
 
@@ -74,23 +77,25 @@ def _distribution(loads: Loads, epsilon: float) -> Array:
 
 
 def routes_moved(base: NDArray[np.integer], compared: NDArray[np.integer]) -> Array:
-    """Return the share of (token, expert) pairs that the other run does not have: shape
-    [...].
+    """Return the share of (token, expert) pairs of one run that the other run does not
+    have: shape [...].
 
     base, compared: experts [..., T, K] of the same tokens; their order among a token's
     K does not matter.
     """
-    kept = (base[..., :, None] == compared[..., None, :]).any(-1)
-    return np.asarray(1 - kept.mean((-2, -1)))
+    # Compare every choice of one run with every choice of the other: their order is
+    # irrelevant.
+    in_both = (base[..., :, None] == compared[..., None, :]).any(-1)
+    return np.asarray(1 - in_both.mean((-2, -1)))
 
 
 def switch_balance_loss(loads: Loads, probabilities: Array) -> Array:
     """Return E * sum_e f_e P_e of loads [..., E] and of the router's mean probabilities
     [..., E]: shape [...].
 
-    f_e is the share of pairs that expert e gets, P_e the mean over tokens of
-    softmax(logits) (Switch Transformers, equation 4): 1 where either is even, more
-    where probable experts are the loaded ones.
+    f_e is the share of pairs of expert e, P_e the mean over tokens of softmax(logits)
+    (Switch Transformers, equation 4). The loss is 1 where either is even, and more
+    where probable experts are also the loaded ones.
     """
     total = loads.sum(-1, keepdims=True)
     shares = np.divide(loads, total, out=np.zeros(loads.shape), where=total > 0)

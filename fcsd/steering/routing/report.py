@@ -1,4 +1,4 @@
-"""The routing study as a page: Markdown that also reads well in a terminal."""
+"""Format the routing study as a page of Markdown that also reads well in a terminal."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -14,7 +14,7 @@ _PLACEMENTS = {
 
 
 def report(result: Mapping[str, Any]) -> str:
-    """Return the page of what `routing.json` holds."""
+    """Return the page for the contents of `routing.json`."""
     first = result["models"][0]
     where = ", ".join(result["endpoints"] or []) or "no links given, so no times"
     parts = [
@@ -29,6 +29,7 @@ def report(result: Mapping[str, Any]) -> str:
         "## Loads\n\n" + _loads(result["models"]),
         "![share of each expert](loads.png)",
     ]
+    # Only a study with --against compares two models.
     if (shift := result["comparison"]) is not None:
         parts += [_shift(result, shift), "![what changed by layer](shift.png)"]
     parts += [
@@ -41,6 +42,7 @@ def report(result: Mapping[str, Any]) -> str:
         " pair beyond that is dropped and gives zero. Times are those of what is"
         " left.\n\n" + "\n\n".join(_capacity(facts) for facts in result["models"]),
     ]
+    # Without links there are no times to compare placements by.
     if first["placements"]:
         parts.append(
             "## Placement\n\nDecided on the first half of the batches, timed on the"
@@ -67,10 +69,11 @@ def _loads(models: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
+    # The first model is the one studied, the second the one it is compared with.
     model, base = (facts["name"] for facts in result["models"])
     rows = [
-        [str(layer), f"{moved:.2%}", nats(kl), f"{one:.3f}", f"{other:.3f}"]
-        for layer, moved, kl, one, other in zip(
+        [str(layer), f"{moved:.2%}", nats(kl), f"{cv_before:.3f}", f"{cv_now:.3f}"]
+        for layer, moved, kl, cv_before, cv_now in zip(
             result["models"][0]["layers"],
             shift["layer_moved"],
             shift["layer_kl"],
@@ -98,6 +101,7 @@ def _shift(result: Mapping[str, Any], shift: Mapping[str, Any]) -> str:
 
 
 def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
+    # Shares of all pairs, with those that stay at their endpoint on the diagonal.
     total = sum(map(sum, facts["traffic"]))
     rows = [
         [f"from {u}", *[f"{pairs / total:.2%}" for pairs in row]]
@@ -110,6 +114,7 @@ def _traffic(facts: Mapping[str, Any], num_endpoints: int) -> str:
 
 
 def _capacity(facts: Mapping[str, Any]) -> str:
+    # The first row is without a limit, to compare with.
     rows = [
         [
             "none",
@@ -145,7 +150,7 @@ def _capacity(facts: Mapping[str, Any]) -> str:
 def _placement(models: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for facts in models:
-        start = facts["placements"]["contiguous"]["mean_ms"]
+        in_order_ms = facts["placements"]["contiguous"]["mean_ms"]
         for name, words in _PLACEMENTS.items():
             placement = facts["placements"][name]
             rows.append(
@@ -153,7 +158,7 @@ def _placement(models: Sequence[Mapping[str, Any]]) -> str:
                     facts["name"],
                     words,
                     *_times(placement),
-                    f"{placement['mean_ms'] / start - 1:+.1%}",
+                    f"{placement['mean_ms'] / in_order_ms - 1:+.1%}",
                 ]
             )
     return markdown(

@@ -1,8 +1,8 @@
-"""Every choice that a model's routers make on a text, batch by batch: what two runs can
-be compared by.
+"""Record every choice of a model's routers on a text, batch by batch, so that two runs
+can be compared.
 
-Not covered: text whose choices (2 bytes for each token, layer and expert of the token)
-do not fit in main memory.
+Not covered: text whose choices (2 bytes for each token, layer and chosen expert) do not
+fit in main memory.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Routes:
 
     @property
     def top_k(self) -> int:
-        """Return the experts of one token in one layer."""
+        """The number of experts of one token in one layer."""
         return self.experts.shape[-1]
 
     def batches(self) -> list[NDArray[np.int16]]:
@@ -58,10 +58,12 @@ class Routes:
         )
 
     def keep(self, factor: float) -> "Kept":
-        """Drop what is over the capacity of a factor, in each batch."""
-        loads, without, room = [], 0, 0
+        """Drop the pairs of each batch that exceed the capacity of a factor."""
+        loads, num_without, num_slots = [], 0, 0
         for batch in self.batches():
+            # Capacity is per batch, as it would be in an exchange.
             limit = capacity(factor, batch.shape[1], self.top_k, self.num_experts)
+            # Layer by layer: an expert's buffer belongs to one layer.
             pairs = np.stack(
                 [
                     kept_pairs(torch.from_numpy(experts), limit).numpy()
@@ -69,29 +71,31 @@ class Routes:
                 ]
             )
             loads.append(self._loads(batch, pairs))
-            without += int((~pairs.any(-1)).sum())
-            room += limit * self.num_experts * len(batch)
-        kept, choices = int(np.sum(loads)), self.experts.size // self.top_k
+            # A token whose experts are all full gets no routed output in this layer.
+            num_without += int((~pairs.any(-1)).sum())
+            num_slots += limit * self.num_experts * len(batch)
+        num_kept, choices = int(np.sum(loads)), self.experts.size // self.top_k
         return Kept(
             np.stack(loads),
-            1 - kept / self.experts.size,
-            without / choices,
-            1 - kept / room,
+            1 - num_kept / self.experts.size,
+            num_without / choices,
+            1 - num_kept / num_slots,
         )
 
-    def _loads(self, batch: NDArray[np.int16], kept: NDArray[np.bool_]) -> Counts:
-        each = [
+    def _loads(self, batch: NDArray[np.int16], is_kept: NDArray[np.bool_]) -> Counts:
+        counts = [
             np.bincount(experts[pairs], minlength=self.num_experts)
-            for experts, pairs in zip(batch, kept, strict=True)
+            for experts, pairs in zip(batch, is_kept, strict=True)
         ]
-        return np.stack(each)
+        return np.stack(counts)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a capacity factor leaves: pairs of each expert [J, L, E], and three shares:
-    of pairs that are dropped, of tokens that have no expert left in a layer, of padding
-    in the buffers of all experts."""
+    """The effect of a capacity factor: the remaining pairs of each expert [J, L, E],
+    and three shares: of dropped pairs, of tokens without an expert in a layer, of
+    padding in the buffers of all experts.
+    """
 
     loads: Counts
     dropped: float
@@ -106,8 +110,8 @@ def read_routes(
     ranks: Ranks = ALONE,
     bar: str | None = None,
 ) -> Routes:
-    """Run a model on batches and keep what its routers chose for all but the padding:
-    on all ranks, as one process.
+    """Run a model on batches and record its routers' choices for all tokens but the
+    padding; all ranks get the routes of one process.
     """
     routers = find_routers(model)
     choices = read_batches(
@@ -129,6 +133,7 @@ def _summed(routed: Sequence[tuple[Tensor, Tensor]]) -> tuple[NDArray[np.int16],
     experts = (
         torch.stack([chosen.cpu() for chosen, _ in routed]).numpy().astype(np.int16)
     )
-    # In float64 one layer at a time.
+    # One layer at a time, since float64 probabilities of all layers would need much
+    # memory.
     probabilities = [logits.double().softmax(-1).sum(0).cpu() for _, logits in routed]
     return experts, torch.stack(probabilities).numpy()

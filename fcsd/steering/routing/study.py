@@ -1,7 +1,7 @@
-"""The routing study: where a model sends the tokens of real text, and what that costs
-and changes.
+"""Run the routing study: where a model sends the tokens of real text, the cost of that,
+and the change against another model.
 
-On several ranks each runs its share of the batches; the counts are those of one
+Each of several ranks runs its share of the batches; the counts are those of one
 process.
 """
 
@@ -46,13 +46,13 @@ def study_routing(
     inputs: dict[str, str],
     device_map: str | None = None,
 ) -> dict[str, Any]:
-    """Run the study, or find it finished; return what `routing.json` holds. All ranks
-    call this.
+    """Run the study, unless it is finished; return the contents of `routing.json`. All
+    ranks call this.
 
-    draw: makes the figures of the result in a folder
-    (`fcsd.report.study_plots.plot_routing`). prompts: given the tokenizer, the prompts
-    of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs: what
-    identifies the text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
+    draw: draws the figures of the result into a folder
+    (`fcsd.report.study_plots.plot_routing`). prompts: given the tokenizer, returns the
+    prompts of the study's tasks (`fcsd.evaluation.items.suite_prompts`). inputs:
+    fingerprints of the text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
 
     Raises:
         UserError: endpoints that do not divide the experts, links of another number of
@@ -62,8 +62,11 @@ def study_routing(
     launch = launch.for_evaluation()
     check_device_map(device_map, launch)
     models = [
-        find_model(each) for each in (study.model, study.against) if each is not None
+        find_model(config)
+        for config in (study.model, study.against)
+        if config is not None
     ]
+    # Endpoints and links are part of the settings that identify a study.
     network = network_of(study, models)
     settings = study.model_dump(
         mode="json", exclude={"model", "against", "links", "data_root"}
@@ -73,23 +76,24 @@ def study_routing(
         settings["links"] = network.links.model_dump(mode="json")
 
     def begun() -> Stage:
-        read = dict[str, Any](inputs)
-        for name, each in zip(("model", "against"), models, strict=False):
-            read |= each.fingerprints(name)
-        return Stage(folder, "routing", settings, read)
+        fingerprints = dict[str, Any](inputs)
+        for name, source in zip(("model", "against"), models, strict=False):
+            fingerprints |= source.fingerprints(name)
+        return Stage(folder, "routing", settings, fingerprints)
 
     stage = launch.ranks.from_first(begun)
     if launch.begin(stage) == "finished":
         return dict(read_json(folder / "routing.json"))
     batches = batches_of(study, models, prompts, network.num_endpoints)
     by_model: list[Routes] = []
-    for each in models:
-        model = load_for_evaluation(each, launch, device_map=device_map)
+    for source in models:
+        model = load_for_evaluation(source, launch, device_map=device_map)
         by_model.append(
             read_routes(
-                model, batches, ranks=launch.ranks, bar=Path(each.config.path).name
+                model, batches, ranks=launch.ranks, bar=Path(source.config.path).name
             )
         )
+        # One model at a time: two may not fit in memory together.
         del model
         free_memory()
         _check_comparable(by_model, models)
@@ -103,7 +107,7 @@ def study_routing(
 
 
 def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
-    """Check endpoints and links against the models' configs, before weights are read."""
+    """Check endpoints and links against the models' configs before weights are read."""
     links = read_links(study.links) if study.links is not None else None
     num_endpoints = study.endpoints or (
         _ENDPOINTS if links is None else len(links.endpoints)
@@ -111,9 +115,9 @@ def network_of(study: RoutingStudy, models: Sequence[ModelFolder]) -> Network:
     if links is not None:
         links.require(num_endpoints)
     payloads = []
-    for each in models:
-        config = each.load_config(
-            any_family=each.config.trust_remote_code
+    for source in models:
+        config = source.load_config(
+            any_family=source.config.trust_remote_code
         ).get_text_config()
         num_experts, *_ = expert_counts(config)
         # a model without experts is refused with its routers
@@ -129,18 +133,20 @@ def batches_of(
     prompts: Callable[[Any], Rows] | None,
     num_endpoints: int,
 ) -> list[dict[str, Tensor]]:
-    """Tokenize text and prompts, and put rows in their order into batches, padded on the right."""
+    """Tokenize text and prompts and batch the rows in order, padded on the right."""
     tokenizers = [
         load_tokenizer(m.folder, trust_remote_code=m.config.trust_remote_code)
         for m in models
     ]
     tokenizer = tokenizers[0]
-    if any(other.get_vocab() != tokenizer.get_vocab() for other in tokenizers[1:]):
+    # The comparison is by token position, which needs equal ids.
+    if any(against.get_vocab() != tokenizer.get_vocab() for against in tokenizers[1:]):
         raise UserError(
             f"{models[1].config.path}: its tokenizer is not that of"
             f" {models[0].config.path}; routes are compared token by token, so the"
             " models must share one"
         )
+    # Text first, then prompts; the order decides which endpoint gets which rows.
     rows = _text_rows(study, tokenizer, models[0]) + (
         [] if prompts is None else prompts(tokenizer)
     )
@@ -153,6 +159,7 @@ def batches_of(
         for line, row in enumerate(lists):
             ids[line, : len(row)], mask[line, : len(row)] = torch.tensor(row), 1
         batches.append({"input_ids": ids, "attention_mask": mask})
+    # Each endpoint needs a batch for one whole exchange.
     if len(batches) < num_endpoints:
         raise UserError(
             f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)}"
@@ -165,6 +172,7 @@ def batches_of(
 def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
     if study.text is None:
         return []
+    # Without packing: a row is one example, whose tokens come from one endpoint.
     rows = heldout_rows(
         study.text,
         tokenizer,
@@ -185,6 +193,7 @@ def _text_rows(study: RoutingStudy, tokenizer: Any, model: ModelFolder) -> Rows:
 def _check_comparable(
     by_model: Sequence[Routes], models: Sequence[ModelFolder]
 ) -> None:
+    # Routes are compared by layer, expert index and number of choices.
     shapes = [(routes.layers, routes.num_experts, routes.top_k) for routes in by_model]
     if len(shapes) == 2 and shapes[0] != shapes[1]:
         words = [
@@ -205,10 +214,14 @@ def _result(
     network: Network,
     num_batches: int,
 ) -> dict[str, Any]:
-    kept = [[routes.keep(factor) for factor in FACTORS] for routes in by_model]
+    after_dropping = [
+        [routes.keep(factor) for factor in FACTORS] for routes in by_model
+    ]
     facts = [
-        {"name": each.config.path, **model_facts(routes, dropped, network)}
-        for each, routes, dropped in zip(models, by_model, kept, strict=True)
+        {"name": source.config.path, **model_facts(routes, dropped, network)}
+        for source, routes, dropped in zip(
+            models, by_model, after_dropping, strict=True
+        )
     ]
     return {
         "schema_version": SCHEMA_VERSION,
@@ -220,7 +233,7 @@ def _result(
         "models": facts,
         # The model is compared with what it is set against: that is the base of the KL.
         "comparison": (
-            comparison(by_model[1], by_model[0], kept[1], kept[0])
+            comparison(by_model[1], by_model[0], after_dropping[1], after_dropping[0])
             if len(by_model) == 2
             else None
         ),

@@ -1,4 +1,6 @@
-"""Make bias tables for a model: run it on text, simulate its exchanges, push its routers."""
+"""Make bias tables for a model: run it on text, simulate its exchanges, push its
+routers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -42,8 +44,8 @@ class Calibration:
     """A model and the batches that its traffic is counted on; batch j is at endpoint j
     mod N.
 
-    N batches in a row make one exchange. On several ranks each runs its share, and all
-    get the counts of one process.
+    N consecutive batches make one exchange. Each of several ranks runs its share of the
+    batches, and all get the counts of one process.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Calibration:
         """Standard deviation over experts of a layer's logits, mean over tokens: [L]."""
 
     def respond(self, tables: BiasTables) -> NDArray[np.int64]:
-        """Return the pairs [X, L, N, E] under a bias. All ranks call this."""
+        """Return the pairs [X, L, N, E] with a bias. All ranks call this."""
         return self._exchanges(self._run(tables))
 
     def _exchanges(
@@ -77,12 +79,14 @@ class Calibration:
     def _run(self, tables: BiasTables | None) -> list[tuple[NDArray[np.int64], Array]]:
         if tables is None:
             tables = self._no_bias()
+        # Without a bias the routers are steered by zeros, so that their logits are read
+        # in the same way.
         with router_bias(self.model, tables) as steering:
 
             def begin(number: int) -> None:
                 steering.endpoint, steering.heard = number % self.num_endpoints, []
 
-            def read(
+            def read_choices(
                 routed: Sequence[Routed], batch: Mapping[str, Tensor]
             ) -> tuple[NDArray[np.int64], Array]:
                 return _summed(
@@ -92,7 +96,7 @@ class Calibration:
             return read_batches(
                 self.model,
                 self._batches,
-                read,
+                read_choices,
                 ranks=self._ranks,
                 begin=begin,
                 bar="routing",
@@ -108,18 +112,24 @@ class Calibration:
 def _summed(
     routed: Sequence[Routed], logits: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[NDArray[np.int64], Array]:
-    """Return pairs [L, E], and the spread [L] of the logits where the bias is added:
-    some families scale them later.
+    """Return pairs [L, E], and the spread [L] of the logits at the point where the bias
+    is added: some families scale them later.
     """
     counts = [
-        torch.bincount(each.experts.flatten(), minlength=each.logits.shape[-1])
-        for each in routed
+        torch.bincount(choice.experts.flatten(), minlength=choice.logits.shape[-1])
+        for choice in routed
     ]
     spreads = []
-    for each in logits:
-        kept = each if mask is None else each[mask.reshape(-1).bool().to(each.device)]
-        spreads.append(float(kept.double().std(-1).mean()) if len(kept) else np.nan)
-    return torch.stack([each.cpu() for each in counts]).numpy(), np.array(spreads)
+    for layer_logits in logits:
+        unpadded = layer_logits
+        if mask is not None:
+            is_token = mask.reshape(-1).bool().to(layer_logits.device)
+            unpadded = layer_logits[is_token]
+        # A batch without tokens has no spread, and drops out of the mean over batches.
+        spreads.append(
+            float(unpadded.double().std(-1).mean()) if len(unpadded) else np.nan
+        )
+    return torch.stack([pairs.cpu() for pairs in counts]).numpy(), np.array(spreads)
 
 
 def make_tables(
@@ -132,12 +142,12 @@ def make_tables(
     windows: Array | None = None,
     sigma_floor: float = SIGMA_FLOOR,
 ) -> tuple[BiasTables, dict[str, Any]]:
-    """Return the tables of a kind, and what they do to the calibration text. All ranks
+    """Return the tables of a kind, and their effect on the calibration text. All ranks
     call this.
 
-    scaled: a strength counts in standard deviations of a layer's logits. windows: [L,
-    2] seconds, for that kind. sigma_floor: of `fcsd.steering.routing.camoe.camoe`, for
-    the others.
+    scaled: the strength is in standard deviations of a layer's logits. windows: [L, 2]
+    seconds, for the kind `windows`. sigma_floor: of
+    `fcsd.steering.routing.camoe.camoe`, for the other kinds.
     """
     logit_std = calibration.logit_std
 
@@ -154,7 +164,9 @@ def make_tables(
     def respond(values: NDArray[np.float32]) -> NDArray[np.int64]:
         return calibration.respond(wrapped(values))
 
+    # The time without a bias, to compare the tables with.
     facts: dict[str, Any] = {"before_s": deployment.mean_time(calibration.counts)}
+    # Windows need no strength: the search ends where the exchanges are hidden.
     if kind == "windows":
         assert windows is not None
         push = fit_windows(respond, deployment, windows, logit_std=logit_std)
@@ -162,12 +174,16 @@ def make_tables(
         facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
         tables = wrapped(push.tables)
     else:
+        # CAMoE's tables are made once from the mean exchange, without asking the model
+        # again.
         mean = calibration.counts.mean(0)
         placed = deployment.links, deployment.payload, deployment.placement
         unit = logit_std if scaled else None
         values = camoe(mean, *placed, strength, logit_std=unit, sigma_floor=sigma_floor)
         tables = wrapped(values)
         if kind == "bottleneck":
+            # The goal of `bottleneck` is CAMoE's time at this strength, or no bias
+            # where CAMoE makes it slower.
             goal = min(facts["before_s"], deployment.mean_time(respond(values)))
             push = bottleneck(respond, deployment, goal, logit_std=logit_std)
             facts["steps"], tables = push.steps, wrapped(push.tables)
@@ -177,7 +193,7 @@ def make_tables(
 
 
 class Windows(Strict):
-    """What `fcsd.planning.cost.plan.write_windows` writes, in seconds by MoE layer."""
+    """The file of `fcsd.planning.cost.plan.write_windows`, in seconds by MoE layer."""
 
     version: Literal[1] = 1
     model_type: str
@@ -197,7 +213,7 @@ class Windows(Strict):
 
 
 def read_windows_file(path: str | Path) -> Windows:
-    """Read what `fcsd plan --windows` wrote."""
+    """Read a file of `fcsd plan --windows`."""
     value = read_json(
         Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"]
     )
@@ -205,15 +221,14 @@ def read_windows_file(path: str | Path) -> Windows:
 
 
 def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
-    """Read what `fcsd plan --windows` wrote; UserError where it is of another model or
-    of other ranks.
+    """Read a file of `fcsd plan --windows`; raise UserError where it is of another
+    model or of other ranks.
 
-    config: of the model; its weights are not needed yet. num_endpoints: those that the
-    links are between.
+    config: of the model; its weights are not needed yet. num_endpoints: of the links.
     """
     windows = read_windows_file(path)
     advice = f"write them with `fcsd plan MODEL --ep {num_endpoints} --windows {path}`"
-    for what, planned, needed in (
+    for quantity, planned, actual in (
         (
             "model type",
             base_model_type(windows.model_type),
@@ -226,19 +241,23 @@ def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
         ),
         ("expert-parallel ranks", windows.expert_parallel, num_endpoints),
     ):
-        if planned is not None and planned != needed:
+        # Two of these facts are optional in the file.
+        if planned is not None and planned != actual:
             having = (
-                "the links have" if what == "expert-parallel ranks" else "the model has"
+                "the links have"
+                if quantity == "expert-parallel ranks"
+                else "the model has"
             )
             raise UserError(
-                f"{path}: windows of {what} {planned}, but {having} {needed}; {advice}"
+                f"{path}: windows of {quantity} {planned}, but {having} {actual};"
+                f" {advice}"
             )
     return windows
 
 
 def windows_by_layer(windows: Windows, model: nn.Module) -> Array:
-    """Return the windows [L, 2] of dispatch and combine, in seconds; UserError where
-    its MoE layers are others.
+    """Return the windows [L, 2] of dispatch and combine, in seconds; raise UserError
+    where the model has other MoE layers.
     """
     layers = [router.layer for router in find_routers(model)]
     if windows.layers != layers:
@@ -255,12 +274,13 @@ def write_bias(
     launch: Launch,
     prompts: Callable[[Any], Rows] | None = None,
 ) -> dict[str, Any]:
-    """Make tables and write them to a file; return what they do to the text. All ranks
+    """Make tables and write them to a file; return their effect on the text. All ranks
     call this.
 
-    prompts: given the tokenizer, the prompts of the settings' tasks. Raises as
-    `study_routing`.
+    prompts: given the tokenizer, returns the prompts of the settings' tasks. Raises the
+    errors of `study_routing`.
     """
+    # Everything that can be refused is refused before the model is loaded.
     launch.ranks.from_first(lambda: check_file_place(out, read_tables))
     folder = find_model(settings.model)
     network = network_of(settings, [folder])

@@ -533,7 +533,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "fp8": ([model, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
         "steps of a server": (
             [model, "--phase", "decode", "--global-batch", "8"],
-            "--global-batch: of an optimiser step, which --phase decode has not",
+            "--global-batch: rows of an optimiser step; --phase decode has none",
         ),
         "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
         "no number": (

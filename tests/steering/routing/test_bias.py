@@ -303,7 +303,7 @@ def test_tables_of_another_model_are_refused() -> None:
             router_bias(model, tables),
         ):
             pass
-        with pytest.raises(UserError, match="endpoint of these tokens was not told"):
+        with pytest.raises(UserError, match="endpoint of these tokens was not set"):
             model(IDS)
         with pytest.raises(UserError, match="endpoint 3: the bias tables have 0 to 2"):
             steering.endpoint = 3
