@@ -97,8 +97,8 @@ class GenerationTaskConfig(LMEvalTaskConfig):
 
 
 class CodeTaskConfig(TaskBase):
-    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own
-    scorer runs in a sandbox.
+    """Write programs in MBPP's or HumanEval's schema, which fcsd's own scorer runs in a
+    sandbox.
     """
 
     kind: Literal["code"]
@@ -106,15 +106,13 @@ class CodeTaskConfig(TaskBase):
     split: str = "test"
     max_new_tokens: int = Field(768, gt=0)
     stop: list[str] = CODE_STOP  # besides the end of the sequence
-    # Processor time of a program (of each test of a contest's); three times it on the
-    # clock.
+    # processor time of a program; three times it on the clock
     timeout_s: float = Field(10.0, gt=0)
     # What the model is shown: {prompt} is the data set's prompt, {test} its first
     # visible test, {tests} all of them.
     prompt_template: str = "{prompt}"
     # What decides: the data set's `test`, or only the first three visible tests, as
-    # lm-eval's mbpp tasks do; of contests the public and private tests, or the public
-    # ones.
+    # lm-eval's mbpp tasks do.
     tests: Literal["all", "visible"] = "all"
     # completions of one problem; pass@k needs k of them or more
     num_samples: int = Field(1, gt=0)

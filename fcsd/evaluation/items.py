@@ -17,7 +17,7 @@ from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
 from fcsd.evaluation.suites import chat_text, dataset_location
 
-_GENERATED = ("test", "public_test_cases", "private_test_cases")
+_GENERATED = ("test",)
 
 
 def suite_items(
@@ -42,7 +42,7 @@ def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
         shown = {
             name: value for name, value in problem.items() if name not in _GENERATED
         }
-        item = problem.get("task_id", problem.get("question_id", index))
+        item = problem.get("task_id", index)
         yield Item(row.task, str(item), tuple(all_texts(shown)))
 
 

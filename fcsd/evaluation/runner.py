@@ -25,7 +25,6 @@ from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
-    CODE_STOP,
     CodeTaskConfig,
     EvaluationConfig,
     SuiteConfig,
@@ -169,13 +168,6 @@ def _prepare_task(
     if row.kind == "code":
         problems = load_problems(row, data_root)
         prompts(tokenizer, problems[:1], row)
-        if problems[0].contest and (
-            cut := [stop for stop in row.stop if stop in CODE_STOP]
-        ):
-            raise UserError(
-                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set"
-                " stop: [] for this task"
-            )
         return problems[:limit], {
             "num_items_total": len(problems),
             "higher_is_better": True,

@@ -35,8 +35,6 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     """
     if problem.block == "first":
         return problem.prefix + str((_FENCE.findall(text) or [text])[0])
-    if problem.block == "last":
-        return _last_fenced(text)
     if problem.entry_point is None:
         return problem.prefix + longest_block(text, least=1)
     answer = sanitised(text, problem.entry_point)
@@ -48,23 +46,6 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     ):
         return program
     return f"{problem.prefix}{answer}\n"
-
-
-def _last_fenced(text: str) -> str:
-    """Return what LiveCodeBench runs: the lines between the last two lines with a
-    fence.
-
-    There it is nothing without two. Here it is what follows a fence that is not closed,
-    else all of the text.
-    """
-    lines = text.splitlines(keepends=True)
-    fences = [number for number, line in enumerate(lines) if "```" in line]
-    opening = bool(fences) and lines[fences[-1]].lstrip()
-    if opening and re.match(r"```+\w" if len(fences) > 1 else "```", opening):
-        return "".join(lines[fences[-1] + 1 :])  # a closing fence names no language
-    if len(fences) < 2:
-        return text
-    return "".join(lines[fences[-2] + 1 : fences[-1]])
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int:

@@ -1,5 +1,5 @@
-"""The problems of a code task, and the tests that decide each: rows of MBPP+,
-HumanEval+ or LiveCodeBench.
+"""The problems of a code task, and the tests that decide each: rows of MBPP+
+or HumanEval+.
 
 A `test` in EvalPlus's form is graded as EvalPlus does
 (`fcsd.evaluation.code.evalplus`); any other `test` is a program that decides by itself.
@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.data.local import fresh_cache
-from fcsd.evaluation.code import contest
 from fcsd.evaluation.code.evalplus import grading, num_base_inputs
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import (
@@ -51,11 +50,8 @@ class Problem:
             `tests` only if they pass. Empty: there is no such part.
         names: the functions of the program that the tests may call; None: all but those
             named like Python's own.
-        contest: each test but the first is run in a process of its own, after the
-            first, as LiveCodeBench does.
         block: which block of a completion has its program: the longest that Python can
-            parse, as EvalPlus says; the first in fences; the last in fences, as
-            LiveCodeBench says.
+            parse, as EvalPlus says; or the first in fences, as lm-eval does.
         entry_point: of the longest block, only what this function needs is kept; None:
             all of it.
     """
@@ -68,13 +64,12 @@ class Problem:
     prefix: str = field(default="", repr=False)
     base_tests: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    contest: bool = False
-    block: Literal["longest", "first", "last"] = "longest"
+    block: Literal["longest", "first"] = "longest"
     entry_point: str | None = None
 
     def program(self, code: str) -> str:
         """Assemble the program to run for the extracted `code`."""
-        return contest.whole_program(code) if self.contest else self.prefix + code
+        return self.prefix + code
 
     def text(self, template: str) -> str:
         """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}`
@@ -127,8 +122,6 @@ def read_problems(
     kind, columns, make = "MBPP+", _MBPP, _mbpp
     if "entry_point" in rows.column_names:
         kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
-    elif "question_content" in rows.column_names:
-        kind, columns, make = "LiveCodeBench", contest.COLUMNS, _contest
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise UserError(
@@ -231,32 +224,18 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     )
 
 
-def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
-    prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
-    names = contest.CALLED
-    return Problem(
-        str(row["question_id"]),
-        prompt,
-        "",
-        decides,
-        names=names,
-        contest=True,
-        block="last",
-    )
-
-
+# Runs where a data set has no correct programs that would show that the scorer works.
 PROBE = Problem(
-    "probe",
-    "",
-    contest.PROBE_CODE,
-    contest.PROBE_TESTS,
-    names=contest.CALLED,
-    contest=True,
+    "probe", "", "def double(x):\n    return 2 * x\n", ("assert double(21) == 42\n",)
 )
 
 
 def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:
-    contest.require_text(row, columns, where)
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise UserError(
+                f"{where}: {column} must be text, got {type(row[column]).__name__}"
+            )
     if not isinstance(row["task_id"], int | str):
         raise UserError(
             f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}"

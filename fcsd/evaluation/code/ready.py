@@ -2,9 +2,8 @@
 is asked for.
 
 A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows
-the prompt), one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
-program is taken as there, or LiveCodeBench's (`code_list`). Not covered: EvalPlus's
-folder of .py files.
+the prompt), or one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
+program is taken as there. Not covered: EvalPlus's folder of .py files.
 """
 
 import importlib.util
@@ -50,9 +49,7 @@ def programs_of(
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
-            name = sample.get(
-                "task_id", sample.get("question_id", sample.get("doc_id"))
-            )
+            name = sample.get("task_id", sample.get("doc_id"))
             raise UserError(
                 f"{where}: {name!r} is not a problem of this data set (it has"
                 f" {_ids(by_id)})"
@@ -64,7 +61,7 @@ def programs_of(
 
 
 def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
-    key = next((key for key in ("task_id", "question_id") if key in sample), "doc_id")
+    key = "task_id" if "task_id" in sample else "doc_id"
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
         raise UserError(
             f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}"
@@ -78,7 +75,6 @@ def _programs(
 ) -> list[str]:
     keys = {
         "solution": False,
-        "code_list": True,
         "completions": True,
         "completion": False,
     }
@@ -86,13 +82,12 @@ def _programs(
         "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
     )
     key, texts = texts_of(sample, where, keys, missing)
-    if key in ("solution", "code_list"):
+    if key == "solution":
         return texts
     if thinking:
         texts = [answer_in(text) for text in texts]
-    # An answer to a contest's question never follows the head of a function; `fcsd
-    # evaluate` keeps what a model wrote.
-    if problem.contest or "doc_id" in sample:
+    # `fcsd evaluate` keeps what a model wrote, from which the program is taken here.
+    if "doc_id" in sample:
         return [program_in(problem, text, chat=chat) for text in texts]
     return [problem.program(text) for text in texts]
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from queue import SimpleQueue
@@ -209,18 +209,7 @@ class CodeScorer:
         """
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
         problems = [problem for problem in problems if problem.canonical] or [PROBE]
-        jobs = [
-            (
-                problem,
-                (
-                    problem.program(problem.canonical)
-                    if problem.contest
-                    else problem.canonical
-                ),
-                limit,
-            )
-            for problem in problems
-        ]
+        jobs = [(problem, problem.canonical, limit) for problem in problems]
         sandbox = json.dumps(
             [self.layers, self.memory_bytes, self.disable, limit], sort_keys=True
         )
@@ -305,13 +294,7 @@ class CodeScorer:
                 program = (
                     text if whole_programs else program_in(problem, text, chat=chat)
                 )
-                jobs.append(
-                    (
-                        problem,
-                        problem.program(program) if problem.contest else program,
-                        limit,
-                    )
-                )
+                jobs.append((problem, program, limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [
             [next(outcomes) for _ in completions[problem.task_id]]
@@ -370,8 +353,6 @@ def _grade(
             problem.task_id, outcome, float(reply["seconds"]), str(reply["message"])
         )
 
-    if problem.contest:
-        return _grade_each(problem.tests, run)
     if not problem.base_tests:
         return run(problem.tests)
     base = run(problem.base_tests)
@@ -379,20 +360,3 @@ def _grade(
         return replace(base, base=base.outcome)
     plus = run(problem.tests)
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
-
-
-def _grade_each(
-    tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]
-) -> Outcome:
-    """Run each test in a process of its own, after the first of them, up to the first
-    that does not pass.
-    """
-    setup, *cases = tests
-    seconds = 0.0
-    for number, case in enumerate(cases, start=1):
-        outcome = run((setup, case))
-        seconds += outcome.seconds
-        if not outcome.passed:
-            message = f"test {number} of {len(cases)}: {outcome.message}"
-            return replace(outcome, seconds=seconds, message=message)
-    return replace(outcome, seconds=seconds)
