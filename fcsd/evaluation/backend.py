@@ -208,16 +208,16 @@ class InMemoryBackend:
             if self.batches.begin is not None:
                 self.batches.begin(number)
             answers = self.batch.run(functools.partial(ask, batch))
-            shown.update(len(batch))
+            display.update(len(batch))
             return answers
 
         with progress_bar(
             total=sum(map(len, self.ranks.deal(batches))), **bar
-        ) as shown:
+        ) as display:
             return [
-                each
+                item_answer
                 for answers in self.ranks.each(batches, answer, idle)
-                for each in answers
+                for item_answer in answers
             ]
 
     def complete(
@@ -246,7 +246,7 @@ class InMemoryBackend:
             for start in range(0, len(samples), size)
         ]
 
-        def made(batch: range, size: int) -> list[tuple[str, bool]]:
+        def generate_batch(batch: range, size: int) -> list[tuple[str, bool]]:
             return self._generate_pieces(
                 {sample: tokens[samples[sample]] for sample in batch}, row, size
             )
@@ -265,7 +265,7 @@ class InMemoryBackend:
         }
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, made, idle, **bar)
+            texts = self.in_batches(batches, generate_batch, idle, **bar)
         completions: dict[str, list[str]] = {
             problem.task_id: [] for problem in problems
         }
@@ -337,14 +337,14 @@ class InMemoryBackend:
             [StopAtText(tokenizer, stop, width)] if stop else []
         )
         device = input_device(model)
-        made = model.generate(  # type: ignore[operator]
+        generated = model.generate(  # type: ignore[operator]
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             generation_config=config,
             stopping_criteria=criteria,
             synced_gpus=True if self.ranks.lockstep else None,
         )
-        new = made[:, width:].tolist()
+        new = generated[:, width:].tolist()
         return [
             reader.tokens(tokens, ends)
             for reader, tokens in zip(readers, new, strict=True)

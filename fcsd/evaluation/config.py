@@ -190,8 +190,10 @@ class SuiteConfig(Strict, strict=True):
             raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
         if not any(row.headline for row in self.tasks):
             raise ValueError("tasks: at least one must have headline: true")
-        if others := sorted(self.columns.keys() - set(names)):
-            raise ValueError(f"columns: {', '.join(others)} is no task of this suite")
+        if unknown_tasks := sorted(self.columns.keys() - set(names)):
+            raise ValueError(
+                f"columns: {', '.join(unknown_tasks)} is no task of this suite"
+            )
         return self
 
 
@@ -255,12 +257,12 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         return suite
     rows = []
     for row in suite.tasks:
-        own = {
+        row_changes = {
             key: value
             for key, value in changes.items()
             if key != "thinking" or row.kind != "likelihood"
         }
-        rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
+        rows.append(row.model_dump(mode="json", exclude_unset=True) | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
     )

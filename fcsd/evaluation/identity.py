@@ -165,5 +165,6 @@ def _logprobs(
         ..., 0
     ]
     return [
-        each[: len(row) - 1].tolist() for each, row in zip(logprobs, rows, strict=True)
+        values[: len(row) - 1].tolist()
+        for values, row in zip(logprobs, rows, strict=True)
     ]

@@ -39,11 +39,11 @@ def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     for index, problem in enumerate(_load(location, row, row.dataset_name)):
         # Generated inputs and outputs, megabytes of numbers; what a reader sees is in
         # the other columns.
-        shown = {
+        visible_columns = {
             name: value for name, value in problem.items() if name not in _GENERATED
         }
         item = problem.get("task_id", index)
-        yield Item(row.task, str(item), tuple(all_texts(shown)))
+        yield Item(row.task, str(item), tuple(all_texts(visible_columns)))
 
 
 def _lm_eval_items(
@@ -75,13 +75,13 @@ def _load(
     revision = None if Path(location).exists() else test_set.revision
     # Not validated: the columns of a test set are any, those of a training source make
     # an example.
-    wanted: Any = {f"item's {column}": column for column in columns}
+    named_columns: Any = {f"item's {column}": column for column in columns}
     options = {
         "path": location,
         "name": name,
         "split": test_set.split,
         "revision": revision,
-        "columns": wanted,
+        "columns": named_columns,
     }
     return load_source(SourceConfig.model_construct(**options))
 

@@ -60,10 +60,12 @@ class Progress:
         self.end()
         self._current = task, self._clock()
         names = list(self.tasks)
-        place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
-        line = self._label(task, place, self.tasks[task])
-        if rest := self.left():
-            line += f"; {duration(self._clock() - self._began)} so far, {rest} left"
+        position = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
+        line = self._label(task, position, self.tasks[task])
+        if time_left := self.left():
+            line += (
+                f"; {duration(self._clock() - self._began)} so far, {time_left} left"
+            )
         self._print(line)
 
     def end(self) -> None:
@@ -93,8 +95,8 @@ class Progress:
             (work.unit, work.amount * (1 if index else 1 - done))
             for index, work in enumerate(coming)
         ]
-        known = [pace[unit] * amount for unit, amount in parts if unit in pace]
-        if sum(known) < 1:
+        estimates = [pace[unit] * amount for unit, amount in parts if unit in pace]
+        if sum(estimates) < 1:
             return ""
         # A kind of work that is still to come may have no pace yet.
         word = (
@@ -102,7 +104,7 @@ class Progress:
             if all(unit in pace or not amount for unit, amount in parts)
             else "at least"
         )
-        return f"{word} {duration(sum(known))}"
+        return f"{word} {duration(sum(estimates))}"
 
     def _with_current(self, done: float) -> dict[str, tuple[float, float]]:
         """Return unit -> seconds and amount so far, with the share `done` of the current task."""

@@ -68,9 +68,9 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         else:
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
-    kept = {task: samples for task, (samples, *_) in graded.items()}
+    samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
     count, total = (
-        sum(map(len, kept.values())),
+        sum(map(len, samples_by_task.values())),
         sum(size for _, size, _ in graded.values()),
     )
     settings = {
@@ -80,12 +80,15 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
-    layers = next((own for *_, own in reversed(graded.values()) if own), None)
+    layers = next(
+        (task_layers for *_, task_layers in reversed(graded.values()) if task_layers),
+        None,
+    )
     result = whole_result(
         f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers
     )
     if scoring.output is not None:
-        write_result(result, kept, scoring.output)
+        write_result(result, samples_by_task, scoring.output)
     return result
 
 
@@ -104,8 +107,8 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
     ):
         dataset = str(Path(dataset).resolve())
     if dataset is not None and "/" in dataset:  # a path, or a hub id
-        own = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
-        return [(own.model_copy(update=limit), _lines(samples))], suite
+        code_row = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
+        return [(code_row.model_copy(update=limit), _lines(samples))], suite
     by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for where, line in _lines(samples):
         name = line.get("task") if dataset is None else dataset
@@ -208,11 +211,11 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
                 progress=True,
             )
             layers = pool.layers
-    kept = [
+    samples = [
         code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
         for problem, grades in zip(graded, outcomes, strict=True)
     ]
-    return kept, len(problems), layers
+    return samples, len(problems), layers
 
 
 def _answers(

@@ -53,20 +53,20 @@ def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
         min(context for context, _ in requests),
         max(context for context, _ in requests),
     )
-    same = next(
+    shared = next(
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
         len(first),
     )
-    if same < len(last):  # they differ, and may do so in the middle of a word
-        same = max(first.rfind(space, 0, same) for space in " \n") + 1
+    if shared < len(last):  # they differ, and may do so in the middle of a word
+        shared = max(first.rfind(space, 0, shared) for space in " \n") + 1
     # what the first and the last in the order of text share, all share
-    prompt = first[:same]
-    shown: dict[str, Any] = {"prompt": end_of(prompt)}
+    prompt = first[:shared]
+    question: dict[str, Any] = {"prompt": end_of(prompt)}
     if len(requests) > 1:
-        shown["choices"] = [
+        question["choices"] = [
             context[len(prompt) :] + continuation for context, continuation in requests
         ]
-    return shown
+    return question
 
 
 def end_of(prompt: str) -> str:
@@ -94,7 +94,8 @@ def lm_eval_sample(
         "target": str(row.get("target", "")),
     }
     requests = [
-        (str(context), str(more[0]) if more else "") for context, *more in arguments
+        (str(context), str(continuations[0]) if continuations else "")
+        for context, *continuations in arguments
     ]
     response = (row.get("resps") or [[""]])[0][0]
     # log-likelihood, and whether it is the greedy answer
@@ -205,7 +206,10 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ]
         numbers["pass_at_k"] = {
             str(k): (
-                math.fsum(pass_at_k(len(each), sum(each), k) for each in passed)
+                math.fsum(
+                    pass_at_k(len(sample_passed), sum(sample_passed), k)
+                    for sample_passed in passed
+                )
                 / len(passed)
             )
             for k in (1, 5, 10, 100)
@@ -249,9 +253,9 @@ def text_hash(text: str) -> str:
 
 def evaluation_versions() -> dict[str, str]:
     """Collect the versions of the packages that scores depend on."""
-    others = ("lm-eval", "transformers", "torch", "datasets")
+    packages = ("lm-eval", "transformers", "torch", "datasets")
     return {"fcsd": fcsd.__version__} | {
-        name: importlib.metadata.version(name) for name in others
+        name: importlib.metadata.version(name) for name in packages
     }
 
 
@@ -283,10 +287,10 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     if folder.is_file():
         raise UserError(f"{folder}: is a file; give the folder that it lies in")
     if not path.is_file():
-        why = "this is not a folder that `fcsd evaluate` wrote"
+        reason = "this is not a folder that `fcsd evaluate` wrote"
         if (folder / "stage.json").is_file():
-            why = "the evaluation is not finished; run it again, and it continues"
-        raise UserError(f"{folder}: no results.json; {why}")
+            reason = "the evaluation is not finished; run it again, and it continues"
+        raise UserError(f"{folder}: no results.json; {reason}")
     check_outputs(folder, "results.json")
     result = read_json(path, "evaluate again")
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):

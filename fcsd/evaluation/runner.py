@@ -73,29 +73,29 @@ def prepare_evaluation(
     """
     _check(config, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
-    kept = ranks.from_first(
+    stored = ranks.from_first(
         lambda: {
             row.task: task
             for row in suite.tasks
             if store is not None and (task := store.get(row))
         }
     )
-    missing = [row for row in suite.tasks if row.task not in kept]
+    missing = [row for row in suite.tasks if row.task not in stored]
     prepared: dict[str, Any] = {}
-    facts = {task: own for task, (_, own) in kept.items()}
+    facts = {task: task_facts for task, (_, task_facts) in stored.items()}
     for row in missing:
-        prepared[row.task], own = _prepare_task(
+        prepared[row.task], task_facts = _prepare_task(
             row, suite, data_root, tokenizer, config.limit
         )
-        facts[row.task] = own
-        if not (own["higher_is_better"] or any_direction):
+        facts[row.task] = task_facts
+        if not (task_facts["higher_is_better"] or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; models are compared"
                 " by metrics of which more is better, so choose one of those, or leave"
                 " the task out"
             )
     code = [row for row in missing if row.kind == "code"]
-    finished = {task: samples for task, (samples, _) in kept.items()}
+    finished = {task: samples for task, (samples, _) in stored.items()}
     scorer: CodeScorer | None = None
     with contextlib.ExitStack() as stack:
 
@@ -216,9 +216,9 @@ class PreparedEvaluation:
         pairs = self.ranks.share(
             lambda: [int(number) for number in counts.take() or (0, 0)]
         )
-        dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
+        dropped, total = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
         # The share is that of the tasks that were not finished before; None: all were.
-        result["settings"]["dropped_share"] = dropped / whole if whole else None
+        result["settings"]["dropped_share"] = dropped / total if total else None
         return result, samples
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
@@ -226,7 +226,7 @@ class PreparedEvaluation:
         start = time.monotonic()
         samples, facts = (
             dict(self.finished),
-            {task: dict(known) for task, known in self.facts.items()},
+            {task: dict(task_facts) for task, task_facts in self.facts.items()},
         )
         steps = Progress(
             {row.task: self._work(row) for row in self.missing}, len(self.finished)
@@ -251,14 +251,14 @@ class PreparedEvaluation:
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
-                    kept = (
+                    count_text = (
                         "finished task is"
                         if len(samples) == 1
                         else f"{len(samples)} finished tasks are"
                     )
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(
-                        f"{error} (the {kept} kept; run again to continue)"
+                        f"{error} (the {count_text} kept; run again to continue)"
                     ) from error
                 if row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
@@ -319,19 +319,24 @@ class PreparedEvaluation:
             {},
         )
         for row in self.suite.tasks:
-            known = facts[row.task]
+            task_facts = facts[row.task]
             summed = task_result(
-                row, samples[row.task], known["num_items_total"], data_root
+                row, samples[row.task], task_facts["num_items_total"], data_root
             )
             tasks[row.task] = summed | {
-                key: known[key]
+                key: task_facts[key]
                 for key in ("higher_is_better", "answers_at_limit")
-                if key in known
+                if key in task_facts
             }
         # A task that was finished before may have run in another sandbox: the first one
         # counts.
         sandbox = next(
-            (known["sandbox"] for known in facts.values() if "sandbox" in known), None
+            (
+                task_facts["sandbox"]
+                for task_facts in facts.values()
+                if "sandbox" in task_facts
+            ),
+            None,
         )
         chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):

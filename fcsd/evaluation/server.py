@@ -100,14 +100,14 @@ class Server:
                 "lists no model at /v1/models: this is no OpenAI-compatible server"
             )
         names = {model, str(Path(model).resolve())}
-        own = [
+        matching_cards = [
             card
             for card in cards
             if names & {str(card.get("id")), str(card.get("root"))}
         ]
         # others are adapters of these
-        whole = [card for card in cards if not card.get("parent")]
-        if len(chosen := own[:1] or whole) != 1:
+        base_cards = [card for card in cards if not card.get("parent")]
+        if len(chosen := matching_cards[:1] or base_cards) != 1:
             served = ", ".join(str(card.get("id")) for card in cards)
             raise self.error(
                 f"serves {served}, and none is called {model}; serve {model} alone"
@@ -225,7 +225,7 @@ class Server:
     ) -> Body:
         """Ask until an answer comes; outage: what all that wait share."""
         pause = 0.25
-        own: float | None = None
+        first_failure_s: float | None = None
         dropped = False
         while True:
             try:
@@ -247,9 +247,9 @@ class Server:
                 # a server that is being ended cuts its answers off
                 if not ended <= {"stop", "length"}:
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
-                if self._engine and (now := _engine_of(answer)) != self._engine:
+                if self._engine and (engine := _engine_of(answer)) != self._engine:
                     raise self.error(
-                        f"answers from another engine than before ({now}, not"
+                        f"answers from another engine than before ({engine}, not"
                         f" {self._engine}); serve with the former settings, or evaluate"
                         " into another folder"
                     )
@@ -257,9 +257,12 @@ class Server:
                 return answer
             except (httpx2.TransportError, _Retry) as error:
                 now_s, text = time.monotonic(), one_line(error)
-                own = own or now_s
+                first_failure_s = first_failure_s or now_s
                 if (
-                    max(outage.lasted(self.url, text, now_s), (now_s - own) / 4)
+                    max(
+                        outage.lasted(self.url, text, now_s),
+                        (now_s - first_failure_s) / 4,
+                    )
                     > PATIENCE_S
                 ):
                     raise self.error(
@@ -268,8 +271,10 @@ class Server:
                         " are kept"
                     ) from None
                 dropped = isinstance(error, httpx2.TransportError)
-                after = error.after_s if isinstance(error, _Retry) else 0.0
-            await asyncio.sleep(max(min(after, 60.0), pause * random.uniform(0.5, 1.0)))
+                retry_after_s = error.after_s if isinstance(error, _Retry) else 0.0
+            await asyncio.sleep(
+                max(min(retry_after_s, 60.0), pause * random.uniform(0.5, 1.0))
+            )
             pause = min(2 * pause, _LONGEST_WAIT_S)
 
     def _require_same(self, models: Body) -> None:
@@ -278,9 +283,9 @@ class Server:
             for card in models.get("data") or ()
         }
         if served.get(self.model) != self.root:
-            now = ", ".join(root or name for name, root in served.items())
+            current = ", ".join(root or name for name, root in served.items())
             raise self.error(
-                f"serves {now} now, and not {self.root or self.model} as before; start"
+                f"serves {current} now, and not {self.root or self.model} as before; start"
                 " it again as it was, and run the same command: answers that came are"
                 " kept"
             )
@@ -317,8 +322,10 @@ class Server:
             )
             raise self.error(f"{reason} (HTTP {status})")
         if status in _RETRIED:
-            after = response.headers.get("retry-after", "")
-            raise _Retry(f"HTTP {status}", float(after) if after.isdigit() else 0.0)
+            retry_after = response.headers.get("retry-after", "")
+            raise _Retry(
+                f"HTTP {status}", float(retry_after) if retry_after.isdigit() else 0.0
+            )
         try:
             body = response.json()
         except ValueError:
@@ -353,9 +360,9 @@ def _said(answer: Any) -> str:
     """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI
     put it in different places.
     """
-    said = answer
+    detail = answer
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    text = said if isinstance(said, str) else json.dumps(said)
+        if isinstance(detail, dict) and key in detail:
+            detail = detail[key]
+    text = detail if isinstance(detail, str) else json.dumps(detail)
     return " ".join(text.split())[:300]

@@ -88,26 +88,26 @@ class Reference:
         rows = heldout_of(self.data, tokenizer, self.original)
         if rows is None:
             return None
-        known = self.read(rows, launch)
+        original_outputs = self.read(rows, launch)
 
         def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-            divergence = mean_kl(known, loaded, rows, ranks=launch.ranks)
-            known.head.cpu()  # off the device, where the next model needs the room
+            divergence = mean_kl(original_outputs, loaded, rows, ranks=launch.ranks)
+            original_outputs.head.cpu()  # off the device, where the next model needs the room
             return {"kl_to_original": divergence}
 
         return kl
 
     def read(self, rows: Any, launch: Launch) -> Original:
         """Return what the original makes of held-out text. All ranks call this."""
-        if not any(_same_rows(rows, others) for others, _ in self._known):
+        if not any(_same_rows(rows, known_rows) for known_rows, _ in self._known):
             if launch.first:
                 tell_examples(rows, "held-out text", always=False)
             # First, and then it goes: a device may not hold two models.
-            known = read_original(
+            original_outputs = read_original(
                 load_for_evaluation(self.original, launch), rows, ranks=launch.ranks
             )
             free_memory()
-            self._known[:] = [(rows, known)]
+            self._known[:] = [(rows, original_outputs)]
         return self._known[0][1]
 
 
@@ -324,11 +324,11 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
         )
 
 
-def _same_rows(one: PackedRows, other: PackedRows) -> bool:
-    return len(one) == len(other) and all(
-        np.array_equal(value, other[number][name])
-        for number in range(len(one))
-        for name, value in one[number].items()
+def _same_rows(rows: PackedRows, other_rows: PackedRows) -> bool:
+    return len(rows) == len(other_rows) and all(
+        np.array_equal(value, other_rows[number][name])
+        for number in range(len(rows))
+        for name, value in rows[number].items()
     )
 
 
@@ -342,8 +342,8 @@ def _store(
     """
     config, loading = evaluation.config, dict[str, Any]()
     if evaluation.reference is not None:
-        how = {"dtype", "attn_implementation", "experts_implementation"}
-        loading = evaluation.checkpoint.config.model_dump(include=how)
+        loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
+        loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
     served = (
         {"server": {**backend.server.facts, "checked": evaluation.server_check}}
         if backend

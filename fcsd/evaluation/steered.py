@@ -170,10 +170,12 @@ class Sweep:
         are biased now.
         """
         assert batches is not None and batches.begin is not None
-        known, _ = self._unbiased
+        original_outputs, _ = self._unbiased
         with self._routes(batches.begin) as (routes, around):
             ranks = self.launch.ranks
-            kl = mean_kl(known, loaded, self.rows, ranks=ranks, around_row=around)
+            kl = mean_kl(
+                original_outputs, loaded, self.rows, ranks=ranks, around_row=around
+            )
         return {"kl_to_original": kl, **self._measured(routes)}
 
     def unbiased(self) -> dict[str, Any]:
@@ -191,8 +193,8 @@ class Sweep:
                 if begin is not None:
                     begin(row)
                 yield
-                kept = real_tokens(Collator()([self.rows[row]])).flatten()
-                experts = [routed.experts.cpu()[kept] for routed in recorded.take()]
+                mask = real_tokens(Collator()([self.rows[row]])).flatten()
+                experts = [routed.experts.cpu()[mask] for routed in recorded.take()]
                 routes[row] = torch.stack(experts).to(torch.int16).numpy()
 
             yield routes, around
@@ -201,19 +203,22 @@ class Sweep:
         """Return what exchanges take, and how the routing differs from that without a
         bias. All ranks call this.
         """
-        _, before = self._unbiased
+        _, unbiased_routes = self._unbiased
         links, size = self.links, self.batch_size
-        counts = self._counts(before)
-        now = counts if routes is None else self._counts(routes)
-        exchanges = exchange_counts(now, len(links.endpoints), size)
+        counts = self._counts(unbiased_routes)
+        biased = counts if routes is None else self._counts(routes)
+        exchanges = exchange_counts(biased, len(links.endpoints), size)
         times = exchange_times(links, exchanges, self.placement, self.payload)
-        base, loads = counts.sum(0), now.sum(0)
+        base, loads = counts.sum(0), biased.sum(0)
         routing = {"cv": cv(loads), "avg_layer_cv": avg_layer_cv(loads)}
         if routes is not None:
             pairs = self._by_row(
                 lambda: {
-                    row: (float(routes_moved(before[row], now).mean()), now.shape[1])
-                    for row, now in routes.items()
+                    row: (
+                        float(routes_moved(unbiased_routes[row], biased).mean()),
+                        biased.shape[1],
+                    )
+                    for row, biased in routes.items()
                 }
             )
             total = sum(count for _, count in pairs)
@@ -234,7 +239,7 @@ class Sweep:
         """Return the pairs [rows, L, E] of all ranks' rows."""
         num_experts = self.placement.shape[1]
 
-        def own() -> dict[int, NDArray[np.int64]]:
+        def rank_counts() -> dict[int, NDArray[np.int64]]:
             return {
                 row: np.stack(
                     [
@@ -245,13 +250,13 @@ class Sweep:
                 for row, experts in routes.items()
             }
 
-        return np.stack(self._by_row(own))
+        return np.stack(self._by_row(rank_counts))
 
-    def _by_row(self, own: Callable[[], dict[int, Any]]) -> list[Any]:
+    def _by_row(self, rank_values: Callable[[], dict[int, Any]]) -> list[Any]:
         """Return what all ranks have of their rows, in the order of the rows."""
         values = {
             row: value
-            for of_rank in self.launch.ranks.share(own)
+            for of_rank in self.launch.ranks.share(rank_values)
             for row, value in of_rank.items()
         }
         return [values[row] for row in sorted(values)]

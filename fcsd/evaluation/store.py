@@ -113,10 +113,10 @@ class Journal:
             else ()
         ):
             try:
-                key, answer, known = json.loads(line)
+                key, answer, checksum = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            if known == content_fingerprint([key, answer]):
+            if checksum == content_fingerprint([key, answer]):
                 self._known[key] = answer
 
     def __len__(self) -> int:
@@ -137,7 +137,9 @@ class Journal:
                 # write, as others may append.
                 line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
                 try:
-                    whole = [key, answer, content_fingerprint([key, answer])]
-                    os.write(line, f"\n{json.dumps(whole, allow_nan=False)}\n".encode())
+                    record = [key, answer, content_fingerprint([key, answer])]
+                    os.write(
+                        line, f"\n{json.dumps(record, allow_nan=False)}\n".encode()
+                    )
                 finally:
                     os.close(line)

@@ -62,8 +62,8 @@ def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
     lm-eval's own tasks, if at all.
     """
     name = row.lm_eval_include or row.task
-    places = [Path(suite.folder)] if suite.folder else []
-    folders = [place / name for place in (*places, data_dir("eval") / "tasks")]
+    roots = [Path(suite.folder)] if suite.folder else []
+    folders = [root / name for root in (*roots, data_dir("eval") / "tasks")]
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
@@ -194,20 +194,20 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
 
 def _fetch(row: TaskConfig, root: Path) -> None:
     folder = root / row.dataset
-    beside = folder.with_name(f".{folder.name}.fetch")
-    make_folder(beside)
+    staging = folder.with_name(f".{folder.name}.fetch")
+    make_folder(staging)
     with writing(folder):
         try:
-            commit = _download(row.dataset, row.revision, beside)
+            commit = _download(row.dataset, row.revision, staging)
         except Exception as error:
             network = isinstance(error, ConnectionError | TimeoutError)
             if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
         # huggingface_hub's notes on unfinished files
-        shutil.rmtree(beside / ".cache", ignore_errors=True)
-        write_json(beside / MARK, {"dataset": row.dataset, "revision": commit})
-        os.replace(beside, folder)
+        shutil.rmtree(staging / ".cache", ignore_errors=True)
+        write_json(staging / MARK, {"dataset": row.dataset, "revision": commit})
+        os.replace(staging, folder)
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
@@ -245,14 +245,15 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
             "HF_HUB_OFFLINE is set; unset it on a machine with a network"
         ),
     }
-    other = (
+    general_advice = (
         "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
         " machine and copy the folder"
     )
-    what = next(
-        (text for kind, text in advice.items() if isinstance(error, kind)), other
+    suggestion = next(
+        (text for kind, text in advice.items() if isinstance(error, kind)),
+        general_advice,
     )
     return UserError(
         f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
-        f" {what}; run the same command again to continue, what was fetched stays"
+        f" {suggestion}; run the same command again to continue, what was fetched stays"
     )

@@ -90,20 +90,20 @@ class Speaker:
         """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p
         0.95; bfloat16 on cuda:0`.
         """
-        own: Any = self.model.generation_config
-        how = "greedy"
-        if own.do_sample and not greedy:
+        generation: Any = self.model.generation_config
+        description = "greedy"
+        if generation.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            values = {name: getattr(own, name, None) for name in names}
+            values = {name: getattr(generation, name, None) for name in names}
             neutral = {"temperature": None, "repetition_penalty": 1.0}
-            said = [
+            parts = [
                 f"{k} {v:g}"
                 for k, v in values.items()
                 if v is not None and v != neutral.get(k)
             ]
-            how = ", ".join(said) or "sampling"
+            description = ", ".join(parts) or "sampling"
         return (
-            f"{how}; {str(self.model.dtype).removeprefix('torch.')} on"
+            f"{description}; {str(self.model.dtype).removeprefix('torch.')} on"
             f" {self.model.device}"
         )
 
@@ -329,8 +329,8 @@ class Reply:
         self._model: Any = speaker.model
         inputs = speaker.prompt()
         self._prompt = str(tokenizer.decode(inputs["input_ids"][0, -END_OF_PROMPT:]))
-        own: Any = speaker.model.generation_config
-        limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
+        generation: Any = speaker.model.generation_config
+        limit = max_new_tokens or generation.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
         if (
             speaker.positions is not None
@@ -355,7 +355,7 @@ class Reply:
                 "top_p": None,
                 "top_k": None,
             }
-        if own.pad_token_id is None:
+        if generation.pad_token_id is None:
             self._options["pad_token_id"] = (
                 tokenizer.pad_token_id or tokenizer.eos_token_id
             )
@@ -366,7 +366,7 @@ class Reply:
         """The reply so far."""
         return self._thoughts.answer(self._written, self._prompt)
 
-    def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+    def _criterion(self, input_ids: Any, scores: Any, **options: Any) -> Any:
         import torch
 
         return torch.full(
@@ -385,8 +385,8 @@ class Reply:
             ends = ends if isinstance(ends, list) else [ends]
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
-                whole = self._thoughts.decode(ids.tolist())
-                if whole and not self._thoughts.answer(whole, self._prompt):
+                full_text = self._thoughts.decode(ids.tolist())
+                if full_text and not self._thoughts.answer(full_text, self._prompt):
                     self.cut = f"no answer, its thoughts had not ended: {self.cut}"
         except Exception as error:  # said in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
@@ -395,8 +395,8 @@ class Reply:
 
     def __iter__(self) -> Iterator[str]:
         for piece in self._thoughts.streamed(self._pieces(), self._prompt):
-            if shown := printable(piece):
-                yield shown
+            if visible := printable(piece):
+                yield visible
 
     def _pieces(self) -> Iterator[str]:
         for piece in self._streamer:

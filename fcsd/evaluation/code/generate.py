@@ -133,9 +133,9 @@ class Reader:
             text = str(
                 self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
             )
-        known = {*ends, self.tokenizer.pad_token_id}
+        end_ids = {*ends, self.tokenizer.pad_token_id}
         return self.text(
-            text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens)
+            text, len(tokens) >= self.task.max_new_tokens and end_ids.isdisjoint(tokens)
         )
 
     def text(self, text: str, full: bool) -> tuple[str, bool]:
@@ -153,8 +153,14 @@ def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[in
     """Return the tokens that end a sequence, of the tokenizer and of the model's own
     generation settings.
     """
-    own = getattr(generation, "eos_token_id", None)
-    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    model_ends = getattr(generation, "eos_token_id", None)
+    ends = (
+        []
+        if model_ends is None
+        else [model_ends]
+        if isinstance(model_ends, int)
+        else list(model_ends)
+    )
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)
     return [int(end) for end in ends]

@@ -155,11 +155,11 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
         with quiet(), fresh_cache(local):
             return datasets.load_dataset(**options, split=split)
     except Exception as error:
-        what = (
+        message = (
             damaged_file(path)
             or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
         )
-        raise UserError(what) from error
+        raise UserError(message) from error
 
 
 def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
@@ -169,31 +169,31 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
             isinstance(item, str) for item in row[column]
         ):
             raise UserError(f"{where}: {column} must be a list of texts")
-    shown: Sequence[str] = (
+    visible_tests: Sequence[str] = (
         row["test_list"][:3] if tests == "visible" else row["test_list"]
     )
-    if tests == "visible" and not shown:
+    if tests == "visible" and not visible_tests:
         raise UserError(
             f"{where}: test_list is empty, so that every program would pass"
         )
     graded = grading(
         row["test"], num_base_inputs(row["task_id"], len(row["test_list"]))
     )
-    decides: tuple[str, ...] = (row["test"],)
+    deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
     if tests == "visible":
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
-        decides = (_imports(row["code"]), "\n".join(shown) + "\n")
+        deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
     elif graded is not None:
-        decides, base, names = graded.plus, graded.base, (graded.entry_point,)
+        deciding_tests, base, names = graded.plus, graded.base, (graded.entry_point,)
     imports = tuple(text for text in ("\n".join(row["test_imports"]),) if text)
     return Problem(
         task_id=str(row["task_id"]),
         prompt=row["prompt"],
         canonical=row["code"],
-        tests=imports + decides,
-        visible_tests=tuple(shown),
+        tests=imports + deciding_tests,
+        visible_tests=tuple(visible_tests),
         base_tests=imports + base if base else (),
         names=names,
         block="first" if tests == "visible" else "longest",
@@ -250,9 +250,9 @@ def _imports(code: str) -> str:
     except SyntaxError:
         return ""
     return "".join(
-        ast.unparse(each) + "\n"
-        for each in statements
-        if isinstance(each, ast.Import | ast.ImportFrom)
+        ast.unparse(statement) + "\n"
+        for statement in statements
+        if isinstance(statement, ast.Import | ast.ImportFrom)
     )
 
 

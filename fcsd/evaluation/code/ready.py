@@ -60,14 +60,14 @@ def programs_of(
     return programs
 
 
-def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
+def _task_id(sample: Mapping[str, Any], by_id: Mapping[str, Any], where: str) -> str:
     key = "task_id" if "task_id" in sample else "doc_id"
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
         raise UserError(
             f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}"
         )
     text = str(sample[key])
-    return text if text in known else text.removeprefix("Mbpp/")
+    return text if text in by_id else text.removeprefix("Mbpp/")
 
 
 def _programs(
@@ -92,8 +92,8 @@ def _programs(
     return [problem.program(text) for text in texts]
 
 
-def _ids(known: Mapping[str, Any]) -> str:
-    names = list(known)
+def _ids(by_id: Mapping[str, Any]) -> str:
+    names = list(by_id)
     return (
         ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, … {names[-1]}"
     )
@@ -146,24 +146,28 @@ def evalplus_outcomes(
             sys.executable, "-m", "evalplus.evaluate", "--dataset", kind, "--samples", str(file),
             "--parallel", str(default_num_workers()),
         ]  # fmt: skip
-        done = subprocess.run(
+        finished = subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         results = file.with_name("samples_eval_results.json")
-        if done.returncode != 0 or not results.is_file():
+        if finished.returncode != 0 or not results.is_file():
             last = next(
-                (line for line in reversed(done.stdout.splitlines()) if line.strip()),
+                (
+                    line
+                    for line in reversed(finished.stdout.splitlines())
+                    if line.strip()
+                ),
                 "no output",
             )
             raise ScorerError(
-                f"EvalPlus failed with status {done.returncode}: {last.strip()}"
+                f"EvalPlus failed with status {finished.returncode}: {last.strip()}"
             )
         verdicts = json.loads(results.read_text(encoding="utf-8"))["eval"]
     return [
         [
-            _verdict(problem.task_id, each)
-            for each in verdicts[f"{prefix}{problem.task_id}"]
+            _verdict(problem.task_id, statuses)
+            for statuses in verdicts[f"{prefix}{problem.task_id}"]
         ]
         for problem in problems
     ]
@@ -177,5 +181,5 @@ def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:
         "timeout": "timeout",
     }
     base, plus = words[statuses["base_status"]], words[statuses["plus_status"]]
-    whole = Outcome(task_id, plus if base == "passed" else base, 0.0)
-    return replace(whole, base=base)
+    outcome = Outcome(task_id, plus if base == "passed" else base, 0.0)
+    return replace(outcome, base=base)

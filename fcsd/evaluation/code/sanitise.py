@@ -42,12 +42,12 @@ def sanitised(text: str, entry_point: str) -> str:
         return block
     imports = [node for node in tree.body if _is_import(node)]
     definitions = list(_definitions(tree))
-    needed = _reachable(
+    needed_names = _reachable(
         entry_point, {name: set(_words(node)) for name, node in definitions}
     )
-    kept = imports + [node for name, node in definitions if name in needed]
+    statements = imports + [node for name, node in definitions if name in needed_names]
     lines = block.encode().split(b"\n")  # the offsets of a tree are bytes
-    program = "\n".join(_source(node, lines) for node in kept).strip()
+    program = "\n".join(_source(node, lines) for node in statements).strip()
     return program or block
 
 
@@ -69,11 +69,13 @@ def longest_block(text: str, least: int = 2) -> str:
     lines = _lines(text)
     filled = [0, *accumulate(bool(line.strip()) for line in lines)]
     best, most, left = (0, 1), 0, _MOST_LINES
-    known: set[int] = set()  # starts from which no longer range than the best can come
+    covered_starts: set[int] = (
+        set()
+    )  # starts from which no longer range than the best can come
     for first, line in enumerate(lines):
         if filled[-1] - filled[first] <= most or left <= 0:
             break
-        if first in known or not _begins(line):
+        if first in covered_starts or not _begins(line):
             continue
         last = len(lines)
         while (
@@ -83,7 +85,7 @@ def longest_block(text: str, least: int = 2) -> str:
             left -= result if isinstance(result, int) else last - first
             if isinstance(result, ast.Module):
                 best, most = (first, last), filled[last] - filled[first]
-                known |= _boundaries(result, first, last)
+                covered_starts |= _boundaries(result, first, last)
             elif result is None:
                 last = _before_failure(lines, first, last)
             else:  # every longer range has this error, too
@@ -104,9 +106,9 @@ def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
     """
     if defines(block, entry_point):
         return None
-    others = set(_lines(block))
+    block_lines = set(_lines(block))
     lines = (
-        line for line in _lines(text) if entry_point in line and line not in others
+        line for line in _lines(text) if entry_point in line and line not in block_lines
     )
     return next(
         (
@@ -192,7 +194,7 @@ def _is_import(node: ast.stmt) -> bool:
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
     """Yield the first definition of each name at the top level, with its name."""
-    seen = set()
+    names = set()
     for node in tree.body:
         if not isinstance(node, Definition) or getattr(node, "decorator_list", []):
             continue
@@ -202,8 +204,8 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
         ):
             continue
         name = _name(node)
-        if name not in seen:
-            seen.add(name)
+        if name not in names:
+            names.add(name)
             yield name, node
 
 
@@ -215,16 +217,18 @@ def _name(node: Definition) -> str | None:
     """
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
-    sides: list[ast.expr | None]
+    operands: list[ast.expr | None]
     if isinstance(node, ast.AnnAssign):
-        sides = [node.target, node.value]
+        operands = [node.target, node.value]
     else:  # in `a = b = c` the second side is an assignment
-        sides = (
+        operands = (
             [node.targets[0], node.value]
             if len(node.targets) == 1
             else [node.targets[0]]
         )
-    return next((side.id for side in sides if isinstance(side, ast.Name)), None)
+    return next(
+        (operand.id for operand in operands if isinstance(operand, ast.Name)), None
+    )
 
 
 def _words(node: ast.AST) -> Iterator[str]:

@@ -227,12 +227,12 @@ class CodeScorer:
             ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)
         ]
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
-            shown = "; ".join(
+            examples = "; ".join(
                 f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3]
             )
             raise ScorerError(
                 f"{len(failed)} of {len(outcomes)} canonical solutions do not pass"
-                f" their own tests ({shown}): the scorer or the data set is broken, so"
+                f" their own tests ({examples}): the scorer or the data set is broken, so"
                 " no score is given"
             )
         for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
@@ -275,13 +275,13 @@ class CodeScorer:
             sorted(completion_ids - problem_ids),
         )
         if missing or extra:
-            what = (
+            mismatch = (
                 f"no completion for problem {missing[0]}"
                 if missing
                 else f"{extra[0]} is not a problem"
             )
             raise UserError(
-                f"completions do not match the problems: {what}"
+                f"completions do not match the problems: {mismatch}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
             )
         jobs = []
@@ -302,13 +302,16 @@ class CodeScorer:
         ]
 
     def _run(
-        self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str
+        self,
+        jobs: Sequence[tuple[Problem, str, float]],
+        progress: bool,
+        description: str,
     ) -> list[Outcome]:
         self._start()
         idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
-        bar = progress_bar(total=len(jobs), desc=what, shown=progress)
+        bar = progress_bar(total=len(jobs), desc=description, shown=progress)
 
         def grade(job: tuple[Problem, str, float]) -> Outcome:
             server = idle.get()

@@ -109,9 +109,9 @@ class LanguageModel(HFLM):
             tokens
         ):
             return answer, False
-        whole = self.answer_of(context, text, [])
+        full_answer = self.answer_of(context, text, [])
         raw = str(self.tok_decode(tokens, skip_special_tokens=False))
-        stopped = answer != whole or any(
+        stopped = answer != full_answer or any(
             word in raw for word in self.stops(context, stop) if word
         )
         return answer, not stopped
@@ -175,7 +175,11 @@ class InMemory(LanguageModel):
         # As lm-eval does, one sequence answers all requests that differ in the last
         # token only.
         sequences = Collator.group(
-            numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts"
+            numbered,
+            lambda numbered_request: (
+                numbered_request[1][1] + numbered_request[1][2][:-1]
+            ),
+            "contexts",
         )
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         size = self._begin(len(order))
@@ -184,7 +188,7 @@ class InMemory(LanguageModel):
         return self._shared(
             requests,
             batches,
-            lambda own: ask(own, disable_tqdm=True),
+            lambda batch: ask(batch, disable_tqdm=True),
             lambda: self._model_call(self._one_token()),
         )
 
@@ -193,29 +197,31 @@ class InMemory(LanguageModel):
         size = self._begin(len(requests))
         self.check_prompts(requests)
         numbered = list(enumerate(requests))
-        alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
+        groups = Collator.group(
+            numbered, lambda numbered_request: numbered_request[1].args[1], "gen_kwargs"
+        )
 
-        def longest_first(each: Any) -> Any:
-            context = each[1].args[0]
+        def longest_first(numbered_request: Any) -> Any:
+            context = numbered_request[1].args[0]
             return -len(self.tok_encode(context)), context
 
         batches = [
-            [[each] for each in chunk]
-            for group in alike.values()
+            [[numbered_request] for numbered_request in chunk]
+            for group in groups.values()
             for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
         ]
 
         def ask(batch: list[Any]) -> list[Answer]:
             order = sorted(
                 range(len(batch)),
-                key=lambda place: longest_first((place, batch[place])),
+                key=lambda position: longest_first((position, batch[position])),
             )
             answers: dict[int, Answer] = {}
             for start in range(0, len(order), size := self.batch_size_per_gpu):
-                places = order[start : start + size]
-                part = self._generate([batch[place] for place in places])
-                answers |= zip(places, part, strict=True)
-            return [answers[place] for place in range(len(batch))]
+                positions = order[start : start + size]
+                generated = self._generate([batch[position] for position in positions])
+                answers |= zip(positions, generated, strict=True)
+            return [answers[position] for position in range(len(batch))]
 
         def idle() -> None:
             token = self._one_token()
@@ -244,7 +250,7 @@ class InMemory(LanguageModel):
             truncation=self.truncation,
         )
         width = ids.shape[1]
-        made = self._model_generate(
+        generated = self._model_generate(
             context=ids.to(self.device),
             attention_mask=mask.to(self.device),
             stop=self.stops(contexts[0], stop),
@@ -254,7 +260,9 @@ class InMemory(LanguageModel):
         ends = end_tokens(self.source.model.generation_config, self.tokenizer)
         return [
             self.read_tokens(context, tokens, stop, limit, ends)
-            for context, tokens in zip(contexts, made[:, width:].tolist(), strict=True)
+            for context, tokens in zip(
+                contexts, generated[:, width:].tolist(), strict=True
+            )
         ]
 
     def _shared(

@@ -48,10 +48,10 @@ class Ready(LM):
         texts = []
         for request in requests:
             # among the documents with an answer
-            task, place = str(request.task_name), int(request.doc_id)
+            task, position = str(request.task_name), int(request.doc_id)
             item = (
                 task,
-                self.documents[task][place] if task in self.documents else place,
+                self.documents[task][position] if task in self.documents else position,
             )
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
@@ -119,14 +119,14 @@ def grade_answers(
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
-        needed = (
+        requirement = (
             f"{max(repeats)} of every document"
             if repeats != {1}
             else "the same number of every document"
         )
         raise UserError(
             f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
-            f" needs {needed}"
+            f" needs {requirement}"
         )
     passes = [answers]
     if repeats == {1}:
@@ -134,10 +134,12 @@ def grade_answers(
             {item: texts[n : n + 1] for item, texts in answers.items()}
             for n in range(counts.pop())
         ]
-    some = documents if partial else None
+    selected = documents if partial else None
     graded = [
-        run_task(Ready(each, some, thinking=thinking), row, tasks, None, some)
-        for each in passes
+        run_task(
+            Ready(pass_answers, selected, thinking=thinking), row, tasks, None, selected
+        )
+        for pass_answers in passes
     ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [

@@ -138,11 +138,11 @@ class ServedModel(LanguageModel):
         text = answer["text"]
         if self.has_thoughts(context):
             text = self.thoughts.without_special(text)
-        whole, cut = (
+        full_answer, cut_answer = (
             self.answer_of(context, text, []),
             self.answer_of(context, text, stop),
         )
-        return cut, answer["at_limit"] and cut == whole
+        return cut_answer, answer["at_limit"] and cut_answer == full_answer
 
     def _sampling(self, settings: Body, seed: int) -> Body:
         sampled = settings.pop("do_sample", False)
@@ -151,12 +151,17 @@ class ServedModel(LanguageModel):
                 f"the task sets {', '.join(sorted(unknown))} for generation, which a"
                 " server is not asked for; evaluate it in memory"
             )
-        own = {name: getattr(self.backend.generation, name, None) for name in _SAMPLING}
-        penalty = settings.get("repetition_penalty", own["repetition_penalty"]) or 1.0
+        model_settings = {
+            name: getattr(self.backend.generation, name, None) for name in _SAMPLING
+        }
+        penalty = (
+            settings.get("repetition_penalty", model_settings["repetition_penalty"])
+            or 1.0
+        )
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}
         # transformers'
-        usual = {
+        defaults = {
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 50,
@@ -164,7 +169,12 @@ class ServedModel(LanguageModel):
             "seed": seed,
         }
         chosen = {
-            name: settings.get(name, usual[name] if own[name] is None else own[name])
-            for name in usual
+            name: settings.get(
+                name,
+                defaults[name]
+                if model_settings[name] is None
+                else model_settings[name],
+            )
+            for name in defaults
         }
         return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

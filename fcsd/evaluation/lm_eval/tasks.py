@@ -66,25 +66,25 @@ def load_task(
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
         from lm_eval.tasks import TaskManager
 
-        known = TaskManager(include_path=[str(folder)], include_defaults=False)
-        if row.task not in known.all_tasks:
+        registry = TaskManager(include_path=[str(folder)], include_defaults=False)
+        if row.task not in registry.all_tasks:
             raise UserError(
                 f"task {row.task}: not defined in"
-                f" {folder}{did_you_mean(row.task, known.all_tasks)}"
+                f" {folder}{did_you_mean(row.task, registry.all_tasks)}"
             )
-        if row.task in known.all_tags:
+        if row.task in registry.all_tags:
             raise UserError(
                 f"task {row.task}: is a tag of lm-eval, neither task nor group; give"
                 " its tasks rows of their own:"
-                f" {', '.join(sorted(known.task_index[row.task].tags))}"
+                f" {', '.join(sorted(registry.task_index[row.task].tags))}"
             )
-        if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
+        if (registry.task_index[row.task].cfg or {}).get("unsafe_code"):
             # Loading it would fetch and run a metric's code, or take `code_eval` from
             # the working directory.
             raise UserError(
                 f"task {row.task}: runs generated code inside lm-eval; use kind: code"
             )
-        kind = "group" if row.task in known.all_groups else "task"
+        kind = "group" if row.task in registry.all_groups else "task"
         # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file
         # (research: inline dicts fail).
         text = yaml.safe_dump(
@@ -106,28 +106,28 @@ def load_task(
         except Exception as error:
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
-            _name_the_row(row, suite, known, location)
+            _name_the_row(row, suite, registry, location)
             reason = (
                 f"nothing there is named {error}"
                 if isinstance(error, KeyError)
                 else first_line(error)
             )
-            what = f"cannot be loaded with the data set {location}: {reason}"
+            problem = f"cannot be loaded with the data set {location}: {reason}"
             columns = ", ".join(columns_of(row.task, suite))
             advice = hub_advice(data_root) or (
                 f"; the task needs the columns {columns}" if columns else ""
             )
-            raise UserError(f"task {row.task}: {what}{advice}") from error
+            raise UserError(f"task {row.task}: {problem}{advice}") from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
     return tasks
 
 
-def _definitions(row: LMEvalTaskConfig, known: Any) -> list[Any]:
+def _definitions(row: LMEvalTaskConfig, registry: Any) -> list[Any]:
     """Return what lm-eval's files say of a row's task, or of all members of its group."""
-    names = [row.task] if row.task in known.all_subtasks else known.all_subtasks
-    return [known.task_index[name].cfg for name in names]
+    names = [row.task] if row.task in registry.all_subtasks else registry.all_subtasks
+    return [registry.task_index[name].cfg for name in names]
 
 
 def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, str]]:
@@ -136,26 +136,26 @@ def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, st
     """
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager(
+    registry = TaskManager(
         include_path=[str(_task_folder(row, suite))], include_defaults=False
     )
     keys = ("training_split", "validation_split", "test_split", "fewshot_split")
     return {
         (row.dataset_name or settings.get("dataset_name") or "default", split)
-        for settings in _definitions(row, known)
+        for settings in _definitions(row, registry)
         for split in (row.split, *map(settings.get, keys))
         if split
     }
 
 
 def _name_the_row(
-    row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, location: str
+    row: LMEvalTaskConfig, suite: SuiteConfig, registry: Any, location: str
 ) -> None:
     """Name the row and the column at fault, if there is one, where lm-eval could not
     read the data.
     """
     columns = columns_of(row.task, suite)
-    for settings in _definitions(row, known) if columns else ():
+    for settings in _definitions(row, registry) if columns else ():
         graded = (
             row.split or settings.get("test_split") or settings.get("validation_split")
         )
@@ -390,7 +390,10 @@ def run_task(
         scores = [float(item[metric]) for item in chosen]
         _require_mean(row, float(output["results"][task][row.metric]), scores)
         for item, score in zip(chosen, scores, strict=True):
-            cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
+            cut = any(
+                str(arguments[0]) in language_model.cut
+                for arguments in item["arguments"]
+            )
             sample = lm_eval_sample(
                 item, score, None if task == row.task else task, item["arguments"]
             )
@@ -403,12 +406,12 @@ def _seeded() -> Iterator[None]:
     """Seed Python's generator as lm-eval's command does, and put it back: GPQA's
     definition shuffles the choices by it when it is loaded, and two models must be
     asked the same."""
-    before = random.getstate()
+    state = random.getstate()
     random.seed(0)
     try:
         yield
     finally:
-        random.setstate(before)
+        random.setstate(state)
 
 
 @contextlib.contextmanager

@@ -133,16 +133,16 @@ class Cell:
         """
         if self._events is None:
             return None
-        _, name, rest = os.pread(self._events, 1 << 16, 0).partition(b"\noom_kill ")
-        return int(rest.split(None, 1)[0]) if name else None
+        _, name, fields = os.pread(self._events, 1 << 16, 0).partition(b"\noom_kill ")
+        return int(fields.split(None, 1)[0]) if name else None
 
     def out_of_memory(self) -> bool | None:
         """Tell whether the machine has run out of memory since the job began; None
         where that is not known.
         """
-        now = self._oom_kills()
+        num_oom_kills = self._oom_kills()
         return (
             None
-            if now is None or self._num_oom_kills is None
-            else now > self._num_oom_kills
+            if num_oom_kills is None or self._num_oom_kills is None
+            else num_oom_kills > self._num_oom_kills
         )

@@ -140,7 +140,7 @@ class SandboxServer:
             parts += part
         return parts
 
-    def _failure(self, what: str) -> ScorerError:
+    def _failure(self, problem: str) -> ScorerError:
         """Build the error that says how the server ended; it is not used again."""
         self.broken = True
         status: Any = "running"
@@ -149,7 +149,7 @@ class SandboxServer:
         self._log.seek(0)
         log = self._log.read().decode(errors="replace").strip().splitlines()
         return ScorerError(
-            f"the sandbox server {what} (exit status"
+            f"the sandbox server {problem} (exit status"
             f" {status}){': ' + log[-1] if log else ''}; the scorer has failed, nothing"
             " is known about the programs; call again to start it anew"
         )

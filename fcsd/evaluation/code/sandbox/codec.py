@@ -42,8 +42,8 @@ MAX_FRAME_BYTES = 1 << 30
 class Handle:
     """An object that stayed on the other side."""
 
-    def __init__(self, number: int, truth: bool, shown: str):
-        self.number, self.truth, self.shown = number, truth, shown
+    def __init__(self, number: int, truth: bool, text: str):
+        self.number, self.truth, self.shown = number, truth, text
 
     def __bool__(self) -> bool:
         return self.truth

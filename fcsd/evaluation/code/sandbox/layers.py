@@ -120,8 +120,8 @@ def unshare_namespaces() -> list[str]:
     The process namespace holds for children: fork afterwards.
     """
     uid, gid = os.getuid(), os.getgid()
-    rest = NEWPID | NEWNET | NEWIPC | NEWUTS
-    if _libc.unshare(NEWUSER | rest) == 0:
+    namespaces = NEWPID | NEWNET | NEWIPC | NEWUTS
+    if _libc.unshare(NEWUSER | namespaces) == 0:
         # Inside, the caller is `nobody`; outside, it stays the user it was.
         for name, text in (
             ("setgroups", "deny"),
@@ -131,7 +131,7 @@ def unshare_namespaces() -> list[str]:
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         return ["user", "pid", "net", "ipc", "uts"]
-    if _libc.unshare(rest) == 0:
+    if _libc.unshare(namespaces) == 0:
         return ["pid", "net", "ipc", "uts"]
     return []
 
@@ -211,10 +211,10 @@ def forbid_privileges() -> bool:
     return bool(held)
 
 
-def hold_capabilities(kept: int) -> bool:
+def hold_capabilities(mask: int) -> bool:
     """Give up every capability but those of the mask `kept`, those of a user namespace included."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
-    sets = ctypes.create_string_buffer(struct.pack("=6I", kept, kept, 0, 0, 0, 0), 24)
+    sets = ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0), 24)
     return bool(_libc.capset(header, sets) == 0)
 
 

@@ -84,8 +84,8 @@ def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int)
         held = cell.enter(cpu_s)
         if held != cell.held:
             raise OSError(f"the layers of the sandbox hold no longer: {held}")
-        kept = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
-        for low, high in itertools.pairwise(kept):
+        descriptors = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
+        for low, high in itertools.pairwise(descriptors):
             os.closerange(low + 1, high)
     except BaseException as error:
         os.write(
@@ -133,21 +133,21 @@ def run_job(
     poll = select.poll()
     poll.register(done[0], select.POLLIN)
     poll.register(JOBS, 0)  # only its end is of interest here
-    verdict, here = b"", True
+    verdict, scorer_alive = b"", True
     # the time of a program begins when its job has been read, and all of it
     check = last = math.inf
     while True:
-        now = time.monotonic()
-        if now >= check:
+        now_s = time.monotonic()
+        if now_s >= check:
             remaining_s = timeout_s - _processor_s(pid) - _processor_s(judge)
-            if remaining_s <= 0 or now >= last:
+            if remaining_s <= 0 or now_s >= last:
                 break
-            check = min(now + max(remaining_s / 2, 0.02), last)
+            check = min(now_s + max(remaining_s / 2, 0.02), last)
         events = dict(
-            poll.poll(None if check == math.inf else max(check - now, 0) * 1000)
+            poll.poll(None if check == math.inf else max(check - now_s, 0) * 1000)
         )
         if events.get(JOBS):
-            here = False
+            scorer_alive = False
             break
         if done[0] in events:
             verdict = os.read(done[0], 1) or b"f"
@@ -164,7 +164,7 @@ def run_job(
     if not verdict and late[:1] == b"r":
         verdict = b"r"
     os.close(done[0])
-    if not here:
+    if not scorer_alive:
         return False
     if verdict != b"r":
         outcome, message = _classify(verdict, in_time, ended, (pid, judge), cpu_s, cell)
