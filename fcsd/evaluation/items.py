@@ -37,8 +37,8 @@ def suite_items(
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     for index, problem in enumerate(_load(location, row, row.dataset_name)):
-        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in
-        # the other columns.
+        # Generated inputs and outputs, megabytes of numbers; a reader sees the
+        # other columns.
         visible_columns = {
             name: value for name, value in problem.items() if name not in _GENERATED
         }

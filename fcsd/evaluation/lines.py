@@ -16,10 +16,10 @@ from fcsd.base.files import check_regular
 def json_lines(
     path: Path, description: str = "valid JSON", advice: str = ""
 ) -> list[tuple[str, Any]]:
-    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; lines
-    without text are passed over.
+    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; blank lines
+    are skipped.
 
-    what: what each line should be, for the message. advice: ends the message.
+    description: what each line should be, for the message. advice: ends the message.
     """
     check_regular(path)
     try:

@@ -41,11 +41,11 @@ Graded = tuple[list[dict[str, Any]], int, dict[str, Any] | None]
 
 
 def score_file(scoring: Scoring) -> dict[str, Any]:
-    """Grade a file of samples: the result, in the form of `fcsd evaluate`.
+    """Grade a file of samples, and return the result in the form of `fcsd evaluate`.
 
     Raises:
-        UserError: a file, line, column or problem that is not as it should be, or a
-            scorer that cannot run.
+        UserError: an invalid file, line, column or problem, or a scorer that cannot
+            run.
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
@@ -69,6 +69,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
     samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
+    # Graded with --partial, the result is a quick look, as with a limit.
     count, total = (
         sum(map(len, samples_by_task.values())),
         sum(size for _, size, _ in graded.values()),
@@ -93,7 +94,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
 
 
 def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
-    """Return the rows to grade, each with its lines, and the suite of which they are."""
+    """Return the rows to grade, each with its lines, and the suite of the rows."""
     samples, dataset, suite = (
         scoring.samples,
         scoring.dataset,
@@ -154,8 +155,8 @@ def _lines(path: Path) -> Lines:
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Refuse a folder that is no earlier result of this command: a result may replace
-    such a one, and nothing else.
+    """Refuse a folder unless it is empty or holds an earlier result of this command:
+    nothing else may be replaced.
     """
     if not output.exists():
         return check_folder_place(output)
@@ -191,6 +192,7 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
         )
     graded = [problem for problem in problems if problem.task_id in programs]
     layers: dict[str, Any] | None = None
+    # EvalPlus runs programs in a process of its own; our sandbox is checked first.
     if scoring.scorer == "evalplus":
         if missing:
             raise UserError(

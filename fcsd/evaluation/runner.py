@@ -56,8 +56,8 @@ def prepare_evaluation(
     progress: bool = True,
     any_direction: bool = False,
 ) -> Iterator["PreparedEvaluation"]:
-    """Prepare data and sandbox once, to evaluate one model after another; gives a
-    function of model and name.
+    """Prepare data and sandbox once, to evaluate one model after another; yield a
+    function of a model and its name.
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
@@ -73,6 +73,7 @@ def prepare_evaluation(
     """
     _check(config, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
+    # The first rank alone reads the store; the others follow what it found.
     stored = ranks.from_first(
         lambda: {
             row.task: task
@@ -97,10 +98,11 @@ def prepare_evaluation(
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in stored.items()}
     scorer: CodeScorer | None = None
+    # The sandbox starts last, since it runs all canonical solutions at once.
     with contextlib.ExitStack() as stack:
 
         def start() -> dict[str, Any]:
-            """Start the sandbox, of which one is enough for all ranks, and return its layers."""
+            """Start the sandbox, one for all ranks, and return its layers."""
             nonlocal scorer
             scorer = stack.enter_context(
                 _checked_scorer(code, prepared, config, progress)
@@ -143,7 +145,7 @@ def _checked_scorer(
     config: EvaluationConfig,
     progress: bool,
 ) -> Iterator[CodeScorer]:
-    """Give a scorer that the canonical solutions of these tasks have passed."""
+    """Yield a scorer that has passed the canonical solutions of these tasks."""
     with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
         for row in code:
             try:
@@ -263,6 +265,8 @@ class PreparedEvaluation:
                 if row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
+                # Each task is kept as soon as it is finished, so a kill loses no
+                # finished task.
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
@@ -294,7 +298,7 @@ class PreparedEvaluation:
             }
             try:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
-            # once more, with new servers: what was generated is worth hours
+            # Try once more with new servers: generating may have taken hours.
             except ScorerError:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             texts = prompts(self.tokenizer, problems, row)
@@ -328,8 +332,8 @@ class PreparedEvaluation:
                 for key in ("higher_is_better", "answers_at_limit")
                 if key in task_facts
             }
-        # A task that was finished before may have run in another sandbox: the first one
-        # counts.
+        # Tasks that were finished earlier may have run in another sandbox; the result
+        # records the first one.
         sandbox = next(
             (
                 task_facts["sandbox"]
@@ -338,6 +342,7 @@ class PreparedEvaluation:
             ),
             None,
         )
+        # Results record the template and its date, since both change prompts.
         chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
             if writes_date(self.tokenizer.chat_template):

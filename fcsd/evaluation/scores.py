@@ -24,8 +24,8 @@ from fcsd.base.stats import (
 )
 
 Sample = Mapping[str, Any]
-# What two rows must agree on: of the result, and of the suite where both results say
-# it.
+# Keys on which two rows must agree: those of a task in the result, and those of its
+# suite, where both results record them.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
 _SAME_SUITE_ROW = (
     "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
@@ -40,7 +40,7 @@ def paired(
     delta       mean of the differences d = converted - original
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
     interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
-    gained, lost  items with d > 0 and with d < 0
+    gained, lost  numbers of items with d > 0 and with d < 0
     p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
     retained_percent  100 * converted / original; None when the original scores 0
 
@@ -58,6 +58,8 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    # Items with equal scores say nothing about which model is better, so McNemar's test
+    # counts the others alone.
     changed = gained + lost
     original_mean, converted_mean = (
         math.fsum(original_scores) / len(pairs),
@@ -109,6 +111,7 @@ def _join(
             f"{task}: the items differ (item {unmatched_ids[0]}); evaluate both models on the"
             " same revision of the data"
         )
+    # Another prompt would show up as a difference between the models.
     changed = [
         str(key[0])
         for key in original_items
@@ -185,6 +188,7 @@ def compare(
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
         } | _paired(pairs)
+        # Answers that were cut at the token limit may explain a lower score.
         for key, result in (
             ("original_at_limit", original_result),
             ("converted_at_limit", converted_result),
@@ -197,16 +201,17 @@ def compare(
                 name: paired(items, converted_members[name], f"{task} {name}")
                 for name, items in members.items()
             }
+    # With many tasks, one of them has a small p by chance: correct for their number.
     adjusted = holm([row["p_value"] for row in tasks.values()])
     for row, p_value in zip(tasks.values(), adjusted, strict=True):
         row["p_holm"] = p_value
-        row["verdict"] = (
-            "within noise"
-            if p_value >= ALPHA
-            else "gained"
-            if row["gained"] > row["lost"]
-            else "lost"
-        )
+        if p_value >= ALPHA:
+            row["verdict"] = "within noise"
+        elif row["gained"] > row["lost"]:
+            row["verdict"] = "gained"
+        else:
+            row["verdict"] = "lost"
+    # A limit on either side makes the comparison a quick look.
     limits = [
         evaluation["settings"]["limit"]
         for evaluation in (original_result, converted_result)
@@ -235,6 +240,7 @@ def _common(
                 f" {', '.join(common_tasks) or 'none in common'}"
             )
         return [task for task in common_tasks if task in only]
+    # Different suites are refused rather than silently cut to what they share.
     if original_tasks.keys() != converted_tasks.keys():
         missing_text = ", ".join(sorted(original_tasks.keys() ^ converted_tasks.keys()))
         advice = "evaluate both on the same suite"
@@ -262,6 +268,7 @@ def _require_same(
             " metrics of which more is better are compared; leave the task out with"
             " --tasks (in Python: tasks=[…])"
         )
+    # A setting that only one of the results records cannot be compared, and passes.
     for original_row, converted_row, keys in (
         (original_result["tasks"][task], converted_result["tasks"][task], _SAME_ROW),
         (
@@ -295,6 +302,7 @@ def _recorded(
 ) -> str:
     """Name the settings that would explain samples that do not match."""
 
+    # None of these is compared by itself: a change shows in the items or the prompts.
     def recorded(result: Mapping[str, Any]) -> dict[str, Any]:
         settings, row = result["settings"], _suite_row(result, task)
         return {
@@ -332,6 +340,7 @@ def _mean(
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
+    # A task without an interval leaves the mean without one.
     limits = [
         limit
         for task in tasks
@@ -342,10 +351,17 @@ def _mean(
     mean["interval"] = clipped(
         unclipped, shares=all(_shares(scores[task]) for task in tasks)
     )
+    # Without an interval both ends are 0, so no loss or gain is claimed.
     low, high = mean["interval"] or (0.0, 0.0)
-    mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
-    if len(tasks) == 1:  # its exact test decides, here as there
+    if len(tasks) == 1:
+        # The mean of one task is that task, whose exact test has decided.
         mean["verdict"] = next(iter(tasks.values()))["verdict"]
+    elif high < 0:
+        mean["verdict"] = "lost"
+    elif low > 0:
+        mean["verdict"] = "gained"
+    else:
+        mean["verdict"] = "within noise"
     mean["retained_percent"] = (
         100 * (mean["converted"] / mean["original"]) if mean["original"] else None
     )

@@ -1,5 +1,5 @@
-"""A model behind a server: the questions of an evaluation as token ids, and whether it
-is the model at all.
+"""Evaluate a model behind a server: send questions as token ids, and check that the
+server has the right model.
 
 Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or
 client was killed continues with the next one. Temperature 0 is greedy; a sample is
@@ -128,6 +128,7 @@ class ServedBackend:
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
+            # top_k and min_p are switched off: a server may have defaults of its own.
             sampling = {
                 "temperature": row.temperature,
                 "top_p": row.top_p,
@@ -137,6 +138,7 @@ class ServedBackend:
         bodies: list[Body] = []
         thoughts = Thoughts(self.tokenizer)
         readers = [Reader(thoughts, row, prompt) for prompt in tokens]
+        # A seed follows the sample's number, so the order of requests does not matter.
         for prompt, reader in zip(tokens, readers, strict=True):
             for _ in range(row.num_samples):
                 seed = {"seed": SAMPLING_SEED + len(bodies)} if row.temperature else {}
@@ -176,7 +178,9 @@ class ServedBackend:
         return reader.text(text, answer["at_limit"])
 
     def settings(self) -> dict[str, Any]:
-        """Return what a result says: the engine, and how the model was checked."""
+        """Return the facts that a result records: the engine, and how the model was
+        checked.
+        """
         server = self.server
         return {
             "batch_size": None,
@@ -210,6 +214,7 @@ class ServedBackend:
         answers = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(answers) if answer is None]
         read = self._read_likelihood if kind == "likelihood" else self._read_generation
+        # Answers that the journal holds are not asked for again.
         requests = [self._request(kind, bodies[number]) for number in missing]
         with progress_bar(
             total=len(bodies),
@@ -232,8 +237,8 @@ class ServedBackend:
         return answers
 
     def _request(self, kind: str, body: Body) -> Body:
-        """Return what is sent. What ends an answer is ours alone where the server gives
-        tokens, by which it is cut.
+        """Return the body of the request. Where the server returns tokens, it is asked
+        to ignore its own end tokens, and answers are cut here.
         """
         if kind == "likelihood":
             return {
@@ -273,6 +278,7 @@ class ServedBackend:
             if tokens is None
             else len(tokens)
         )
+        # A limit of the server's own, which would cut answers unnoticed.
         if choice.get("finish_reason") == "length" and num_generated < limit:
             raise self.server.error(
                 f"ends answers after {num_generated} tokens, and {limit} may be written; lift"
@@ -283,6 +289,7 @@ class ServedBackend:
                 "text": str(choice["text"]),
                 "at_limit": choice.get("finish_reason") == "length",
             }
+        # The end token is kept: it tells an answer that ended from one that was cut.
         end = next(
             (index for index, token in enumerate(tokens) if token in self.ends),
             len(tokens),

@@ -1,6 +1,6 @@
-"""The data set of a suite's row, what its task needs of the tokenizer, and `fcsd
-evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at their
-pinned revisions.
+"""Find the data set of a suite's row, and what its task needs of the tokenizer; and
+`fcsd evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at
+their pinned revisions.
 
 ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
 fetched. A data set is fetched into a hidden folder beside its place and renamed when it
@@ -78,6 +78,7 @@ def damaged_file(location: str) -> str:
         sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
     ):
         try:
+            # Damage may lie anywhere in the file, so all of it is read.
             for _ in ParquetFile(file).iter_batches():
                 pass
         except (OSError, pyarrow.ArrowException) as error:
@@ -111,10 +112,10 @@ def chat_text(
     turns: list[dict[str, str]],
     add_generation_prompt: bool = True,
 ) -> str:
-    """Write turns as lm-eval's own model in memory does; without a generation prompt
-    the last turn is begun only.
+    """Render turns as text, as lm-eval's model in memory does; without a generation
+    prompt the last turn is left open.
 
-    thinking: what a hybrid is asked; templates without that switch pass over it.
+    thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
     """
     options = {
         **dated_options(tokenizer),
@@ -130,8 +131,8 @@ def chat_text(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, or its name, without what
-    `datasets` says around it.
+    """Return the first line of an exception's message, or its name, without the text
+    that `datasets` puts around it.
     """
     if error.__cause__ is not None and str(error).startswith(
         "An error occurred while generating the dataset"
@@ -152,6 +153,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     for row in suite.tasks:
         if Path(row.dataset).is_absolute():
             continue
+        # A folder holds one revision, so tasks that share a data set must agree on it.
         inside(root, row.dataset)
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
@@ -201,12 +203,14 @@ def _fetch(row: TaskConfig, root: Path) -> None:
             commit = _download(row.dataset, row.revision, staging)
         except Exception as error:
             network = isinstance(error, ConnectionError | TimeoutError)
+            # Errors of the disk are raised as they are; others get advice on the Hub.
             if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
         # huggingface_hub's notes on unfinished files
         shutil.rmtree(staging / ".cache", ignore_errors=True)
         write_json(staging / MARK, {"dataset": row.dataset, "revision": commit})
+        # The folder appears complete or not at all.
         os.replace(staging, folder)
 
 
@@ -231,6 +235,8 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     from huggingface_hub import errors
 
     name = f"{row.dataset}@{row.revision or 'main'}"
+    # The order matters: a gated repository's error is a kind of the one for a missing
+    # repository.
     advice: dict[Any, str] = {
         errors.GatedRepoError: (
             "agree to its terms on the Hub and log in with `hf auth login`"

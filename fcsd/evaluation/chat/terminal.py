@@ -36,6 +36,7 @@ def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
                 piece = next(source, None)
                 ended[index] = piece is None
                 pending[index] += (piece or "").expandtabs(4)
+        # Give rows as long as every column has one that cannot change any more.
         while all(
             is_done or complete(text, width)
             for text, is_done in zip(pending, ended, strict=True)
@@ -63,6 +64,7 @@ def first_row(text: str, width: int) -> tuple[str, str]:
     line, newline, following = text.partition("\n")
     if cells(line) <= width:
         return line, following
+    # Without a space that fits, the row is broken after the last cell.
     end = used = 0
     while used + cells(line[end]) <= width:
         used += cells(line[end])
@@ -74,15 +76,15 @@ def first_row(text: str, width: int) -> tuple[str, str]:
 
 
 def cells(text: str) -> int:
-    """Count the cells of a terminal: 2 for wide characters, 0 for combining and joining ones."""
-    return sum(
-        0
-        if unicodedata.category(c) in ("Mn", "Me", "Cf")
-        else 2
-        if unicodedata.east_asian_width(c) in "WF"
-        else 1
-        for c in text
-    )
+    """Count the cells of a terminal: 2 for wide characters, 0 for combining and joining
+    ones.
+    """
+    count = 0
+    for character in text:
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+            continue
+        count += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return count
 
 
 def _padded(text: str, width: int) -> str:

@@ -106,6 +106,8 @@ def grading(
     MBPP+ row itself.
     """
     if entry_point is None:
+        # The loop over the inputs comes last; what precedes it defines inputs and
+        # results.
         loop_start = test.rfind("\nfor i, ")
         tail = _MBPP_TAIL.fullmatch(test, loop_start) if loop_start >= 0 else None
         if tail is None or "\ninputs = " not in test:
@@ -125,6 +127,7 @@ def grading(
         )
         if tail is None or "\n    inputs = " not in test[check:loop_start]:
             return None
+        # HumanEval+ defines its inputs within `check`, indented by four spaces.
         inside = re.sub(
             r"^    ", "", test[check + len(_CHECK) : loop_start], flags=re.MULTILINE
         )

@@ -44,7 +44,7 @@ class Problem:
         tests: programs that raise unless the solution is right, run in this order in
             one namespace.
         visible_tests: assertions that a prompt may show (`test_list`).
-        prefix: what stands before every completion (the prompt, where it is the head of
+        prefix: the text before every completion (the prompt, where it is the head of
             the function).
         base_tests: as `tests`, for the original benchmark's inputs; run before, and
             `tests` only if they pass. Empty: there is no such part.
@@ -119,6 +119,7 @@ def read_problems(
     if not len(rows):
         raise UserError(f"{where}: the data set is empty")
     columns: tuple[str, ...]
+    # The columns tell the benchmark: only HumanEval+ has `entry_point`.
     kind, columns, make = "MBPP+", _MBPP, _mbpp
     if "entry_point" in rows.column_names:
         kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
@@ -182,6 +183,8 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
+    # Tests in EvalPlus's form are graded by our own oracle, base inputs apart; any
+    # other test runs as it is.
     if tests == "visible":
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
         deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
@@ -257,12 +260,13 @@ def _imports(code: str) -> str:
 
 
 def _defined(code: str) -> tuple[str, ...] | None:
-    """Collect the names that a correct program defines: a test can need no others."""
+    """Collect the names that a correct program defines: tests can use no others."""
     try:
         table = symtable.symtable(code, "<canonical>", "exec")
     except SyntaxError:
         # the canonical solution is run before any score is given, and will fail
         return None
+    # Only names that the module's own statements bind, not those that it only uses.
     symbols = [
         symbol
         for symbol in table.get_symbols()

@@ -54,6 +54,7 @@ def programs_of(
                 f"{where}: {name!r} is not a problem of this data set (it has"
                 f" {_ids(by_id)})"
             )
+        # Several lines about one problem are several samples of it.
         programs.setdefault(problem.task_id, []).extend(
             _programs(sample, problem, where, thinking, chat)
         )
@@ -174,7 +175,9 @@ def evalplus_outcomes(
 
 
 def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:
-    """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception alike."""
+    """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception
+    alike.
+    """
     words: dict[str, OutcomeClass] = {
         "pass": "passed",
         "fail": "wrong",

@@ -52,7 +52,9 @@ def sanitised(text: str, entry_point: str) -> str:
 
 
 def defines(program: str, entry_point: str) -> bool:
-    """Tell whether a program has a definition of `entry_point` that the sanitiser keeps."""
+    """Tell whether a program has a definition of `entry_point` that the sanitiser
+    keeps.
+    """
     tree = _parse(program)
     return isinstance(tree, ast.Module) and any(
         name == entry_point for name, _ in _definitions(tree)
@@ -72,6 +74,7 @@ def longest_block(text: str, least: int = 2) -> str:
     covered_starts: set[int] = (
         set()
     )  # starts from which no longer range than the best can come
+    # From each start try the longest range first, and stop where no range can win.
     for first, line in enumerate(lines):
         if filled[-1] - filled[first] <= most or left <= 0:
             break
@@ -204,6 +207,7 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
         ):
             continue
         name = _name(node)
+        # Later definitions of a name are dropped, as EvalPlus does.
         if name not in names:
             names.add(name)
             yield name, node
@@ -232,7 +236,9 @@ def _name(node: Definition) -> str | None:
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """Yield every identifier in a definition: names, attributes, parameters and keywords alike."""
+    """Yield every identifier in a definition: names, attributes, parameters and
+    keywords alike.
+    """
     for part in ast.walk(node):
         if isinstance(part, ast.Constant):
             continue
@@ -243,7 +249,11 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def _reachable(entry_point: str, words: dict[str | None, set[str]]) -> set[str | None]:
-    """Return the names that the definition of `entry_point` needs, and those that they need."""
+    """Return the names that the definition of `entry_point` needs, and those that they
+    need.
+    """
+    # The words of a definition stand for its dependencies: too many rather than too
+    # few.
     reached: set[str | None] = {entry_point}
     waiting: list[str | None] = [entry_point]
     while waiting:

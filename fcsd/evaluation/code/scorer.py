@@ -1,5 +1,5 @@
-"""Run generated programs in the sandbox and say what became of each: the scorer side of
-`fcsd.evaluation.code.sandbox`.
+"""Run generated programs in the sandbox and classify the outcome of each: the scorer's
+side of `fcsd.evaluation.code.sandbox`.
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
@@ -34,9 +34,9 @@ OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (
 )
 LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
 MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
-# The limit of a canonical solution, which sets the limit of its problem, over that of
-# an ordinary program.
-# Mbpp/255 took 137 s on a machine with five jobs a core
+# The limit of a canonical solution, which sets the limit of its problem, as a multiple
+# of an ordinary program's limit. Mbpp/255 took 137 s on a machine with five jobs a
+# core.
 _CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0
 # A program may take this many times as long as the canonical solution of its problem,
 # where that was measured.
@@ -88,6 +88,7 @@ def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
     """Choose one worker a core that this process may use, and no more than fit the
     available memory.
     """
+    # The available memory is shared by the programs that run at once.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, available_memory() // memory_bytes))
 
@@ -213,6 +214,8 @@ class CodeScorer:
         sandbox = json.dumps(
             [self.layers, self.memory_bytes, self.disable, limit], sort_keys=True
         )
+        # The same solutions are checked for every model of a run, and need to run once
+        # only.
         keys = [_fingerprint(sandbox, problem) for problem in problems]
         unknown = [
             number
@@ -243,7 +246,9 @@ class CodeScorer:
     def score(
         self, problems: Sequence[Problem], completions: Mapping[str, str]
     ) -> list[Outcome]:
-        """Run the program in each completion (`program_in`) against the tests of its problem."""
+        """Run the program in each completion (`program_in`) against the tests of its
+        problem.
+        """
         several = {task_id: [text] for task_id, text in completions.items()}
         return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
@@ -286,6 +291,8 @@ class CodeScorer:
             )
         jobs = []
         for problem in problems:
+            # A problem that is slow for the canonical solution gets more time for every
+            # program.
             slow = _SLOWER * self._canonical_s.get(
                 (problem.task_id, problem.canonical), 0.0
             )
@@ -308,6 +315,7 @@ class CodeScorer:
         description: str,
     ) -> list[Outcome]:
         self._start()
+        # The threads only wait: programs run in the servers' processes.
         idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
@@ -331,7 +339,9 @@ class CodeScorer:
 
 
 def _fingerprint(sandbox: str, problem: Problem) -> str:
-    """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
+    """Return what identifies a problem, its tests and its canonical solution in a
+    sandbox.
+    """
     return hashlib.sha256(
         f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")
     ).hexdigest()
@@ -358,6 +368,7 @@ def _grade(
 
     if not problem.base_tests:
         return run(problem.tests)
+    # A pass needs both parts, and the base outcome is reported by itself, too.
     base = run(problem.base_tests)
     if not base.passed:
         return replace(base, base=base.outcome)

@@ -16,7 +16,7 @@ from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import tasks_folder
 from fcsd.model.preserve import quiet
 
-_FEW = 40  # tasks that an error still names
+_FEW = 40  # an error lists the tasks up to this number
 
 _METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
 _FILTERS = ("flexible-extract", "none")
@@ -40,6 +40,7 @@ def chosen_suite(
     user_tasks = (
         _index([include_path], defaults=False) if include_path is not None else {}
     )
+    # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
     for name in names:
         if name in user_tasks:
             tasks.append(_row(name, user_tasks, include_path))
@@ -60,7 +61,9 @@ def chosen_suite(
 
 
 def _lm_evals(name: str) -> dict[str, Any]:
-    """Read the definitions of lm-eval's folder that the name begins with; all 14,000 take 10 s."""
+    """Read the definitions of lm-eval's folder that the name begins with; all 14,000
+    take 10 s.
+    """
     folders = [
         path
         for path in tasks_folder().iterdir()
@@ -111,6 +114,7 @@ def _row(
         )
     leaf = _leaf(name, index)
     config = dict(leaf.cfg or {})
+    # lm-eval would run generated programs in this process, without a sandbox.
     if config.get("unsafe_code"):
         raise UserError(
             f"task {name}: runs generated code inside lm-eval; use a suite's row of"
@@ -129,6 +133,7 @@ def _row(
         "none"
     ]
     choices = config.get("output_type") in ("multiple_choice", "loglikelihood")
+    # lm-eval names no headline metric: the first of ours that the task computes counts.
     metric = next(
         (candidate for candidate in _METRICS if candidate in metrics),
         (metrics or ["acc"])[0],
@@ -136,6 +141,7 @@ def _row(
     rule = next(
         (candidate for candidate in _FILTERS if candidate in filters), filters[0]
     )
+    # A group and its first task may lie in different folders, and both must be found.
     folders = [os.path.dirname(entry.yaml_path), os.path.dirname(leaf.yaml_path)]
     return {
         "task": name,

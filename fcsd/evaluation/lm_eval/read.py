@@ -1,5 +1,5 @@
-"""Results where plain `lm_eval` left them, in the form of those of `fcsd evaluate`, so
-that they can be compared.
+"""Read the results that plain `lm_eval` wrote, in the form of those of `fcsd
+evaluate`, so that they can be compared.
 
 Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
@@ -22,7 +22,7 @@ from fcsd.evaluation.results import (
 )
 
 Result = dict[str, Any]
-# not every one is there
+# Sections that a results file may lack.
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")
 _PREFERRED = (
     "acc_norm,none",
@@ -30,8 +30,8 @@ _PREFERRED = (
     "exact_match,flexible-extract",
     "exact_match,strict-match",
 )
-"""The metrics that stand for a task which has several, in this order, when nothing else
-says which.
+"""The metrics that stand for a task with several, in this order, where nothing else
+chooses one.
 """
 
 
@@ -48,7 +48,7 @@ def read_results(
             samples, damaged, or without a metric that is a mean over items.
     """
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
-    # `read_result` says so
+    # An unfinished evaluation of ours: `read_result` raises the error that says so.
     unfinished = not files and (folder / "stage.json").is_file()
     if (folder / "results.json").is_file() or not folder.is_dir() or unfinished:
         return read_result(folder)
@@ -86,6 +86,7 @@ def read_results(
     }
     limit = config.get("limit")
     settings = {
+        # lm-eval reads a limit below 1 as a share of the items.
         "limit": int(limit) if limit and limit >= 1 else limit,
         "batch_size": config.get("batch_size"),
         "dtype": (
@@ -107,6 +108,7 @@ def _tasks(report: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
     """List tasks and groups that are no member of a group; a group without a score of
     its own is only a name.
     """
+    # A group without a score of its own (a mere heading) is replaced by its members.
     groups = {
         name: members
         for name, members in report["group_subtasks"].items()
@@ -171,11 +173,14 @@ def _task(
             f" ({error!r}); evaluate again"
         ) from None
     config = report["configs"].get(leaves[0]) or {}
-    # of a task, where fcsd wrote the files
+    # lm-eval records the template of a whole run, fcsd that of each task.
     task_template = (config.get("metadata") or {}).get("chat_template")
+    # `n-samples` has the size of a task before a limit; without it the task counts as
+    # complete.
     sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
     higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
+        # A metric of fcsd's code tasks (`pass@1`) has no filter, and keeps its name.
         "metric": metric
         if "," in str(requested_metric or metric)
         else str(requested_metric),
@@ -201,6 +206,7 @@ def _task(
 
 
 def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
+    # lm-eval gives samples and results of one run the same time in their names.
     path = file.with_name(
         f"samples_{task}_{file.name.removeprefix('results_').removesuffix('.json')}.jsonl"
     )
@@ -238,6 +244,8 @@ def _metric(
         name, comma, rule = key.partition(",")
         if not comma or name.endswith("_stderr"):
             continue
+        # Models are compared item by item, so the reported value must be the mean of
+        # the item scores.
         scores = [row.get(name) for row in rows if row["filter"] == rule]
         numbers = [float(score) for score in scores if isinstance(score, int | float)]
         if scores and len(numbers) == len(scores) and math.isclose(

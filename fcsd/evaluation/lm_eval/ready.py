@@ -1,5 +1,5 @@
-"""Grade answers that are ready, by lm-eval's own filters and metrics: a model that says
-what is in a file.
+"""Grade ready answers by lm-eval's own filters and metrics: a stand-in for a model
+answers from a file.
 
 Importing this imports lm-eval.
 """
@@ -24,8 +24,8 @@ _Item = tuple[str, int]  # task, and number of the document
 
 
 class Ready(LM):
-    """What lm-eval takes for a model; its answers end at the task's stop strings, as
-    those of a model do.
+    """Stands in for a model; its answers end at the task's stop strings, as those of a
+    model do.
     """
 
     def __init__(
@@ -116,6 +116,8 @@ def grade_answers(
             " with --partial"
         )
     tasks = {name: task for name, task in tasks.items() if documents[name]}
+    # Each pass below grades one answer to every document, so all documents need the
+    # same number of answers.
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
@@ -128,6 +130,7 @@ def grade_answers(
             f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
             f" needs {requirement}"
         )
+    # A task that asks several times by itself gets all answers in one pass.
     passes = [answers]
     if repeats == {1}:
         passes = [
@@ -160,6 +163,7 @@ def _whole(
     The prompt is the one that the line says was asked, if it does.
     """
     first = samples[0]
+    # A line that records its document's hash shows whether the data set is the same.
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
             f"{where}: doc_hash is of another document than {row.task}'s"
@@ -197,6 +201,8 @@ def _by_document(
         if "doc_id" in line:
             item = _item(line["doc_id"], task, where)
         else:
+            # Hashing builds every prompt of the task, so it waits until a line needs
+            # it.
             if hashes is None:
                 hashes = _hashes(row, tasks)
             named = next(

@@ -22,8 +22,8 @@ from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import Answer, LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
 
-# What a task may ask for beyond length and stop strings. All of it is sent, as a model
-# in memory would have it: what a server takes by itself is its administrator's choice.
+# Settings that a task may have beyond length and stop strings. All are sent, with the
+# values of a model in memory: a server's own defaults are its administrator's choice.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 Body = dict[str, Any]
 
@@ -53,6 +53,7 @@ class ServedModel(LanguageModel):
         would, without asking it.
         """
         self.think(bool(row.thinking), row.chat_template)
+        # Requests are built and measured as usual, but not sent.
         self._looking = True
         try:
             for requests in longest_requests(self, row, tasks, limit):
@@ -62,8 +63,8 @@ class ServedModel(LanguageModel):
             self.cut.clear()
 
     def _require_room(self, tokens: int) -> None:
-        """Refuse to cut what the model would read in full, were the server not started
-        for shorter prompts.
+        """Refuse to cut a prompt that fits the model, but not the server as it was
+        started.
         """
         if tokens > self.context and self.context < self.max_length:
             raise UserError(
@@ -154,13 +155,14 @@ class ServedModel(LanguageModel):
         model_settings = {
             name: getattr(self.backend.generation, name, None) for name in _SAMPLING
         }
+        # A repetition penalty changes greedy decoding, too.
         penalty = (
             settings.get("repetition_penalty", model_settings["repetition_penalty"])
             or 1.0
         )
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}
-        # transformers'
+        # transformers' own defaults, where neither task nor model sets a value
         defaults = {
             "temperature": 1.0,
             "top_p": 1.0,
@@ -177,4 +179,5 @@ class ServedModel(LanguageModel):
             )
             for name in defaults
         }
+        # transformers writes no limit as top_k 0, vLLM as -1.
         return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

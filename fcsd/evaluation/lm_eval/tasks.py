@@ -66,6 +66,8 @@ def load_task(
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
         from lm_eval.tasks import TaskManager
 
+        # Only the row's folder is read: lm-eval's thousands of definitions take
+        # seconds.
         registry = TaskManager(include_path=[str(folder)], include_defaults=False)
         if row.task not in registry.all_tasks:
             raise UserError(
@@ -104,6 +106,8 @@ def load_task(
                 " IFEval and MATH"
             ) from error
         except Exception as error:
+            # Loading fails with exceptions of many kinds. Look for a damaged file, row
+            # or column first, which says more than the exception.
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, registry, location)
@@ -125,7 +129,7 @@ def load_task(
 
 
 def _definitions(row: LMEvalTaskConfig, registry: Any) -> list[Any]:
-    """Return what lm-eval's files say of a row's task, or of all members of its group."""
+    """Return lm-eval's definitions of a row's task, or of all members of its group."""
     names = [row.task] if row.task in registry.all_subtasks else registry.all_subtasks
     return [registry.task_index[name].cfg for name in names]
 
@@ -184,6 +188,7 @@ def _check_data(
         if len(rows) == 0:
             raise UserError(f"task {name}: {location} ({split}): the data set is empty")
         check_rows(row.task, columns_of(row.task, suite), rows, f"{location} ({split})")
+    # Shots that come from the graded split leave out the question itself.
     if (
         row.num_fewshot
         and shots
@@ -252,7 +257,7 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
 
 
 def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
-    """Estimate what a row asks of a model, from a few prompts of every task."""
+    """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
         tokens = [
@@ -264,6 +269,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
     for task in tasks.values():
         documents = task.eval_docs
         count = len(documents) if limit is None else min(limit, len(documents))
+        # Four documents, evenly spaced, stand for all of a task.
         chosen = {count * part // 4 for part in range(4)}
         read = sum(_characters_read(task, documents[index]) for index in chosen)
         characters += count * read / len(chosen)
@@ -294,8 +300,12 @@ def _characters_read(task: Any, document: Any) -> int:
 def longest_requests(
     language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
 ) -> Iterator[list[Any]]:
-    """Build the requests about the few documents of each task that have the longest text."""
+    """Build the requests about the few documents of each task that have the longest
+    text.
+    """
     for task in tasks.values():
+        # Documents stand for their prompts, which would take long to build for all of
+        # them.
         documents = [
             str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))
         ]
@@ -334,7 +344,9 @@ def item_requests(
 
 
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
-    """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
+    """Tell whether more is better in the row's metric, as lm-eval says; True where it
+    says nothing.
+    """
     metric = row.metric.split(",", 1)[0]
     return all(
         task.higher_is_better().get(metric) is not False for task in tasks.values()
@@ -356,7 +368,7 @@ def run_task(
     only.
 
     Raises:
-        UserError: a metric that is not a mean; what the model's positions cannot hold;
+        UserError: a metric that is not a mean; more than the model's positions hold;
             out of memory.
     """
     # a task that is run for another model draws the same examples
@@ -383,6 +395,7 @@ def run_task(
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():
+        # lm-eval logs an item once for each filter of its task.
         chosen = sorted(
             (item for item in items if item["filter"] == name),
             key=lambda item: int(item["doc_id"]),
@@ -416,7 +429,9 @@ def _seeded() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_bars_while_building() -> Iterator[None]:
-    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57 for MMLU."""
+    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57
+    for MMLU.
+    """
     from lm_eval.api import task
 
     bar = task.tqdm

@@ -1,5 +1,5 @@
-"""Results in lm-eval's own files (0.4.13), for its tools and for those that read its
-results.
+"""Write results as lm-eval's own files (0.4.13), for its tools and for programs that
+read its results.
 
 Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no
 documents; of a task's metrics only the one that the suite names is there.
@@ -23,7 +23,9 @@ def write_lm_eval(
     samples: Mapping[str, Sequence[Mapping[str, Any]]],
     folder: Path,
 ) -> Path:
-    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that folder."""
+    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that
+    folder.
+    """
     from lm_eval.utils import sanitize_model_name
 
     name = _plain(str(result["model"]))
@@ -50,6 +52,8 @@ def write_lm_eval(
         "chat_template_sha": settings.get("chat_template_sha256") if all(chat) else None,
         "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
     }  # fmt: skip
+    # lm-eval has one file of samples for each member of a group, and a score for the
+    # group.
     for task, row in result["tasks"].items():
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
@@ -65,6 +69,7 @@ def write_lm_eval(
                 None if members else row.get("num_items_total"),
             )
             rows = [_lm_eval_sample(item, row) for item in items]
+            # lm-eval, too, hashes a task from the hashes of its samples.
             report["task_hashes"][part] = text_hash(
                 "".join(
                     line["doc_hash"] + line["prompt_hash"] + line["target_hash"]
@@ -98,7 +103,9 @@ def _add_scores(
     row: Mapping[str, Any],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Add what tasks and groups have in common; returns the scores, of which a group has more."""
+    """Add what tasks and groups have in common; returns the scores, of which a group
+    has more.
+    """
     metric, rule = lm_eval_key(row["metric"])
     scores = [item["score"] for item in items]
     report["results"][name] = result = {
@@ -163,6 +170,8 @@ def _add_task(
         ],
         **({} if rule == "none" else {"filter_list": [{"name": rule}]}),
         "repeats": 1,
+        # lm-eval leaves `metadata` to the task; `fcsd.evaluation.lm_eval.read` finds
+        # these.
         "metadata": {
             "kind": row["kind"],
             "revision": row.get("revision"),
@@ -176,7 +185,9 @@ def _add_task(
 
 
 def lm_eval_key(metric: str) -> tuple[str, str]:
-    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
+    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no
+    filter.
+    """
     name, _, rule = metric.partition(",")
     return name, rule or "none"
 
@@ -189,6 +200,8 @@ def _lm_eval_sample(
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])
         arguments = [[prompt, choice] for choice in choices]
+        # lm-eval logs a second value, whether the answer is greedy, which results of
+        # fcsd do not hold.
         responses: list[Any] = [
             [[str(value), ""]] for value in sample["loglikelihoods"]
         ]

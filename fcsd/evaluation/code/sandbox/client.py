@@ -42,7 +42,7 @@ class SandboxServer:
             ) from error
 
     def _spawn(self) -> None:
-        self.broken = True  # it has not begun, has ended, or answers no more
+        self.broken = True  # not started, ended, or no longer answering
         self._layers: dict[str, Any] | None = None
         numpy = importlib.util.find_spec("numpy")
         with contextlib.ExitStack() as opened:
@@ -124,7 +124,7 @@ class SandboxServer:
         try:
             reply = json.loads(self._read_exactly(size, deadline))
         except ValueError:
-            raise self._failure("wrote something that is no reply") from None
+            raise self._failure("wrote something that is not a reply") from None
         return dict(reply)
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:

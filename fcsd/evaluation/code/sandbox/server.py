@@ -139,6 +139,8 @@ def run_job(
     while True:
         now_s = time.monotonic()
         if now_s >= check:
+            # Sleep for half of the time that remains, then read the clocks again: two
+            # processes and their threads use it up together.
             remaining_s = timeout_s - _processor_s(pid) - _processor_s(judge)
             if remaining_s <= 0 or now_s >= last:
                 break
@@ -182,7 +184,9 @@ def run_job(
 
 
 def _processor_s(pid: int) -> float:
-    """Read the processor time of a process, all its threads together; 0 when it has ended."""
+    """Read the processor time of a process, all its threads together; 0 when it has
+    ended.
+    """
     try:
         return time.clock_gettime(
             ~pid << 3 | 2
@@ -199,9 +203,12 @@ def _classify(
     cpu_s: int,
     cell: Any,
 ) -> tuple[str, str]:
-    """Say what became of a job from how its two processes, program and examiner, have ended."""
+    """Say what became of a job from how its two processes, program and examiner, have
+    ended.
+    """
     (status, usage), (_, examining) = (ended.get(pid, (None, 0.0)) for pid in pids)
     shielded = cell.held["seccomp"]
+    # The program died: its wait status tells a limit from its own doing.
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
@@ -222,6 +229,7 @@ def _classify(
         return "timeout", "time limit"
     if cell.out_of_memory():
         return "failure", _NO_MEMORY
+    # With seccomp no program can end the examiner, so its end is a failure of ours.
     if not shielded:
         return (
             "error",
@@ -234,7 +242,9 @@ _ended: dict[int, tuple[int, float]] = {}
 
 
 def _reap(block: bool) -> bool:
-    """Collect one ended child; False when there is none (or, not blocking, none that has ended)."""
+    """Collect one ended child; False when there is none (or, not blocking, none that
+    has ended).
+    """
     try:
         pid, status, usage = os.wait4(-1, 0 if block else os.WNOHANG)
     except ChildProcessError:
@@ -253,6 +263,7 @@ def _wait(pid: int, seconds: float) -> None:
 
 def _kill(pid: int, judge: int, own_space: bool) -> dict[int, tuple[int, float]]:
     """End everything of the job; (wait status, CPU seconds) of each of its processes."""
+    # The group as well: without seccomp a program may have started processes.
     for target in (pid, judge):
         for end in (os.kill, os.killpg):  # each leads its own group
             with contextlib.suppress(OSError):
