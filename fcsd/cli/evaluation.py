@@ -170,8 +170,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         EvaluationConfig,
         "suite",
         help=(
-            "paper11, paper11_chat, pretrain9, camoe9, instruct, livecodebench, tiny,"
-            " or the path of your suite file (docs/evaluate.md)"
+            "paper11, paper11_chat, pretrain9, camoe9, instruct, tiny, or the path of"
+            " your suite file (docs/evaluate.md)"
         ),
         default="paper11",
     )

@@ -1,5 +1,5 @@
-"""What answers the questions of an evaluation: a model in memory, or one behind a
-server (`fcsd.evaluation.served`).
+"""The back ends that answer the questions of an evaluation: a model in memory, or one
+behind a server (`fcsd.evaluation.served`).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from fcsd.parallel.shard import gathered_once
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")
-# without an accelerator memory runs out without an error that could be caught
+# On a CPU memory runs out without an error that could be caught, so "auto" starts low.
 _FIRST, _ON_CPU = 128, 16
 
 
@@ -94,6 +94,8 @@ class BatchSizer:
                     raise UserError(
                         f"out of memory with batch_size {self.size}: {hint}"
                     ) from error
+            # Outside of the handler: the error's traceback holds tensors of the failed
+            # pass.
             self.size //= 2
             free_memory()
 
@@ -101,15 +103,15 @@ class BatchSizer:
 class Backend(Protocol):
     """A model that can be asked, wherever it is computed.
 
-    at_limit: the problems of the last code task of which a completion ended at the
-    token limit.
+    at_limit: problems of the last code task with a completion that ended at the token
+    limit.
     """
 
     at_limit: set[str]
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Give the block in which all questions are asked; afterwards the model is as
-        it was before.
+        """Return the context in which all questions are asked; it leaves the model as
+        it found it.
         """
 
     def begin(self, journal: Journal) -> None:
@@ -117,7 +119,9 @@ class Backend(Protocol):
 
     @property
     def language_model(self) -> Any:
-        """The model that lm-eval asks, one for all tasks, with `think`, `cut` and `at_limit`."""
+        """The model that lm-eval asks, one for all tasks, with `think`, `cut` and
+        `at_limit`.
+        """
 
     def complete(
         self, problems: Sequence[Problem], row: CodeTaskConfig
@@ -127,13 +131,13 @@ class Backend(Protocol):
         """
 
     def settings(self) -> dict[str, Any]:
-        """Return what a result says of it."""
+        """Return the facts about the model that a result records."""
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What is done before a batch is asked, given its number in the task; and what a
-    result says of that.
+    """A hook that runs before each batch, given the batch's number in its task, and the
+    facts that the result records about it.
     """
 
     begin: Callable[[int], None] | None = None
@@ -187,7 +191,7 @@ class InMemoryBackend:
 
     @functools.cached_property
     def thoughts(self) -> Thoughts:
-        """How the model marks its thoughts."""
+        """The marks of the model's thoughts."""
         return Thoughts(self.tokenizer)
 
     def in_batches(
@@ -197,34 +201,35 @@ class InMemoryBackend:
         idle: Callable[[], Any],
         **bar: Any,
     ) -> list[Any]:
-        """Ask batch by batch, each on the rank that it is dealt to; all answers in
-        order, on all ranks.
+        """Ask batch by batch, each on the rank that it is dealt to; return all answers
+        in order, on all ranks.
 
-        ask: is given a batch and how much of it goes into one forward. idle: a pass
-        whose result nobody reads. bar: of its progress, as `progress_bar` takes it.
+        ask: takes a batch and the number of its sequences that go into one forward.
+        idle: runs a pass whose result nobody reads. bar: options of `progress_bar`.
         """
 
         def answer(number: int, batch: Any) -> list[Any]:
             if self.batches.begin is not None:
                 self.batches.begin(number)
             answers = self.batch.run(functools.partial(ask, batch))
-            shown.update(len(batch))
+            display.update(len(batch))
             return answers
 
+        # The bar counts the sequences of this rank alone.
         with progress_bar(
             total=sum(map(len, self.ranks.deal(batches))), **bar
-        ) as shown:
+        ) as display:
             return [
-                each
+                item_answer
                 for answers in self.ranks.each(batches, answer, idle)
-                for each in answers
+                for item_answer in answers
             ]
 
     def complete(
         self, problems: Sequence[Problem], row: CodeTaskConfig
     ) -> dict[str, list[str]]:
-        """Generate on all ranks, which call this together; the completions in the order
-        of the problems.
+        """Generate on all ranks, which call this together, and return the completions
+        in the order of the problems.
 
         Temperature 0 is greedy. Samples are drawn from a generator that is seeded for
         every batch, so the same problems and batch size give the same samples, on any
@@ -237,6 +242,7 @@ class InMemoryBackend:
                 chat template.
         """
         tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
+        # Longest first: what memory cannot hold fails in the first batch.
         order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
         samples = [index for index in order for _ in range(row.num_samples)]
         self.batch.begin(len(samples), self.ranks)
@@ -246,7 +252,7 @@ class InMemoryBackend:
             for start in range(0, len(samples), size)
         ]
 
-        def made(batch: range, size: int) -> list[tuple[str, bool]]:
+        def generate_batch(batch: range, size: int) -> list[tuple[str, bool]]:
             return self._generate_pieces(
                 {sample: tokens[samples[sample]] for sample in batch}, row, size
             )
@@ -265,7 +271,7 @@ class InMemoryBackend:
         }
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, made, idle, **bar)
+            texts = self.in_batches(batches, generate_batch, idle, **bar)
         completions: dict[str, list[str]] = {
             problem.task_id: [] for problem in problems
         }
@@ -278,8 +284,8 @@ class InMemoryBackend:
     def _generate_pieces(
         self, sequences: Mapping[int, list[int]], row: CodeTaskConfig, size: int
     ) -> list[tuple[str, bool]]:
-        """Generate from the prompts of a batch, by their number among all, `size` at a
-        time, each time with a seed.
+        """Generate from the prompts of a batch, `size` at a time; sequences: number
+        among all samples -> prompt. Each forward is seeded by its first number.
         """
         numbers, texts = list(sequences), list[tuple[str, bool]]()
         for start in range(0, len(numbers), size):
@@ -295,11 +301,12 @@ class InMemoryBackend:
         readers = [Reader(self.thoughts, row, prompt) for prompt in prompts]
         stop = readers[0].stop
         ends = end_tokens(model.generation_config, tokenizer)
-        pad = (
-            tokenizer.pad_token_id
-            if tokenizer.pad_token_id is not None
-            else (ends[0] if ends else 0)
-        )
+        pad = tokenizer.pad_token_id
+        if pad is None:
+            # The mask hides padding, so any token will do.
+            pad = ends[0] if ends else 0
+        # Padding is on the left, so that all sequences are continued at the same
+        # position.
         ids = pad_sequence(
             [torch.tensor(prompt, dtype=torch.long) for prompt in prompts],
             True,
@@ -337,14 +344,15 @@ class InMemoryBackend:
             [StopAtText(tokenizer, stop, width)] if stop else []
         )
         device = input_device(model)
-        made = model.generate(  # type: ignore[operator]
+        # Ranks that share the weights must make the same number of forward passes.
+        generated = model.generate(  # type: ignore[operator]
             input_ids=ids.to(device),
             attention_mask=mask.to(device),
             generation_config=config,
             stopping_criteria=criteria,
             synced_gpus=True if self.ranks.lockstep else None,
         )
-        new = made[:, width:].tolist()
+        new = generated[:, width:].tolist()
         return [
             reader.tokens(tokens, ends)
             for reader, tokens in zip(readers, new, strict=True)

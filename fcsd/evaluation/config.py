@@ -32,21 +32,24 @@ CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 
 
 class TaskBase(Strict, strict=True):
-    """What tasks of every kind have. A key that has no meaning for a task's kind is an
-    error, not ignored; so is a value of another type (`num_fewshot: "5"`), which would
-    not be converted back when a result is compared."""
+    """The keys of tasks of every kind.
+
+    A key that has no meaning for a task's kind is an error, not ignored; so is a value
+    of another type (`num_fewshot: "5"`), which would not be converted back when a
+    result is compared.
+    """
 
     task: Name
     kind: str
     metric: str
     headline: bool = True  # counts in the suite's plain mean
     dataset: str  # hub id; with a data root the folder of that name below it
-    dataset_name: str | None = None  # configuration; null: what the lm-eval task names
+    dataset_name: str | None = None  # configuration; null: that of the lm-eval task
     # of the data set on the Hub; a folder below data_root has none
     revision: str | None = None
     chat_template: bool = False
     system_prompt: str | None = None  # with chat_template: the first turn
-    # with chat_template: what a hybrid's template is asked; null: no thoughts
+    # with chat_template: ask a hybrid's template for thoughts; null: no thoughts
     thinking: bool | None = None
 
     @model_validator(mode="after")
@@ -65,7 +68,7 @@ class LMEvalTaskConfig(TaskBase):
     """A task of lm-eval, under its name there."""
 
     num_fewshot: int = Field(0, ge=0)
-    split: str | None = None  # graded split; null: what the lm-eval task names
+    split: str | None = None  # graded split; null: that of the lm-eval task
     # Folder with the lm-eval task's YAML; looked for beside the suite file, in
     # eval/tasks, and in lm-eval's own tasks folder (`arc`, `mmlu/default`). null:
     # lm-eval's folder named like the task.
@@ -89,7 +92,7 @@ class LikelihoodTaskConfig(LMEvalTaskConfig):
 
 
 class GenerationTaskConfig(LMEvalTaskConfig):
-    """Write an answer, which lm-eval grades; null: what the lm-eval task says."""
+    """Write an answer, which lm-eval grades; null: as in the lm-eval task."""
 
     kind: Literal["generation"]
     max_new_tokens: int | None = Field(None, gt=0)
@@ -97,8 +100,8 @@ class GenerationTaskConfig(LMEvalTaskConfig):
 
 
 class CodeTaskConfig(TaskBase):
-    """Write programs in MBPP's, HumanEval's or LiveCodeBench's schema, which fcsd's own
-    scorer runs in a sandbox.
+    """Write programs in MBPP's or HumanEval's schema, which fcsd's own scorer runs in a
+    sandbox.
     """
 
     kind: Literal["code"]
@@ -106,15 +109,13 @@ class CodeTaskConfig(TaskBase):
     split: str = "test"
     max_new_tokens: int = Field(768, gt=0)
     stop: list[str] = CODE_STOP  # besides the end of the sequence
-    # Processor time of a program (of each test of a contest's); three times it on the
-    # clock.
+    # processor time of a program; three times it on the clock
     timeout_s: float = Field(10.0, gt=0)
-    # What the model is shown: {prompt} is the data set's prompt, {test} its first
+    # The prompt of the model: {prompt} is the data set's prompt, {test} its first
     # visible test, {tests} all of them.
     prompt_template: str = "{prompt}"
-    # What decides: the data set's `test`, or only the first three visible tests, as
-    # lm-eval's mbpp tasks do; of contests the public and private tests, or the public
-    # ones.
+    # The deciding tests: the data set's `test`, or only the first three visible ones,
+    # as in lm-eval's mbpp tasks.
     tests: Literal["all", "visible"] = "all"
     # completions of one problem; pass@k needs k of them or more
     num_samples: int = Field(1, gt=0)
@@ -167,7 +168,7 @@ def pass_k(row: CodeTaskConfig) -> int:
 
 
 Column = Literal["text", "text with _", "4 texts", "labelled"] | list[int | str]
-"""What a column of a benchmark's rows holds: text, a list, {text: [texts], label:
+"""The content of a column in a benchmark's rows: text, a list, {text: [texts], label:
 [texts]}, or one of these values.
 """
 
@@ -192,8 +193,10 @@ class SuiteConfig(Strict, strict=True):
             raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
         if not any(row.headline for row in self.tasks):
             raise ValueError("tasks: at least one must have headline: true")
-        if others := sorted(self.columns.keys() - set(names)):
-            raise ValueError(f"columns: {', '.join(others)} is no task of this suite")
+        if unknown_tasks := sorted(self.columns.keys() - set(names)):
+            raise ValueError(
+                f"columns: {', '.join(unknown_tasks)} is no task of this suite"
+            )
         return self
 
 
@@ -244,25 +247,25 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
                 f"task {task!r}: not in suite"
                 f" {suite.name}{did_you_mean(task, list(rows))}"
             )
-    # A single task that is no headline of its suite is one here.
+    # A task that is named on its own counts, whether or not it does in its suite.
     chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
     return suite.model_copy(update={"tasks": chosen})
 
 
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
-    """Return the suite with settings that all its tasks take (None: as they have it);
-    thinking is for those that write their answers."""
+    """Return the suite with settings that apply to all its tasks (None: unchanged);
+    `thinking` applies to tasks that write their answers."""
     changes = {key: value for key, value in settings.items() if value is not None}
     if not changes:
         return suite
     rows = []
     for row in suite.tasks:
-        own = {
+        row_changes = {
             key: value
             for key, value in changes.items()
             if key != "thinking" or row.kind != "likelihood"
         }
-        rows.append(row.model_dump(mode="json", exclude_unset=True) | own)
+        rows.append(row.model_dump(mode="json", exclude_unset=True) | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
     )
@@ -270,7 +273,7 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
 
 
 class ServerConfig(Strict):
-    """A server that answers for the model that is evaluated, by HTTP."""
+    """A server that answers, by HTTP, for the evaluated model."""
 
     url: str  # as http://localhost:8000
     concurrency: PositiveInt = option(
@@ -280,7 +283,7 @@ class ServerConfig(Strict):
     @field_validator("url")
     @classmethod
     def _address_alone(cls, value: str) -> str:
-        # not a ValueError, whose message would show it
+        # Not a ValueError: pydantic's message would print the password.
         if any(mark in value for mark in "@?#"):
             raise UserError(
                 "evaluation.server.url (--server): holds a name or password, or"
@@ -297,7 +300,7 @@ Side = Literal["first", "last", "single"]
 
 
 class LayerStudyConfig(Strict):
-    """What the layer study of a recipe measures beside the KL, and where."""
+    """The tasks and layers that a recipe's layer study measures beside the KL."""
 
     tasks: list[str] = Field(default_factory=list)  # of the suite
     sides: list[Side] | None = None  # null: all that differ
@@ -352,7 +355,7 @@ class EvaluationConfig(Strict):
 
     @property
     def capacity(self) -> dict[str, Any]:
-        """What scores depend on where pairs are dropped; {} where none are."""
+        """The settings of dropped pairs, on which scores depend; {} where none are."""
         if self.capacity_factor is None:
             return {}
         return {
@@ -361,7 +364,9 @@ class EvaluationConfig(Strict):
         }
 
     def check_capacity(self) -> None:
-        """Raise ValueError where a capacity has no meaning, or not that of one sequence."""
+        """Raise ValueError where a capacity has no meaning, or would not be that of one
+        sequence.
+        """
         check_capacity(self.capacity_factor, self.capacity_drop)
         if self.capacity_factor is None:
             return

@@ -85,6 +85,7 @@ def check_identity(
             " model; --no-server-check leaves that out"
         )
     length = min(_CHECK_TOKENS, (server.context or _CHECK_TOKENS + 1) - 1)
+    # A row of one token has no log-probability to compare.
     rows = [
         row
         for text in _PROMPTS
@@ -110,6 +111,7 @@ def check_identity(
     ]
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
+    # Not `>`: a NaN must be refused, too.
     if not difference <= allowed:
         raise server.error(
             f"serves {server.model}, and not {path} as it is in {dtype}:"
@@ -150,9 +152,12 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
 def _logprobs(
     model: PreTrainedModel, rows: Sequence[Sequence[int]]
 ) -> list[list[float]]:
-    """Return the log-probability of each token but the first, from one forward of all rows."""
+    """Return the log-probability of each token but the first, from one forward of all
+    rows.
+    """
     device = input_device(model)
     width = max(map(len, rows))
+    # Rows are padded on the right with their last token; the mask hides it.
     ids = torch.tensor(
         [[*row, *[row[-1]] * (width - len(row))] for row in rows], device=device
     )
@@ -165,5 +170,6 @@ def _logprobs(
         ..., 0
     ]
     return [
-        each[: len(row) - 1].tolist() for each, row in zip(logprobs, rows, strict=True)
+        values[: len(row) - 1].tolist()
+        for values, row in zip(logprobs, rows, strict=True)
     ]

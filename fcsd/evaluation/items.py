@@ -17,7 +17,7 @@ from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
 from fcsd.evaluation.suites import chat_text, dataset_location
 
-_GENERATED = ("test", "public_test_cases", "private_test_cases")
+_GENERATED = ("test",)
 
 
 def suite_items(
@@ -37,13 +37,13 @@ def suite_items(
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
     for index, problem in enumerate(_load(location, row, row.dataset_name)):
-        # Generated inputs and outputs, megabytes of numbers; what a reader sees is in
-        # the other columns.
-        shown = {
+        # Generated inputs and outputs, megabytes of numbers; a reader sees the
+        # other columns.
+        visible_columns = {
             name: value for name, value in problem.items() if name not in _GENERATED
         }
-        item = problem.get("task_id", problem.get("question_id", index))
-        yield Item(row.task, str(item), tuple(all_texts(shown)))
+        item = problem.get("task_id", index)
+        yield Item(row.task, str(item), tuple(all_texts(visible_columns)))
 
 
 def _lm_eval_items(
@@ -75,13 +75,13 @@ def _load(
     revision = None if Path(location).exists() else test_set.revision
     # Not validated: the columns of a test set are any, those of a training source make
     # an example.
-    wanted: Any = {f"item's {column}": column for column in columns}
+    named_columns: Any = {f"item's {column}": column for column in columns}
     options = {
         "path": location,
         "name": name,
         "split": test_set.split,
         "revision": revision,
-        "columns": wanted,
+        "columns": named_columns,
     }
     return load_source(SourceConfig.model_construct(**options))
 

@@ -14,12 +14,12 @@ from fcsd.base.files import check_regular
 
 
 def json_lines(
-    path: Path, what: str = "valid JSON", advice: str = ""
+    path: Path, description: str = "valid JSON", advice: str = ""
 ) -> list[tuple[str, Any]]:
-    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; lines
-    without text are passed over.
+    """Read the values of a .jsonl or .jsonl.gz file, each with where it is; blank lines
+    are skipped.
 
-    what: what each line should be, for the message. advice: ends the message.
+    description: what each line should be, for the message. advice: ends the message.
     """
     check_regular(path)
     try:
@@ -42,7 +42,7 @@ def json_lines(
             values += [(where, json.loads(text))] if text.strip() else []
         except (ValueError, RecursionError) as error:
             raise UserError(
-                f"{where}: not {what} ({one_line(error)}){advice}"
+                f"{where}: not {description} ({one_line(error)}){advice}"
             ) from None
     return values
 

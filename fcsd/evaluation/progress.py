@@ -1,5 +1,5 @@
-"""Print how far an evaluation, or a run of several stages, is, and how long the rest
-takes: a line before each task.
+"""Report the progress of an evaluation, or of a run of several stages, and the time
+that remains: a line before each task.
 """
 
 import sys
@@ -29,9 +29,9 @@ class Progress:
     """Counts tasks, or stages; the time left is that of the work still to come, at the
     pace of its kind so far.
 
-    tasks: name -> its work, of those still to do, in order. kept: how many were
-    finished before. label: of a name, its place and its work, what the line begins
-    with. ended: of a name and its duration, the line that says how long it took.
+    tasks: name -> work of each task still to do, in order. kept: number of tasks that
+    were finished before. label: (name, position, work) -> beginning of the line. ended:
+    (name, duration) -> the line that says how long a task took.
     """
 
     def __init__(
@@ -60,10 +60,12 @@ class Progress:
         self.end()
         self._current = task, self._clock()
         names = list(self.tasks)
-        place = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
-        line = self._label(task, place, self.tasks[task])
-        if rest := self.left():
-            line += f"; {duration(self._clock() - self._began)} so far, {rest} left"
+        position = f"{self.kept + names.index(task) + 1}/{self.kept + len(names)}"
+        line = self._label(task, position, self.tasks[task])
+        if time_left := self.left():
+            line += (
+                f"; {duration(self._clock() - self._began)} so far, {time_left} left"
+            )
         self._print(line)
 
     def end(self) -> None:
@@ -79,22 +81,24 @@ class Progress:
         print(line, file=self._stream or sys.stderr, flush=True)
 
     def left(self, done: float = 0.0) -> str:
-        """Estimate the time that all is still to take, when the share `done` of the
-        current task is; "" while nothing says so."""
+        """Estimate the time that remains once the share `done` of the current task is
+        finished; "" while there is nothing to estimate from."""
         assert self._current is not None
         names, spent = list(self.tasks), self._with_current(done)
+        # Each kind of work has a pace of its own, in seconds for one unit.
         pace = {
             unit: seconds / amount
             for unit, (seconds, amount) in spent.items()
             if amount
         }
+        # The current task counts with the share that is still to do.
         coming = [self.tasks[name] for name in names[names.index(self._current[0]) :]]
         parts = [
             (work.unit, work.amount * (1 if index else 1 - done))
             for index, work in enumerate(coming)
         ]
-        known = [pace[unit] * amount for unit, amount in parts if unit in pace]
-        if sum(known) < 1:
+        estimates = [pace[unit] * amount for unit, amount in parts if unit in pace]
+        if sum(estimates) < 1:
             return ""
         # A kind of work that is still to come may have no pace yet.
         word = (
@@ -102,10 +106,12 @@ class Progress:
             if all(unit in pace or not amount for unit, amount in parts)
             else "at least"
         )
-        return f"{word} {duration(sum(known))}"
+        return f"{word} {duration(sum(estimates))}"
 
     def _with_current(self, done: float) -> dict[str, tuple[float, float]]:
-        """Return unit -> seconds and amount so far, with the share `done` of the current task."""
+        """Return unit -> seconds and amount so far, with the share `done` of the
+        current task.
+        """
         if self._current is None or not done:
             return self._spent
         (task, began), spent = self._current, dict(self._spent)

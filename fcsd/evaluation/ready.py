@@ -41,11 +41,11 @@ Graded = tuple[list[dict[str, Any]], int, dict[str, Any] | None]
 
 
 def score_file(scoring: Scoring) -> dict[str, Any]:
-    """Grade a file of samples: the result, in the form of `fcsd evaluate`.
+    """Grade a file of samples, and return the result in the form of `fcsd evaluate`.
 
     Raises:
-        UserError: a file, line, column or problem that is not as it should be, or a
-            scorer that cannot run.
+        UserError: an invalid file, line, column or problem, or a scorer that cannot
+            run.
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
@@ -68,9 +68,10 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         else:
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
-    kept = {task: samples for task, (samples, *_) in graded.items()}
+    samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
+    # Graded with --partial, the result is a quick look, as with a limit.
     count, total = (
-        sum(map(len, kept.values())),
+        sum(map(len, samples_by_task.values())),
         sum(size for _, size, _ in graded.values()),
     )
     settings = {
@@ -80,17 +81,20 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
-    layers = next((own for *_, own in reversed(graded.values()) if own), None)
+    layers = next(
+        (task_layers for *_, task_layers in reversed(graded.values()) if task_layers),
+        None,
+    )
     result = whole_result(
         f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers
     )
     if scoring.output is not None:
-        write_result(result, kept, scoring.output)
+        write_result(result, samples_by_task, scoring.output)
     return result
 
 
 def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
-    """Return the rows to grade, each with its lines, and the suite of which they are."""
+    """Return the rows to grade, each with its lines, and the suite of the rows."""
     samples, dataset, suite = (
         scoring.samples,
         scoring.dataset,
@@ -104,8 +108,8 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
     ):
         dataset = str(Path(dataset).resolve())
     if dataset is not None and "/" in dataset:  # a path, or a hub id
-        own = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
-        return [(own.model_copy(update=limit), _lines(samples))], suite
+        code_row = CodeTaskConfig(task=Path(dataset).stem, kind="code", dataset=dataset)
+        return [(code_row.model_copy(update=limit), _lines(samples))], suite
     by_task: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for where, line in _lines(samples):
         name = line.get("task") if dataset is None else dataset
@@ -151,8 +155,8 @@ def _lines(path: Path) -> Lines:
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Refuse a folder that is no earlier result of this command: a result may replace
-    such a one, and nothing else.
+    """Refuse a folder unless it is empty or holds an earlier result of this command:
+    nothing else may be replaced.
     """
     if not output.exists():
         return check_folder_place(output)
@@ -188,6 +192,7 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
         )
     graded = [problem for problem in problems if problem.task_id in programs]
     layers: dict[str, Any] | None = None
+    # EvalPlus runs programs in a process of its own; our sandbox is checked first.
     if scoring.scorer == "evalplus":
         if missing:
             raise UserError(
@@ -208,11 +213,11 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
                 progress=True,
             )
             layers = pool.layers
-    kept = [
+    samples = [
         code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
         for problem, grades in zip(graded, outcomes, strict=True)
     ]
-    return kept, len(problems), layers
+    return samples, len(problems), layers
 
 
 def _answers(

@@ -49,28 +49,31 @@ def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
     """
     if not requests:
         return {}
+    # All contexts lie between the first and the last in sorted order.
     first, last = (
         min(context for context, _ in requests),
         max(context for context, _ in requests),
     )
-    same = next(
+    shared = next(
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
         len(first),
     )
-    if same < len(last):  # they differ, and may do so in the middle of a word
-        same = max(first.rfind(space, 0, same) for space in " \n") + 1
-    # what the first and the last in the order of text share, all share
-    prompt = first[:same]
-    shown: dict[str, Any] = {"prompt": end_of(prompt)}
+    if shared < len(last):  # they differ, and may do so in the middle of a word
+        shared = max(first.rfind(space, 0, shared) for space in " \n") + 1
+    # Texts in sorted order: a prefix of both the first and the last is one of all.
+    prompt = first[:shared]
+    question: dict[str, Any] = {"prompt": end_of(prompt)}
     if len(requests) > 1:
-        shown["choices"] = [
+        question["choices"] = [
             context[len(prompt) :] + continuation for context, continuation in requests
         ]
-    return shown
+    return question
 
 
 def end_of(prompt: str) -> str:
-    """Return the last 2,000 characters, which have the question; examples stand before it."""
+    """Return the last 2,000 characters, which have the question; examples stand before
+    it.
+    """
     return prompt if len(prompt) <= _LONGEST else f"…{prompt[-_LONGEST:]}"
 
 
@@ -80,10 +83,9 @@ def lm_eval_sample(
     member: str | None,
     arguments: Sequence[Sequence[Any]],
 ) -> dict[str, Any]:
-    """Build a sample of ours from one that lm-eval logs.
+    """Build an fcsd sample from one that lm-eval logged.
 
-    member: the task that the item is of, in a group. arguments: those of every request
-    about the item.
+    member: the item's task within a group. arguments: of every request about the item.
     """
     doc_id = int(row["doc_id"])
     sample: dict[str, Any] = {
@@ -94,10 +96,11 @@ def lm_eval_sample(
         "target": str(row.get("target", "")),
     }
     requests = [
-        (str(context), str(more[0]) if more else "") for context, *more in arguments
+        (str(context), str(continuations[0]) if continuations else "")
+        for context, *continuations in arguments
     ]
     response = (row.get("resps") or [[""]])[0][0]
-    # log-likelihood, and whether it is the greedy answer
+    # A likelihood task's response is (log-likelihood, whether it is the greedy answer).
     if isinstance(response, list | tuple):
         sample["loglikelihoods"] = [float(choice[0][0]) for choice in row["resps"]]
     else:
@@ -113,11 +116,12 @@ def code_sample(
     completions: Sequence[str],
     outcomes: Sequence[Outcome],
 ) -> dict[str, Any]:
-    """Keep what is needed of one problem: its score is the estimate of pass@k, so 0 or
-    1 for one completion.
+    """Build the sample of one problem. Its score is the estimate of pass@k, so 0 or 1
+    for a single completion.
     """
     sample: dict[str, Any] = {
         "doc_id": problem.task_id,
+        # Another test makes another item, which is never compared with this one.
         "doc_hash": text_hash(
             json.dumps([problem.prompt, *problem.base_tests, *problem.tests])
         ),
@@ -157,7 +161,7 @@ def task_result(
     num_items_total: int,
     data_root: Path | None,
 ) -> dict[str, Any]:
-    """Sum up one task as the result has it."""
+    """Build the entry of one task in the result."""
     result: dict[str, Any] = {
         "metric": row.metric,
         **mean_of([sample["score"] for sample in samples]),
@@ -198,6 +202,7 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
     if all("base_score" in sample for sample in samples):
         numbers["base"] = mean_of([sample["base_score"] for sample in samples])
+    # pass@k needs k samples of every problem.
     count = min(len(sample.get("outcomes") or [0]) for sample in samples)
     if count > 1:
         passed = [
@@ -205,7 +210,10 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         ]
         numbers["pass_at_k"] = {
             str(k): (
-                math.fsum(pass_at_k(len(each), sum(each), k) for each in passed)
+                math.fsum(
+                    pass_at_k(len(sample_passed), sum(sample_passed), k)
+                    for sample_passed in passed
+                )
                 / len(passed)
             )
             for k in (1, 5, 10, 100)
@@ -221,7 +229,7 @@ def whole_result(
     settings: Mapping[str, Any],
     sandbox: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Build what `results.json` holds, with the plain mean over the headline tasks.
+    """Build the content of `results.json`, with the plain mean over the headline tasks.
 
     sandbox: the layers that generated code ran in; None for none.
     """
@@ -249,9 +257,9 @@ def text_hash(text: str) -> str:
 
 def evaluation_versions() -> dict[str, str]:
     """Collect the versions of the packages that scores depend on."""
-    others = ("lm-eval", "transformers", "torch", "datasets")
+    packages = ("lm-eval", "transformers", "torch", "datasets")
     return {"fcsd": fcsd.__version__} | {
-        name: importlib.metadata.version(name) for name in others
+        name: importlib.metadata.version(name) for name in packages
     }
 
 
@@ -260,7 +268,9 @@ def write_result(
     samples: Mapping[str, Sequence[Mapping[str, Any]]],
     folder: Path,
 ) -> None:
-    """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not at all."""
+    """Write `samples_<task>.jsonl` and, last, `results.json`; each appears whole or not
+    at all.
+    """
     make_folder(folder)
     for task, items in samples.items():
         lines = [json.dumps(item, allow_nan=False) + "\n" for item in items]
@@ -283,10 +293,10 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     if folder.is_file():
         raise UserError(f"{folder}: is a file; give the folder that it lies in")
     if not path.is_file():
-        why = "this is not a folder that `fcsd evaluate` wrote"
+        reason = "this is not a folder that `fcsd evaluate` wrote"
         if (folder / "stage.json").is_file():
-            why = "the evaluation is not finished; run it again, and it continues"
-        raise UserError(f"{folder}: no results.json; {why}")
+            reason = "the evaluation is not finished; run it again, and it continues"
+        raise UserError(f"{folder}: no results.json; {reason}")
     check_outputs(folder, "results.json")
     result = read_json(path, "evaluate again")
     if not isinstance(result, dict) or not isinstance(result.get("tasks"), dict):
@@ -300,7 +310,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
         raise UserError(f"{path}: lacks settings.limit; evaluate again")
     for task in result["tasks"]:
         try:
-            check_name(task)  # becomes one of files
+            check_name(task)  # the name becomes part of a file name
         except ValueError as error:
             raise UserError(f"{path}: tasks: {error}; evaluate again") from None
     return result, {
@@ -338,6 +348,7 @@ def read_samples(
             f"{file}: {len(samples)} samples, but results.json says {row['num_items']};"
             " evaluate again"
         )
+    # Samples of another evaluation have the right number, but hardly the same mean.
     mean = math.fsum(sample["score"] for sample in samples) / max(1, len(samples))
     if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
         raise UserError(

@@ -25,7 +25,6 @@ from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
-    CODE_STOP,
     CodeTaskConfig,
     EvaluationConfig,
     SuiteConfig,
@@ -57,8 +56,8 @@ def prepare_evaluation(
     progress: bool = True,
     any_direction: bool = False,
 ) -> Iterator["PreparedEvaluation"]:
-    """Prepare data and sandbox once, to evaluate one model after another; gives a
-    function of model and name.
+    """Prepare data and sandbox once, to evaluate one model after another; yield a
+    function of a model and its name.
 
     All data, templates and the sandbox are checked before a model is asked anything.
 
@@ -74,34 +73,36 @@ def prepare_evaluation(
     """
     _check(config, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
-    kept = ranks.from_first(
+    # The first rank alone reads the store; the others follow what it found.
+    stored = ranks.from_first(
         lambda: {
             row.task: task
             for row in suite.tasks
             if store is not None and (task := store.get(row))
         }
     )
-    missing = [row for row in suite.tasks if row.task not in kept]
+    missing = [row for row in suite.tasks if row.task not in stored]
     prepared: dict[str, Any] = {}
-    facts = {task: own for task, (_, own) in kept.items()}
+    facts = {task: task_facts for task, (_, task_facts) in stored.items()}
     for row in missing:
-        prepared[row.task], own = _prepare_task(
+        prepared[row.task], task_facts = _prepare_task(
             row, suite, data_root, tokenizer, config.limit
         )
-        facts[row.task] = own
-        if not (own["higher_is_better"] or any_direction):
+        facts[row.task] = task_facts
+        if not (task_facts["higher_is_better"] or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; models are compared"
                 " by metrics of which more is better, so choose one of those, or leave"
                 " the task out"
             )
     code = [row for row in missing if row.kind == "code"]
-    finished = {task: samples for task, (samples, _) in kept.items()}
+    finished = {task: samples for task, (samples, _) in stored.items()}
     scorer: CodeScorer | None = None
+    # The sandbox starts last, since it runs all canonical solutions at once.
     with contextlib.ExitStack() as stack:
 
         def start() -> dict[str, Any]:
-            """Start the sandbox, of which one is enough for all ranks, and return its layers."""
+            """Start the sandbox, one for all ranks, and return its layers."""
             nonlocal scorer
             scorer = stack.enter_context(
                 _checked_scorer(code, prepared, config, progress)
@@ -144,7 +145,7 @@ def _checked_scorer(
     config: EvaluationConfig,
     progress: bool,
 ) -> Iterator[CodeScorer]:
-    """Give a scorer that the canonical solutions of these tasks have passed."""
+    """Yield a scorer that has passed the canonical solutions of these tasks."""
     with CodeScorer(allow_weak_sandbox=config.allow_weak_sandbox) as scorer:
         for row in code:
             try:
@@ -169,13 +170,6 @@ def _prepare_task(
     if row.kind == "code":
         problems = load_problems(row, data_root)
         prompts(tokenizer, problems[:1], row)
-        if problems[0].contest and (
-            cut := [stop for stop in row.stop if stop in CODE_STOP]
-        ):
-            raise UserError(
-                f"task {row.task}: stop {cut[0]!r} would cut programs that print; set"
-                " stop: [] for this task"
-            )
         return problems[:limit], {
             "num_items_total": len(problems),
             "higher_is_better": True,
@@ -224,9 +218,9 @@ class PreparedEvaluation:
         pairs = self.ranks.share(
             lambda: [int(number) for number in counts.take() or (0, 0)]
         )
-        dropped, whole = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
+        dropped, total = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
         # The share is that of the tasks that were not finished before; None: all were.
-        result["settings"]["dropped_share"] = dropped / whole if whole else None
+        result["settings"]["dropped_share"] = dropped / total if total else None
         return result, samples
 
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
@@ -234,7 +228,7 @@ class PreparedEvaluation:
         start = time.monotonic()
         samples, facts = (
             dict(self.finished),
-            {task: dict(known) for task, known in self.facts.items()},
+            {task: dict(task_facts) for task, task_facts in self.facts.items()},
         )
         steps = Progress(
             {row.task: self._work(row) for row in self.missing}, len(self.finished)
@@ -259,18 +253,20 @@ class PreparedEvaluation:
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
-                    kept = (
+                    count_text = (
                         "finished task is"
                         if len(samples) == 1
                         else f"{len(samples)} finished tasks are"
                     )
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(
-                        f"{error} (the {kept} kept; run again to continue)"
+                        f"{error} (the {count_text} kept; run again to continue)"
                     ) from error
                 if row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
+                # Each task is kept as soon as it is finished, so a kill loses no
+                # finished task.
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
@@ -302,7 +298,7 @@ class PreparedEvaluation:
             }
             try:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
-            # once more, with new servers: what was generated is worth hours
+            # Try once more with new servers: generating may have taken hours.
             except ScorerError:
                 outcomes = self.scorer.score_samples(problems, completions, **options)
             texts = prompts(self.tokenizer, problems, row)
@@ -327,20 +323,26 @@ class PreparedEvaluation:
             {},
         )
         for row in self.suite.tasks:
-            known = facts[row.task]
+            task_facts = facts[row.task]
             summed = task_result(
-                row, samples[row.task], known["num_items_total"], data_root
+                row, samples[row.task], task_facts["num_items_total"], data_root
             )
             tasks[row.task] = summed | {
-                key: known[key]
+                key: task_facts[key]
                 for key in ("higher_is_better", "answers_at_limit")
-                if key in known
+                if key in task_facts
             }
-        # A task that was finished before may have run in another sandbox: the first one
-        # counts.
+        # Tasks that were finished earlier may have run in another sandbox; the result
+        # records the first one.
         sandbox = next(
-            (known["sandbox"] for known in facts.values() if "sandbox" in known), None
+            (
+                task_facts["sandbox"]
+                for task_facts in facts.values()
+                if "sandbox" in task_facts
+            ),
+            None,
         )
+        # Results record the template and its date, since both change prompts.
         chat_template = date = None
         if any(row.chat_template for row in self.suite.tasks):
             if writes_date(self.tokenizer.chat_template):

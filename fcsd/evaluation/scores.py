@@ -24,8 +24,8 @@ from fcsd.base.stats import (
 )
 
 Sample = Mapping[str, Any]
-# What two rows must agree on: of the result, and of the suite where both results say
-# it.
+# Keys on which two rows must agree: those of a task in the result, and those of its
+# suite, where both results record them.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
 _SAME_SUITE_ROW = (
     "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
@@ -40,7 +40,7 @@ def paired(
     delta       mean of the differences d = converted - original
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
     interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
-    gained, lost  items with d > 0 and with d < 0
+    gained, lost  numbers of items with d > 0 and with d < 0
     p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
     retained_percent  100 * converted / original; None when the original scores 0
 
@@ -55,24 +55,31 @@ def paired(
 def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     from scipy.stats import binomtest
 
-    before, after = [a for a, _ in pairs], [b for _, b in pairs]
+    original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    # Items with equal scores say nothing about which model is better, so McNemar's test
+    # counts the others alone.
     changed = gained + lost
-    first, second = math.fsum(before) / len(pairs), math.fsum(after) / len(pairs)
+    original_mean, converted_mean = (
+        math.fsum(original_scores) / len(pairs),
+        math.fsum(converted_scores) / len(pairs),
+    )
     return {
         "num_items": len(pairs),
-        "original": first,
-        "original_stderr": standard_error(before),
-        "converted": second,
-        "converted_stderr": standard_error(after),
+        "original": original_mean,
+        "original_stderr": standard_error(original_scores),
+        "converted": converted_mean,
+        "converted_stderr": standard_error(converted_scores),
         "delta": math.fsum(differences) / len(pairs),
         "delta_stderr": standard_error(differences),
         "interval": clipped(interval(differences), shares=_shares(pairs)),
         "gained": gained,
         "lost": lost,
         "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
-        "retained_percent": 100 * (second / first) if first else None,
+        "retained_percent": 100 * (converted_mean / original_mean)
+        if original_mean
+        else None,
     }
 
 
@@ -92,25 +99,34 @@ def _join(
             f"{task}: {len(original)} items against {len(converted)}; evaluate both"
             " models with the same limit and the same data"
         )
-    before, after = _by_item(original, task), _by_item(converted, task)
-    if before.keys() != after.keys():
-        other = sorted(str(key[0]) for key in before.keys() ^ after.keys())
+    original_items, converted_items = (
+        _by_item(original, task),
+        _by_item(converted, task),
+    )
+    if original_items.keys() != converted_items.keys():
+        unmatched_ids = sorted(
+            str(key[0]) for key in original_items.keys() ^ converted_items.keys()
+        )
         raise UserError(
-            f"{task}: the items differ (item {other[0]}); evaluate both models on the"
+            f"{task}: the items differ (item {unmatched_ids[0]}); evaluate both models on the"
             " same revision of the data"
         )
+    # Another prompt would show up as a difference between the models.
     changed = [
         str(key[0])
-        for key in before
-        if before[key]["prompt_hash"] != after[key]["prompt_hash"]
+        for key in original_items
+        if original_items[key]["prompt_hash"] != converted_items[key]["prompt_hash"]
     ]
     if changed:
         raise UserError(
-            f"{task}: the prompts differ in {len(changed)} of {len(before)} items (item"
+            f"{task}: the prompts differ in {len(changed)} of {len(original_items)} items (item"
             f" {changed[0]}); evaluate both models with the same shots, chat template"
             " and prompt"
         )
-    return [(float(before[key]["score"]), float(after[key]["score"])) for key in before]
+    return [
+        (float(original_items[key]["score"]), float(converted_items[key]["score"]))
+        for key in original_items
+    ]
 
 
 def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Sample]:
@@ -153,46 +169,53 @@ def compare(
         UserError: other tasks, metrics, shots or decoding, or samples that do not
             match; a metric of which less is better.
     """
-    before, after = original["result"], converted["result"]
+    original_result, converted_result = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
     scores: dict[str, list[tuple[float, float]]] = {}
-    for task in _common(before["tasks"], after["tasks"], only):
-        row = before["tasks"][task]
-        _require_same(task, before, after)
-        one, other = original["samples"][task], converted["samples"][task]
+    for task in _common(original_result["tasks"], converted_result["tasks"], only):
+        row = original_result["tasks"][task]
+        _require_same(task, original_result, converted_result)
+        original_samples, converted_samples = (
+            original["samples"][task],
+            converted["samples"][task],
+        )
         try:
-            pairs = scores[task] = _join(one, other, task)
+            pairs = scores[task] = _join(original_samples, converted_samples, task)
         except UserError as error:
-            raise UserError(f"{error}{_recorded(task, before, after)}") from None
+            raise UserError(
+                f"{error}{_recorded(task, original_result, converted_result)}"
+            ) from None
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
         } | _paired(pairs)
+        # Answers that were cut at the token limit may explain a lower score.
         for key, result in (
-            ("original_at_limit", before),
-            ("converted_at_limit", after),
+            ("original_at_limit", original_result),
+            ("converted_at_limit", converted_result),
         ):
             if count := result["tasks"][task].get("answers_at_limit"):
                 tasks[task][key] = count
-        if members := by_member(one, row["kind"]):
-            others = by_member(other, row["kind"])
+        if members := by_member(original_samples, row["kind"]):
+            converted_members = by_member(converted_samples, row["kind"])
             tasks[task]["members"] = {
-                name: paired(items, others[name], f"{task} {name}")
+                name: paired(items, converted_members[name], f"{task} {name}")
                 for name, items in members.items()
             }
+    # With many tasks, one of them has a small p by chance: correct for their number.
     adjusted = holm([row["p_value"] for row in tasks.values()])
     for row, p_value in zip(tasks.values(), adjusted, strict=True):
         row["p_holm"] = p_value
-        row["verdict"] = (
-            "within noise"
-            if p_value >= ALPHA
-            else "gained"
-            if row["gained"] > row["lost"]
-            else "lost"
-        )
+        if p_value >= ALPHA:
+            row["verdict"] = "within noise"
+        elif row["gained"] > row["lost"]:
+            row["verdict"] = "gained"
+        else:
+            row["verdict"] = "lost"
+    # A limit on either side makes the comparison a quick look.
     limits = [
-        each["settings"]["limit"]
-        for each in (before, after)
-        if each["settings"]["limit"] is not None
+        evaluation["settings"]["limit"]
+        for evaluation in (original_result, converted_result)
+        if evaluation["settings"]["limit"] is not None
     ]
     return {
         "complete": not limits,
@@ -205,51 +228,67 @@ def compare(
 
 
 def _common(
-    before: Mapping[str, Any], after: Mapping[str, Any], only: Sequence[str] | None
+    original_tasks: Mapping[str, Any],
+    converted_tasks: Mapping[str, Any],
+    only: Sequence[str] | None,
 ) -> list[str]:
-    both = [task for task in before if task in after]
+    common_tasks = [task for task in original_tasks if task in converted_tasks]
     if only is not None:
-        if missing := [task for task in only if task not in both]:
+        if missing := [task for task in only if task not in common_tasks]:
             raise UserError(
                 f"task {missing[0]}: not in both results; both have"
-                f" {', '.join(both) or 'none in common'}"
+                f" {', '.join(common_tasks) or 'none in common'}"
             )
-        return [task for task in both if task in only]
-    if before.keys() != after.keys():
-        missing_text = ", ".join(sorted(before.keys() ^ after.keys()))
+        return [task for task in common_tasks if task in only]
+    # Different suites are refused rather than silently cut to what they share.
+    if original_tasks.keys() != converted_tasks.keys():
+        missing_text = ", ".join(sorted(original_tasks.keys() ^ converted_tasks.keys()))
         advice = "evaluate both on the same suite"
-        if both:
+        if common_tasks:
             advice += (
-                f", or compare what both have with --tasks {','.join(both)} (in Python:"
-                f" tasks={both})"
+                f", or compare what both have with --tasks {','.join(common_tasks)} (in Python:"
+                f" tasks={common_tasks})"
             )
         raise UserError(
             f"the two results have different tasks ({missing_text} in one only);"
             f" {advice}"
         )
-    return both
+    return common_tasks
 
 
 def _require_same(
-    task: str, before: Mapping[str, Any], after: Mapping[str, Any]
+    task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
 ) -> None:
     if any(
-        each["tasks"][task].get("higher_is_better") is False for each in (before, after)
+        result["tasks"][task].get("higher_is_better") is False
+        for result in (original_result, converted_result)
     ):
         raise UserError(
-            f"{task}: lower is better in {before['tasks'][task]['metric']}; only"
+            f"{task}: lower is better in {original_result['tasks'][task]['metric']}; only"
             " metrics of which more is better are compared; leave the task out with"
             " --tasks (in Python: tasks=[…])"
         )
-    for row, other, keys in (
-        (before["tasks"][task], after["tasks"][task], _SAME_ROW),
-        (_suite_row(before, task), _suite_row(after, task), _SAME_SUITE_ROW),
+    # A setting that only one of the results records cannot be compared, and passes.
+    for original_row, converted_row, keys in (
+        (original_result["tasks"][task], converted_result["tasks"][task], _SAME_ROW),
+        (
+            _suite_row(original_result, task),
+            _suite_row(converted_result, task),
+            _SAME_SUITE_ROW,
+        ),
     ):
         for key in keys:
-            one, two = row.get(key), other.get(key)
-            if one != two and one is not None and two is not None:
+            original_value, converted_value = (
+                original_row.get(key),
+                converted_row.get(key),
+            )
+            if (
+                original_value != converted_value
+                and original_value is not None
+                and converted_value is not None
+            ):
                 raise UserError(
-                    f"{task}: {key} is {one} against {two}; evaluate both the same way"
+                    f"{task}: {key} is {original_value} against {converted_value}; evaluate both the same way"
                 )
 
 
@@ -258,9 +297,12 @@ def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     return next((row for row in rows if row["task"] == task), {})
 
 
-def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def _recorded(
+    task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
+) -> str:
     """Name the settings that would explain samples that do not match."""
 
+    # None of these is compared by itself: a change shows in the items or the prompts.
     def recorded(result: Mapping[str, Any]) -> dict[str, Any]:
         settings, row = result["settings"], _suite_row(result, task)
         return {
@@ -276,9 +318,14 @@ def _recorded(task: str, before: Mapping[str, Any], after: Mapping[str, Any]) ->
             },
         }
 
-    one, two = recorded(before), recorded(after)
+    original_settings, converted_settings = (
+        recorded(original_result),
+        recorded(converted_result),
+    )
     changes = [
-        f"{key} {one[key]} against {two[key]}" for key in one if one[key] != two[key]
+        f"{key} {original_settings[key]} against {converted_settings[key]}"
+        for key in original_settings
+        if original_settings[key] != converted_settings[key]
     ]
     return f" (recorded: {'; '.join(changes)})" if changes else ""
 
@@ -293,6 +340,7 @@ def _mean(
         mean[key], mean[f"{key}_stderr"] = plain_mean(
             [(row[key], row[f"{key}_stderr"]) for row in tasks.values()]
         )
+    # A task without an interval leaves the mean without one.
     limits = [
         limit
         for task in tasks
@@ -303,10 +351,17 @@ def _mean(
     mean["interval"] = clipped(
         unclipped, shares=all(_shares(scores[task]) for task in tasks)
     )
+    # Without an interval both ends are 0, so no loss or gain is claimed.
     low, high = mean["interval"] or (0.0, 0.0)
-    mean["verdict"] = "lost" if high < 0 else "gained" if low > 0 else "within noise"
-    if len(tasks) == 1:  # its exact test decides, here as there
+    if len(tasks) == 1:
+        # The mean of one task is that task, whose exact test has decided.
         mean["verdict"] = next(iter(tasks.values()))["verdict"]
+    elif high < 0:
+        mean["verdict"] = "lost"
+    elif low > 0:
+        mean["verdict"] = "gained"
+    else:
+        mean["verdict"] = "within noise"
     mean["retained_percent"] = (
         100 * (mean["converted"] / mean["original"]) if mean["original"] else None
     )

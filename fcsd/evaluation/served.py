@@ -1,5 +1,5 @@
-"""A model behind a server: the questions of an evaluation as token ids, and whether it
-is the model at all.
+"""Evaluate a model behind a server: send questions as token ids, and check that the
+server has the right model.
 
 Single answers are kept (`fcsd.evaluation.store.Journal`): an evaluation whose server or
 client was killed continues with the next one. Temperature 0 is greedy; a sample is
@@ -101,11 +101,11 @@ class ServedBackend:
                 raise UserError(f"task {row.task}: {error}") from error
             return
         tokens = prompt_tokens(self.config, self.tokenizer, items, row)
-        needed = max(map(len, tokens), default=0) + row.max_new_tokens
-        if context is not None and needed > context:
+        num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
+        if context is not None and num_tokens > context:
             raise self.server.error(
-                f"takes {context} tokens, and task {row.task} needs {needed} for a"
-                f" prompt and its completion; start it with --max-model-len {needed} or"
+                f"takes {context} tokens, and task {row.task} needs {num_tokens} for a"
+                f" prompt and its completion; start it with --max-model-len {num_tokens} or"
                 " more"
             )
 
@@ -128,6 +128,7 @@ class ServedBackend:
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
+            # top_k and min_p are switched off: a server may have defaults of its own.
             sampling = {
                 "temperature": row.temperature,
                 "top_p": row.top_p,
@@ -137,6 +138,7 @@ class ServedBackend:
         bodies: list[Body] = []
         thoughts = Thoughts(self.tokenizer)
         readers = [Reader(thoughts, row, prompt) for prompt in tokens]
+        # A seed follows the sample's number, so the order of requests does not matter.
         for prompt, reader in zip(tokens, readers, strict=True):
             for _ in range(row.num_samples):
                 seed = {"seed": SAMPLING_SEED + len(bodies)} if row.temperature else {}
@@ -176,7 +178,9 @@ class ServedBackend:
         return reader.text(text, answer["at_limit"])
 
     def settings(self) -> dict[str, Any]:
-        """Return what a result says: the engine, and how the model was checked."""
+        """Return the facts that a result records: the engine, and how the model was
+        checked.
+        """
         server = self.server
         return {
             "batch_size": None,
@@ -193,7 +197,7 @@ class ServedBackend:
 
     def ask(
         self,
-        what: str,
+        kind: str,
         bodies: Sequence[Body],
         journal: Journal | None = None,
         *,
@@ -209,33 +213,34 @@ class ServedBackend:
         journal = self._journal if journal is None else journal
         answers = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(answers) if answer is None]
-        read = self._read_likelihood if what == "likelihood" else self._read_generation
-        requests = [self._request(what, bodies[number]) for number in missing]
+        read = self._read_likelihood if kind == "likelihood" else self._read_generation
+        # Answers that the journal holds are not asked for again.
+        requests = [self._request(kind, bodies[number]) for number in missing]
         with progress_bar(
             total=len(bodies),
             initial=len(bodies) - len(missing),
-            desc=f"{what} by {self.server.facts['engine']}",
+            desc=f"{kind} by {self.server.facts['engine']}",
             shown=not quietly,
         ) as bar:
 
-            def note(place: int, answer: Any) -> None:
-                journal.put(bodies[missing[place]], answer)
+            def note(index: int, answer: Any) -> None:
+                journal.put(bodies[missing[index]], answer)
                 bar.update()
 
-            new = self.server.answers(
+            new_answers = self.server.answers(
                 requests,
-                lambda place, answer: read(bodies[missing[place]], answer),
+                lambda index, answer: read(bodies[missing[index]], answer),
                 note,
             )
-        for number, answer in zip(missing, new, strict=True):
+        for number, answer in zip(missing, new_answers, strict=True):
             answers[number] = answer
         return answers
 
-    def _request(self, what: str, body: Body) -> Body:
-        """Return what is sent. What ends an answer is ours alone where the server gives
-        tokens, by which it is cut.
+    def _request(self, kind: str, body: Body) -> Body:
+        """Return the body of the request. Where the server returns tokens, it is asked
+        to ignore its own end tokens, and answers are cut here.
         """
-        if what == "likelihood":
+        if kind == "likelihood":
             return {
                 "prompt": body["prompt"],
                 "max_tokens": 1,
@@ -261,21 +266,22 @@ class ServedBackend:
                 entries[-count:], body["prompt"][-count:], strict=True
             )
         ]
-        return [float(each["logprob"]) for each in tokens], [
-            int(each["rank"]) for each in tokens
+        return [float(token_entry["logprob"]) for token_entry in tokens], [
+            int(token_entry["rank"]) for token_entry in tokens
         ]
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | Body:
         (choice,) = answer["choices"]
-        tokens, most = choice.get("token_ids"), body["max_tokens"]
-        made = (
-            (answer.get("usage") or {}).get("completion_tokens", most)
+        tokens, limit = choice.get("token_ids"), body["max_tokens"]
+        num_generated = (
+            (answer.get("usage") or {}).get("completion_tokens", limit)
             if tokens is None
             else len(tokens)
         )
-        if choice.get("finish_reason") == "length" and made < most:
+        # A limit of the server's own, which would cut answers unnoticed.
+        if choice.get("finish_reason") == "length" and num_generated < limit:
             raise self.server.error(
-                f"ends answers after {made} tokens, and {most} may be written; lift"
+                f"ends answers after {num_generated} tokens, and {limit} may be written; lift"
                 " that limit"
             )
         if tokens is None:
@@ -283,8 +289,9 @@ class ServedBackend:
                 "text": str(choice["text"]),
                 "at_limit": choice.get("finish_reason") == "length",
             }
+        # The end token is kept: it tells an answer that ended from one that was cut.
         end = next(
-            (place for place, token in enumerate(tokens) if token in self.ends),
+            (index for index, token in enumerate(tokens) if token in self.ends),
             len(tokens),
         )
         return [int(token) for token in tokens[: end + 1]]

@@ -1,4 +1,4 @@
-"""Ask an OpenAI-compatible server by HTTP: vLLM, and what answers as it does.
+"""Ask an OpenAI-compatible server by HTTP: vLLM, and servers that answer alike.
 
 Prompts are lists of token ids, never text. The key of a server that asks for one is
 read from FCSD_SERVER_API_KEY and goes into the header of a request, nowhere else.
@@ -32,7 +32,9 @@ Body = dict[str, Any]
 
 
 class _Retry(Exception):
-    """An answer that is worth asking for again. after_s: what the server asks to wait."""
+    """An answer that is worth asking for again. after_s: the wait that the server asks
+    for.
+    """
 
     def __init__(self, reason: str, after_s: float = 0.0):
         super().__init__(reason)
@@ -64,7 +66,7 @@ class Server:
     """One address; `look` must be the first call.
 
     Attributes:
-        model: what the server calls the model; context: tokens of prompt and answer
+        model: the server's name of the model; context: tokens of prompt and answer
         that it takes, None if it does not say; facts: engine, version, dtype and
         parallelism, as far as it tells, for records and keys.
         root: the folder or hub id that it was started with; prompt_logprobs, token_ids:
@@ -87,8 +89,8 @@ class Server:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     def look(self, model: str) -> None:
-        """Find what is served, and which engine does it; of several the one that is
-        called like `model`.
+        """Find the served model and the engine that serves it; of several models, the
+        one with the name or path `model`.
         """
         cards = self._get("/v1/models").get("data")
         if (
@@ -99,15 +101,16 @@ class Server:
             raise self.error(
                 "lists no model at /v1/models: this is no OpenAI-compatible server"
             )
+        # A model may be served under its name or under its path.
         names = {model, str(Path(model).resolve())}
-        own = [
+        matching_cards = [
             card
             for card in cards
             if names & {str(card.get("id")), str(card.get("root"))}
         ]
-        # others are adapters of these
-        whole = [card for card in cards if not card.get("parent")]
-        if len(chosen := own[:1] or whole) != 1:
+        # A card with a parent is an adapter.
+        base_cards = [card for card in cards if not card.get("parent")]
+        if len(chosen := matching_cards[:1] or base_cards) != 1:
             served = ", ".join(str(card.get("id")) for card in cards)
             raise self.error(
                 f"serves {served}, and none is called {model}; serve {model} alone"
@@ -115,12 +118,15 @@ class Server:
         card = chosen[0]
         self.model, self.root = str(card.get("id")), str(card.get("root") or "")
         self.context = int(card["max_model_len"]) if card.get("max_model_len") else None
+        # vLLM and SGLang describe themselves under different paths; others may not at
+        # all.
         info = self._optional("/server_info?config_format=json") or self._optional(
             "/get_server_info"
         )
         vllm = info["vllm_config"] if isinstance(info.get("vllm_config"), dict) else {}
         dtype = (vllm.get("model_config") or {}).get("dtype") or info.get("dtype")
         version = self._optional("/version").get("version") or info.get("version")
+        # SGLang's sizes; those of vLLM come from an answer's fingerprint (`_probe`).
         sizes = {
             "tp": info.get("tp_size"),
             "dp": info.get("dp_size"),
@@ -140,7 +146,9 @@ class Server:
         self.facts["parallelism"] = self._parallelism
 
     def _probe(self) -> None:
-        """Learn from one answer what it holds, and what vLLM writes into its fingerprint."""
+        """Learn from one answer what it holds, and what vLLM writes into its
+        fingerprint.
+        """
         body = {
             "prompt": [1, 2],
             "max_tokens": 1,
@@ -148,6 +156,7 @@ class Server:
             "return_token_ids": True,
         }
         try:
+            # A server may refuse a field that it does not know.
             answer = self.ask({**body, "prompt_logprobs": 0})
         except UserError:
             answer = self.ask(body)
@@ -159,7 +168,9 @@ class Server:
             self._parallelism = "-".join(words)
 
     def ask(self, body: Body) -> Body:
-        """Ask once, and return the whole answer; tried again only where the server asks for it."""
+        """Ask once, and return the whole answer; tried again only where the server asks
+        for it.
+        """
         (answer,) = self.answers([body], lambda number, answer: answer)
         return answer
 
@@ -192,6 +203,7 @@ class Server:
         )
 
         async def worker(client: httpx2.AsyncClient) -> None:
+            # All workers draw from one iterator, so each request is taken once.
             for number in waiting:
                 answer = await self._patiently(client, bodies[number], outage)
                 try:
@@ -225,11 +237,11 @@ class Server:
     ) -> Body:
         """Ask until an answer comes; outage: what all that wait share."""
         pause = 0.25
-        own: float | None = None
+        first_failure_s: float | None = None
         dropped = False
         while True:
             try:
-                if dropped:  # it may have been started again, with something else
+                if dropped:  # the server may be back with another model
                     self._require_same(
                         self._checked(
                             await client.get(f"{self.url}/v1/models"), "/v1/models"
@@ -244,12 +256,12 @@ class Server:
                     choice.get("finish_reason")
                     for choice in answer.get("choices") or ()
                 }
-                # a server that is being ended cuts its answers off
+                # A server that is shutting down cuts its answers off.
                 if not ended <= {"stop", "length"}:
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
-                if self._engine and (now := _engine_of(answer)) != self._engine:
+                if self._engine and (engine := _engine_of(answer)) != self._engine:
                     raise self.error(
-                        f"answers from another engine than before ({now}, not"
+                        f"answers from another engine than before ({engine}, not"
                         f" {self._engine}); serve with the former settings, or evaluate"
                         " into another folder"
                     )
@@ -257,9 +269,12 @@ class Server:
                 return answer
             except (httpx2.TransportError, _Retry) as error:
                 now_s, text = time.monotonic(), one_line(error)
-                own = own or now_s
+                first_failure_s = first_failure_s or now_s
                 if (
-                    max(outage.lasted(self.url, text, now_s), (now_s - own) / 4)
+                    max(
+                        outage.lasted(self.url, text, now_s),
+                        (now_s - first_failure_s) / 4,
+                    )
                     > PATIENCE_S
                 ):
                     raise self.error(
@@ -268,8 +283,11 @@ class Server:
                         " are kept"
                     ) from None
                 dropped = isinstance(error, httpx2.TransportError)
-                after = error.after_s if isinstance(error, _Retry) else 0.0
-            await asyncio.sleep(max(min(after, 60.0), pause * random.uniform(0.5, 1.0)))
+                retry_after_s = error.after_s if isinstance(error, _Retry) else 0.0
+            # Random pauses keep the workers from returning all at once.
+            await asyncio.sleep(
+                max(min(retry_after_s, 60.0), pause * random.uniform(0.5, 1.0))
+            )
             pause = min(2 * pause, _LONGEST_WAIT_S)
 
     def _require_same(self, models: Body) -> None:
@@ -278,9 +296,9 @@ class Server:
             for card in models.get("data") or ()
         }
         if served.get(self.model) != self.root:
-            now = ", ".join(root or name for name, root in served.items())
+            current = ", ".join(root or name for name, root in served.items())
             raise self.error(
-                f"serves {now} now, and not {self.root or self.model} as before; start"
+                f"serves {current} now, and not {self.root or self.model} as before; start"
                 " it again as it was, and run the same command: answers that came are"
                 " kept"
             )
@@ -316,9 +334,12 @@ class Server:
                 else f"asks for a key; set {API_KEY}"
             )
             raise self.error(f"{reason} (HTTP {status})")
+        # Overload and outages pass, so the caller asks again.
         if status in _RETRIED:
-            after = response.headers.get("retry-after", "")
-            raise _Retry(f"HTTP {status}", float(after) if after.isdigit() else 0.0)
+            retry_after = response.headers.get("retry-after", "")
+            raise _Retry(
+                f"HTTP {status}", float(retry_after) if retry_after.isdigit() else 0.0
+            )
         try:
             body = response.json()
         except ValueError:
@@ -342,7 +363,7 @@ class Server:
 
 
 def _engine_of(answer: Body) -> str:
-    """Return what vLLM says of itself in an answer, as vllm-0.32.0-tp2-ep, without the
+    """Return vLLM's fingerprint in an answer, such as vllm-0.32.0-tp2-ep, without the
     hash of its settings.
     """
     words = str(answer.get("system_fingerprint") or "").split("-")
@@ -350,12 +371,12 @@ def _engine_of(answer: Body) -> str:
 
 
 def _said(answer: Any) -> str:
-    """Return what the server says of an error, in one line; vLLM, OpenAI and FastAPI
+    """Return the server's message about an error, in one line; vLLM, OpenAI and FastAPI
     put it in different places.
     """
-    said = answer
+    detail = answer
     for key in ("error", "message", "detail"):
-        if isinstance(said, dict) and key in said:
-            said = said[key]
-    text = said if isinstance(said, str) else json.dumps(said)
+        if isinstance(detail, dict) and key in detail:
+            detail = detail[key]
+    text = detail if isinstance(detail, str) else json.dumps(detail)
     return " ".join(text.split())[:300]

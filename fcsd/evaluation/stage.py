@@ -1,5 +1,5 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
-server, steered or not, of a recipe or of none.
+server, steered or not, with or without a recipe.
 
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
     config), folder, launch)
@@ -53,22 +53,20 @@ from fcsd.training.losses.kl import Original, mean_kl, read_original
 FINISHED_TASKS = "finished-tasks"
 _DEFINITION = ", its definition"
 Measure = Callable[[PreTrainedModel, Batches | None], dict[str, Any]]
-"""What is measured of a model beside its scores, for its result, while its routers are
-still biased.
-"""
+"""Measures a model beside its scores, for its result, while its routers are biased."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What the models of a recipe are measured against beside their scores: the
-    original, on held-out text.
+    """The original, against which a recipe's models are measured on held-out text,
+    beside their scores.
 
-    What the original makes of the text is read once for all evaluations that are given
-    the same reference, and stays in main memory between them: each of them needs all of
-    it until its end.
+    The original's outputs are computed once for all evaluations that share the
+    reference, and stay in main memory between them: each needs all of them to its end.
 
-    inputs: name -> fingerprint of what results depend on beside model, original and
-    data. sweep: of a steered model, gives the one that is asked under every bias.
+    inputs: name -> fingerprint of anything that results depend on beside model,
+    original and data. sweep: for a steered model, returns the model that is asked under
+    every bias.
     """
 
     original: ModelFolder
@@ -80,34 +78,35 @@ class Reference:
     )
 
     def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
-        """Return what measures a model; None without held-out text. Before the model is
-        loaded, and on all ranks.
+        """Return the function that measures a model; None without held-out text. All
+        ranks call this, before the model is loaded.
         """
         if self.sweep is not None:
             return self.sweep().measure
         rows = heldout_of(self.data, tokenizer, self.original)
         if rows is None:
             return None
-        known = self.read(rows, launch)
+        original_outputs = self.read(rows, launch)
 
         def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
-            divergence = mean_kl(known, loaded, rows, ranks=launch.ranks)
-            known.head.cpu()  # off the device, where the next model needs the room
+            divergence = mean_kl(original_outputs, loaded, rows, ranks=launch.ranks)
+            original_outputs.head.cpu()  # off the device, where the next model needs the room
             return {"kl_to_original": divergence}
 
         return kl
 
     def read(self, rows: Any, launch: Launch) -> Original:
-        """Return what the original makes of held-out text. All ranks call this."""
-        if not any(_same_rows(rows, others) for others, _ in self._known):
+        """Return the original's outputs on held-out text. All ranks call this."""
+        if not any(_same_rows(rows, known_rows) for known_rows, _ in self._known):
             if launch.first:
                 tell_examples(rows, "held-out text", always=False)
-            # First, and then it goes: a device may not hold two models.
-            known = read_original(
+            # The original is freed before the next model comes: a device may not hold
+            # both.
+            original_outputs = read_original(
                 load_for_evaluation(self.original, launch), rows, ranks=launch.ranks
             )
             free_memory()
-            self._known[:] = [(rows, known)]
+            self._known[:] = [(rows, original_outputs)]
         return self._known[0][1]
 
 
@@ -134,7 +133,7 @@ class Evaluation:
 
     @cached_property
     def checkpoint(self) -> ModelFolder:
-        """The model's folder; of a hub id what is missing is fetched."""
+        """The model's folder; missing files of a hub id are fetched."""
         return (
             self.model
             if isinstance(self.model, ModelFolder)
@@ -150,8 +149,9 @@ class Evaluation:
 
     @property
     def answered_by(self) -> dict[str, Any]:
-        """What scores depend on where a server answers (that there is one, not where),
-        routers are biased, or pairs are dropped."""
+        """The facts on which scores depend where a server answers (that there is one,
+        not where), routers are biased, or pairs are dropped.
+        """
         served = {} if self.config.server is None else {"server": True}
         return (
             served
@@ -160,7 +160,7 @@ class Evaluation:
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return what a result depends on, for the manifest."""
+        """Return the settings on which a result depends, for the manifest."""
         suite = {"suite": self.suite.model_dump(mode="json")}
         if self.reference is None:
             return {**suite, "limit": self.config.limit, **self.answered_by}
@@ -177,7 +177,7 @@ class Evaluation:
         }
 
     def inputs(self) -> dict[str, Any]:
-        """Return what identifies all that is read; no path is part of it."""
+        """Return the fingerprints of all inputs; no path is part of them."""
         model, reference, heldout = self.checkpoint, self.reference, None
         fingerprints = {
             **model.fingerprints("model"),
@@ -218,6 +218,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     if evaluation.bias is not None:
         raw, *_ = read_config(model.folder, any_family=True)
         check_bias_model(evaluation.bias, raw["model_type"])
+    # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,
         "evaluate",
@@ -253,7 +254,9 @@ def _ask(
     tokenizer: Any,
     launch: Launch,
 ) -> tuple[dict[str, Any], Samples]:
-    """Return result and samples of a model; the result with what its reference measures."""
+    """Return result and samples of a model; the result includes what its reference
+    measures.
+    """
     reference = evaluation.reference
 
     def load() -> PreTrainedModel:
@@ -267,6 +270,7 @@ def _ask(
         backend.check(prepared)
         if evaluation.server_check:
             backend.identify(load)
+    # The original is read before the model is loaded: a device may not hold both.
     measure = reference.measure(tokenizer, launch) if reference is not None else None
     if backend is not None:
         result, samples = prepared.ask(backend, evaluation.name)
@@ -324,26 +328,27 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
         )
 
 
-def _same_rows(one: PackedRows, other: PackedRows) -> bool:
-    return len(one) == len(other) and all(
-        np.array_equal(value, other[number][name])
-        for number in range(len(one))
-        for name, value in one[number].items()
+def _same_rows(rows: PackedRows, other_rows: PackedRows) -> bool:
+    return len(rows) == len(other_rows) and all(
+        np.array_equal(value, other_rows[number][name])
+        for number in range(len(rows))
+        for name, value in rows[number].items()
     )
 
 
 def _store(
     evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None
 ) -> TaskStore:
-    """Return where finished tasks are kept: under the fingerprints of what was
-    evaluated, never under its path.
+    """Return the store of finished tasks, keyed by the fingerprints of the model and
+    its settings, never by a path.
 
     backend: which server answers for the model, if one does.
     """
     config, loading = evaluation.config, dict[str, Any]()
     if evaluation.reference is not None:
-        how = {"dtype", "attn_implementation", "experts_implementation"}
-        loading = evaluation.checkpoint.config.model_dump(include=how)
+        # A recipe may load its models in another precision or with other kernels.
+        loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
+        loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
     served = (
         {"server": {**backend.server.facts, "checked": evaluation.server_check}}
         if backend
@@ -388,7 +393,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
             read_result(stage.folder)
         except UserError as error:
             print(f"evaluate: {error}: this is done now", file=sys.stderr)
-            # which server answered is not known yet
+            # A server's facts belong to the key, and are not known yet.
             if evaluation.config.server is None:
                 _keep_whole_tasks(evaluation, stage)
             (stage.folder / "manifest.json").unlink()
@@ -399,6 +404,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     store = _store(evaluation, stage)
+    # Other versions of the packages might give other scores.
     own_versions = read_manifest(stage.folder).get("versions")
     # results.json is the damaged one
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):
@@ -438,8 +444,8 @@ def test_set_fingerprints(
     data_root: Path | None,
     heldout: SourceConfig | None = None,
 ) -> dict[str, str]:
-    """Return what identifies the items of the test sets, and how lm-eval's files have
-    them asked: a score is never read for others."""
+    """Return fingerprints of the test sets' items and of the lm-eval files that say how
+    they are asked: a score is never reused for others."""
     fingerprints: dict[str, str] = {}
     for row in suite.tasks if suite is not None else ():
         location = dataset_location(row, data_root)

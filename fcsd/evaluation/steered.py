@@ -104,8 +104,8 @@ def tables_fingerprint(tables: BiasTables) -> str:
 def biased_routers(
     model: PreTrainedModel, tables: BiasTables | None, batch_size: BatchSize
 ) -> Iterator[Batches | None]:
-    """Bias the routers inside, if there are tables; give what says to which endpoint a
-    batch belongs.
+    """Bias the routers within the context, if there are tables; yield the hook that
+    sets the endpoint of each batch.
     """
     if tables is None:
         yield None
@@ -115,22 +115,23 @@ def biased_routers(
         def begin(batch: int) -> None:
             steering.endpoint = batch % tables.num_endpoints
 
-        begin(0)  # of a rank that has no batch, and runs with the others
+        begin(0)  # a rank without a batch still runs along with the others
         yield Batches(
             begin, {"router_bias": bias_facts(tables, batch_size)["router_bias"]}
         )
 
 
 Routes = dict[int, NDArray[np.int16]]
-"""The experts [L, T, K] that the tokens of this rank's rows chose, by the number of the row."""
+"""The experts [L, T, K] that the tokens of this rank's rows chose, by the number of the
+row.
+"""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A model of a run, to be asked under one bias after another; read once for all of
-    them.
+    """A model of a run, loaded once and then asked under one bias after another.
 
-    loaded: the model, as this rank holds it. original: what the original makes of the
+    loaded: the model, as this rank holds it. original: the original's outputs on the
     rows; None: the model is the original. rows: held-out text. placement: [L, E].
     batch_size: rows of an endpoint in one exchange, and sequences in a batch of the
     suite.
@@ -148,7 +149,9 @@ class Sweep:
 
     @functools.cached_property
     def _unbiased(self) -> tuple[Original, Routes]:
-        """What the original makes of the rows, and the routes of the model without a bias."""
+        """The original's outputs on the rows, and the routes of the model without a
+        bias.
+        """
         ranks = self.launch.ranks
         with self._routes() as (routes, around):
             if self.original is None:
@@ -170,10 +173,12 @@ class Sweep:
         are biased now.
         """
         assert batches is not None and batches.begin is not None
-        known, _ = self._unbiased
+        original_outputs, _ = self._unbiased
         with self._routes(batches.begin) as (routes, around):
             ranks = self.launch.ranks
-            kl = mean_kl(known, loaded, self.rows, ranks=ranks, around_row=around)
+            kl = mean_kl(
+                original_outputs, loaded, self.rows, ranks=ranks, around_row=around
+            )
         return {"kl_to_original": kl, **self._measured(routes)}
 
     def unbiased(self) -> dict[str, Any]:
@@ -182,7 +187,9 @@ class Sweep:
 
     @contextlib.contextmanager
     def _routes(self, begin: Any = None) -> Iterator[tuple[Routes, Any]]:
-        """Record what routers choose row by row; give the routes, and what goes around each row."""
+        """Record the experts that routers choose; yield the routes, and a context to
+        enter around each row.
+        """
         with recording(self.loaded) as recorded:
             routes: Routes = {}
 
@@ -191,29 +198,34 @@ class Sweep:
                 if begin is not None:
                     begin(row)
                 yield
-                kept = real_tokens(Collator()([self.rows[row]])).flatten()
-                experts = [routed.experts.cpu()[kept] for routed in recorded.take()]
+                # Padding is routed, too, but is no text.
+                mask = real_tokens(Collator()([self.rows[row]])).flatten()
+                experts = [routed.experts.cpu()[mask] for routed in recorded.take()]
                 routes[row] = torch.stack(experts).to(torch.int16).numpy()
 
             yield routes, around
 
     def _measured(self, routes: Routes | None) -> dict[str, Any]:
-        """Return what exchanges take, and how the routing differs from that without a
+        """Return the time of exchanges, and how the routing differs from that without a
         bias. All ranks call this.
         """
-        _, before = self._unbiased
+        _, unbiased_routes = self._unbiased
         links, size = self.links, self.batch_size
-        counts = self._counts(before)
-        now = counts if routes is None else self._counts(routes)
-        exchanges = exchange_counts(now, len(links.endpoints), size)
+        counts = self._counts(unbiased_routes)
+        biased = counts if routes is None else self._counts(routes)
+        exchanges = exchange_counts(biased, len(links.endpoints), size)
         times = exchange_times(links, exchanges, self.placement, self.payload)
-        base, loads = counts.sum(0), now.sum(0)
+        base, loads = counts.sum(0), biased.sum(0)
         routing = {"cv": cv(loads), "avg_layer_cv": avg_layer_cv(loads)}
         if routes is not None:
+            # Rows differ in length, so shares are weighted by their numbers of tokens.
             pairs = self._by_row(
                 lambda: {
-                    row: (float(routes_moved(before[row], now).mean()), now.shape[1])
-                    for row, now in routes.items()
+                    row: (
+                        float(routes_moved(unbiased_routes[row], biased).mean()),
+                        biased.shape[1],
+                    )
+                    for row, biased in routes.items()
                 }
             )
             total = sum(count for _, count in pairs)
@@ -234,7 +246,7 @@ class Sweep:
         """Return the pairs [rows, L, E] of all ranks' rows."""
         num_experts = self.placement.shape[1]
 
-        def own() -> dict[int, NDArray[np.int64]]:
+        def rank_counts() -> dict[int, NDArray[np.int64]]:
             return {
                 row: np.stack(
                     [
@@ -245,13 +257,13 @@ class Sweep:
                 for row, experts in routes.items()
             }
 
-        return np.stack(self._by_row(own))
+        return np.stack(self._by_row(rank_counts))
 
-    def _by_row(self, own: Callable[[], dict[int, Any]]) -> list[Any]:
-        """Return what all ranks have of their rows, in the order of the rows."""
+    def _by_row(self, rank_values: Callable[[], dict[int, Any]]) -> list[Any]:
+        """Return the values of all ranks' rows, in the order of the rows."""
         values = {
             row: value
-            for of_rank in self.launch.ranks.share(own)
+            for of_rank in self.launch.ranks.share(rank_values)
             for row, value in of_rank.items()
         }
         return [values[row] for row in sorted(values)]

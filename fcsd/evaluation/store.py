@@ -1,6 +1,5 @@
-"""Finished tasks of an evaluation, kept by what they were measured on: an evaluation
-that was cut off continues with the next task, and the same weights are never asked the
-same questions twice.
+"""Keep the finished tasks of an evaluation: one that was cut off continues with the
+next task, and the same weights are never asked the same questions twice.
 
 The key of a task is a hash over the weights, the configuration and tokenizer, the
 suite's row, the bytes of the data, the limit and the versions; a path or a name never
@@ -23,7 +22,9 @@ SCHEMA_VERSION = 4
 
 
 def configuration_fingerprint(folder: Path) -> str:
-    """Compute the SHA-256 over what beside the weights changes what a model answers."""
+    """Compute the SHA-256 of the files beside the weights that change a model's
+    answers.
+    """
     return content_fingerprint(checkpoint_files(folder, code=True))
 
 
@@ -64,10 +65,13 @@ class TaskStore:
     def get(
         self, row: TaskConfig
     ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-        """Return (samples, facts) of a finished task; None when it is not there or damaged."""
+        """Return (samples, facts) of a finished task; None when it is not there or
+        damaged.
+        """
         try:
             record = json.loads(self._path(row).read_text(encoding="utf-8"))
             content = {name: record[name] for name in ("key", "facts", "samples")}
+            # The key in the file has been through JSON, which turns tuples into lists.
             if record["sha256"] == content_fingerprint(content) and record[
                 "key"
             ] == json.loads(json.dumps(self._key(row))):
@@ -84,7 +88,7 @@ class TaskStore:
     ) -> None:
         """Keep a finished task; the file appears whole or not at all.
 
-        facts: what a result says of the task beside its samples.
+        facts: a result's facts about the task, beside its samples.
         """
         with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -99,8 +103,8 @@ class TaskStore:
 
 
 class Journal:
-    """Answers by what was asked, each written as it comes; a line that is cut off or
-    damaged is asked again.
+    """Answers by question, each written as it comes; where a line is cut off or
+    damaged, the question is asked again.
 
     path: None keeps them for this process only.
     """
@@ -113,10 +117,10 @@ class Journal:
             else ()
         ):
             try:
-                key, answer, known = json.loads(line)
+                key, answer, checksum = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            if known == content_fingerprint([key, answer]):
+            if checksum == content_fingerprint([key, answer]):
                 self._known[key] = answer
 
     def __len__(self) -> int:
@@ -135,9 +139,14 @@ class Journal:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 # A line begins with a break: the one before may have been cut off. One
                 # write, as others may append.
-                line = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+                descriptor = os.open(
+                    self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
+                )
                 try:
-                    whole = [key, answer, content_fingerprint([key, answer])]
-                    os.write(line, f"\n{json.dumps(whole, allow_nan=False)}\n".encode())
+                    record = [key, answer, content_fingerprint([key, answer])]
+                    os.write(
+                        descriptor,
+                        f"\n{json.dumps(record, allow_nan=False)}\n".encode(),
+                    )
                 finally:
-                    os.close(line)
+                    os.close(descriptor)

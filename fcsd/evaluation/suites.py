@@ -1,6 +1,6 @@
-"""The data set of a suite's row, what its task needs of the tokenizer, and `fcsd
-evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at their
-pinned revisions.
+"""Find the data set of a suite's row, and what its task needs of the tokenizer; and
+`fcsd evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at
+their pinned revisions.
 
 ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
 fetched. A data set is fetched into a hidden folder beside its place and renamed when it
@@ -62,8 +62,8 @@ def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
     lm-eval's own tasks, if at all.
     """
     name = row.lm_eval_include or row.task
-    places = [Path(suite.folder)] if suite.folder else []
-    folders = [place / name for place in (*places, data_dir("eval") / "tasks")]
+    roots = [Path(suite.folder)] if suite.folder else []
+    folders = [root / name for root in (*roots, data_dir("eval") / "tasks")]
     return next((folder.resolve() for folder in folders if folder.is_dir()), None)
 
 
@@ -78,6 +78,7 @@ def damaged_file(location: str) -> str:
         sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
     ):
         try:
+            # Damage may lie anywhere in the file, so all of it is read.
             for _ in ParquetFile(file).iter_batches():
                 pass
         except (OSError, pyarrow.ArrowException) as error:
@@ -111,10 +112,10 @@ def chat_text(
     turns: list[dict[str, str]],
     add_generation_prompt: bool = True,
 ) -> str:
-    """Write turns as lm-eval's own model in memory does; without a generation prompt
-    the last turn is begun only.
+    """Render turns as text, as lm-eval's model in memory does; without a generation
+    prompt the last turn is left open.
 
-    thinking: what a hybrid is asked; templates without that switch pass over it.
+    thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
     """
     options = {
         **dated_options(tokenizer),
@@ -130,8 +131,8 @@ def chat_text(
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an exception says, or its name, without what
-    `datasets` says around it.
+    """Return the first line of an exception's message, or its name, without the text
+    that `datasets` puts around it.
     """
     if error.__cause__ is not None and str(error).startswith(
         "An error occurred while generating the dataset"
@@ -152,6 +153,7 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     for row in suite.tasks:
         if Path(row.dataset).is_absolute():
             continue
+        # A folder holds one revision, so tasks that share a data set must agree on it.
         inside(root, row.dataset)
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
@@ -194,20 +196,22 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
 
 def _fetch(row: TaskConfig, root: Path) -> None:
     folder = root / row.dataset
-    beside = folder.with_name(f".{folder.name}.fetch")
-    make_folder(beside)
+    staging = folder.with_name(f".{folder.name}.fetch")
+    make_folder(staging)
     with writing(folder):
         try:
-            commit = _download(row.dataset, row.revision, beside)
+            commit = _download(row.dataset, row.revision, staging)
         except Exception as error:
             network = isinstance(error, ConnectionError | TimeoutError)
+            # Errors of the disk are raised as they are; others get advice on the Hub.
             if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
         # huggingface_hub's notes on unfinished files
-        shutil.rmtree(beside / ".cache", ignore_errors=True)
-        write_json(beside / MARK, {"dataset": row.dataset, "revision": commit})
-        os.replace(beside, folder)
+        shutil.rmtree(staging / ".cache", ignore_errors=True)
+        write_json(staging / MARK, {"dataset": row.dataset, "revision": commit})
+        # The folder appears complete or not at all.
+        os.replace(staging, folder)
 
 
 def _download(dataset: str, revision: str | None, folder: Path) -> str:
@@ -231,6 +235,8 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     from huggingface_hub import errors
 
     name = f"{row.dataset}@{row.revision or 'main'}"
+    # The order matters: a gated repository's error is a kind of the one for a missing
+    # repository.
     advice: dict[Any, str] = {
         errors.GatedRepoError: (
             "agree to its terms on the Hub and log in with `hf auth login`"
@@ -245,14 +251,15 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
             "HF_HUB_OFFLINE is set; unset it on a machine with a network"
         ),
     }
-    other = (
+    general_advice = (
         "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
         " machine and copy the folder"
     )
-    what = next(
-        (text for kind, text in advice.items() if isinstance(error, kind)), other
+    suggestion = next(
+        (text for kind, text in advice.items() if isinstance(error, kind)),
+        general_advice,
     )
     return UserError(
         f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
-        f" {what}; run the same command again to continue, what was fetched stays"
+        f" {suggestion}; run the same command again to continue, what was fetched stays"
     )

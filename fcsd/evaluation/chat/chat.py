@@ -39,17 +39,19 @@ _HELP = """\
 Ctrl-C ends a reply. A message that begins with / is sent when a space stands before it. Pasted lines
 are one message."""
 _NARROWEST = 24
-"""Cells of a column; on a terminal without room for two the replies stand one below the other."""
+"""Cells of a column; on a narrower terminal replies are printed one below the other."""
 _MAX_NEW_TOKENS = 2048
-"""Where neither the user nor the model's generation settings limit a reply."""
+"""Limit of a reply where neither the user nor the model's generation settings have one.
+"""
 
 
 @dataclass
 class Speaker:
     """A model, its tokenizer, and the conversation with it.
 
-    thinking: False asks the template of a hybrid for answers without thoughts; others
-    pass over it. today: what the template writes, before and after midnight.
+    thinking: False asks the template of a hybrid for answers without thoughts; other
+    templates ignore it. today: the date that the template writes, fixed for the whole
+    conversation.
     """
 
     name: str
@@ -87,23 +89,23 @@ class Speaker:
         return num_positions(self.model.config)
 
     def settings(self, greedy: bool) -> str:
-        """Describe how it chooses tokens and where it computes: `temperature 0.3, top_p
-        0.95; bfloat16 on cuda:0`.
+        """Describe how the model chooses tokens and where it computes: `temperature
+        0.3, top_p 0.95; bfloat16 on cuda:0`.
         """
-        own: Any = self.model.generation_config
-        how = "greedy"
-        if own.do_sample and not greedy:
+        generation: Any = self.model.generation_config
+        description = "greedy"
+        if generation.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-            values = {name: getattr(own, name, None) for name in names}
+            values = {name: getattr(generation, name, None) for name in names}
             neutral = {"temperature": None, "repetition_penalty": 1.0}
-            said = [
+            parts = [
                 f"{k} {v:g}"
                 for k, v in values.items()
                 if v is not None and v != neutral.get(k)
             ]
-            how = ", ".join(said) or "sampling"
+            description = ", ".join(parts) or "sampling"
         return (
-            f"{how}; {str(self.model.dtype).removeprefix('torch.')} on"
+            f"{description}; {str(self.model.dtype).removeprefix('torch.')} on"
             f" {self.model.device}"
         )
 
@@ -170,6 +172,7 @@ def chat(
     opening = [{"role": "system", "content": system}] if system else []
     for speaker in speakers:
         speaker.messages = [*opening]
+    # The last message is remembered for /again.
     last = between = ""
     for line in _lines(source, terminal):
         text = line.strip()
@@ -224,12 +227,14 @@ def _turn(
     sink: TextIO,
     terminal: bool,
 ) -> None:
-    """Put one message to all models, their replies to `sink`; take back a message that
-    cannot be answered.
+    """Send one message to all models and write their replies to `sink`; take back a
+    message that cannot be answered.
     """
     for speaker in speakers:
         speaker.messages.append({"role": "user", "content": text})
     try:
+        # All prompts are built before any model starts, so a message that does not fit
+        # one model is taken back from all.
         replies = [Reply(speaker, max_new_tokens, greedy) for speaker in speakers]
     except (UserError, KeyboardInterrupt) as error:
         for speaker in speakers:
@@ -267,6 +272,7 @@ def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> Non
     """Print one reply as it comes; two in columns, or one below the other where there
     is no room.
     """
+    # Two columns share the terminal's width, less the gap between them.
     width = (shutil.get_terminal_size((120, 40)).columns - len(GAP)) // 2
     if len(replies) == 1 or width < _NARROWEST:
         for name, reply in zip(names, replies, strict=True):
@@ -285,11 +291,12 @@ def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> Non
 
 
 def _streamer(thoughts: Thoughts) -> Any:
-    """Return a queue of text as it is generated, without special tokens but with those
-    that mark thoughts.
+    """Return a queue of the text that is generated, without special tokens other than
+    those that mark thoughts.
     """
     from transformers import TextIteratorStreamer
 
+    # transformers either shows all special tokens or none.
     class Streamer(TextIteratorStreamer):
         def put(self, value: Any) -> None:
             if not self.next_tokens_are_prompt:
@@ -310,8 +317,8 @@ class Reply:
     """A reply that is generated in a thread; iterate to get its text, without thoughts,
     in pieces.
 
-    cut: what ended it before the model did, and what one can do; "" otherwise. error:
-    why there is none.
+    cut: what ended the reply before the model did, and what one can do; "" otherwise.
+    error: why there is no reply.
     """
 
     def __init__(
@@ -329,9 +336,10 @@ class Reply:
         self._model: Any = speaker.model
         inputs = speaker.prompt()
         self._prompt = str(tokenizer.decode(inputs["input_ids"][0, -END_OF_PROMPT:]))
-        own: Any = speaker.model.generation_config
-        limit = max_new_tokens or own.max_new_tokens or _MAX_NEW_TOKENS
+        generation: Any = speaker.model.generation_config
+        limit = max_new_tokens or generation.max_new_tokens or _MAX_NEW_TOKENS
         self._at_limit = f"cut after {limit} tokens; --max-new-tokens allows more"
+        # The positions that the prompt leaves may be fewer than the limit.
         if (
             speaker.positions is not None
             and speaker.positions - inputs["input_ids"].shape[1] < limit
@@ -348,6 +356,8 @@ class Reply:
             "streamer": self._streamer,
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]
         }
+        # transformers warns of sampling settings beside greedy decoding, so they are
+        # cleared.
         if greedy:
             self._options |= {
                 "do_sample": False,
@@ -355,7 +365,7 @@ class Reply:
                 "top_p": None,
                 "top_k": None,
             }
-        if own.pad_token_id is None:
+        if generation.pad_token_id is None:
             self._options["pad_token_id"] = (
                 tokenizer.pad_token_id or tokenizer.eos_token_id
             )
@@ -366,7 +376,7 @@ class Reply:
         """The reply so far."""
         return self._thoughts.answer(self._written, self._prompt)
 
-    def _criterion(self, input_ids: Any, scores: Any, **more: Any) -> Any:
+    def _criterion(self, input_ids: Any, scores: Any, **options: Any) -> Any:
         import torch
 
         return torch.full(
@@ -383,20 +393,21 @@ class Reply:
             ]
             ends = self._model.generation_config.eos_token_id
             ends = ends if isinstance(ends, list) else [ends]
+            # An end token at the limit is the model's own end.
             if len(ids) >= self._options["max_new_tokens"] and int(ids[-1]) not in ends:
                 self.cut = self._at_limit
-                whole = self._thoughts.decode(ids.tolist())
-                if whole and not self._thoughts.answer(whole, self._prompt):
+                full_text = self._thoughts.decode(ids.tolist())
+                if full_text and not self._thoughts.answer(full_text, self._prompt):
                     self.cut = f"no answer, its thoughts had not ended: {self.cut}"
-        except Exception as error:  # said in one line; the chat continues
+        except Exception as error:  # shown in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:
             self._streamer.end()
 
     def __iter__(self) -> Iterator[str]:
         for piece in self._thoughts.streamed(self._pieces(), self._prompt):
-            if shown := printable(piece):
-                yield shown
+            if visible := printable(piece):
+                yield visible
 
     def _pieces(self) -> Iterator[str]:
         for piece in self._streamer:

@@ -29,25 +29,26 @@ def side_by_side(columns: Sequence[Any], width: int) -> Iterator[str]:
     """
     width = max(width, 10)
     sources = [iter(column) for column in columns]
-    rest, ended = [""] * len(sources), [False] * len(sources)
+    pending, ended = [""] * len(sources), [False] * len(sources)
     while True:
         for index, source in enumerate(sources):
-            if not ended[index] and not complete(rest[index], width):
+            if not ended[index] and not complete(pending[index], width):
                 piece = next(source, None)
                 ended[index] = piece is None
-                rest[index] += (piece or "").expandtabs(4)
+                pending[index] += (piece or "").expandtabs(4)
+        # Give rows as long as every column has one that cannot change any more.
         while all(
-            over or complete(text, width)
-            for text, over in zip(rest, ended, strict=True)
+            is_done or complete(text, width)
+            for text, is_done in zip(pending, ended, strict=True)
         ):
-            if not any(rest):
+            if not any(pending):
                 break
             cells = []
-            for index, text in enumerate(rest):
-                row, rest[index] = first_row(text, width)
+            for index, text in enumerate(pending):
+                row, pending[index] = first_row(text, width)
                 cells.append(row)
             yield GAP.join(_padded(cell, width) for cell in cells).rstrip()
-        if all(ended) and not any(rest):
+        if all(ended) and not any(pending):
             return
 
 
@@ -60,29 +61,30 @@ def first_row(text: str, width: int) -> tuple[str, str]:
     """Split off the first wrapped row of `text`, broken at a space where there is one,
     and what follows it.
     """
-    line, newline, more = text.partition("\n")
+    line, newline, following = text.partition("\n")
     if cells(line) <= width:
-        return line, more
+        return line, following
+    # Without a space that fits, the row is broken after the last cell.
     end = used = 0
     while used + cells(line[end]) <= width:
         used += cells(line[end])
         end += 1
     space = line.rfind(" ", 0, end + 1)
     if space > 0:
-        return line[:space], line[space + 1 :] + newline + more
-    return line[:end], line[end:] + newline + more
+        return line[:space], line[space + 1 :] + newline + following
+    return line[:end], line[end:] + newline + following
 
 
 def cells(text: str) -> int:
-    """Count the cells of a terminal: 2 for wide characters, 0 for combining and joining ones."""
-    return sum(
-        0
-        if unicodedata.category(c) in ("Mn", "Me", "Cf")
-        else 2
-        if unicodedata.east_asian_width(c) in "WF"
-        else 1
-        for c in text
-    )
+    """Count the cells of a terminal: 2 for wide characters, 0 for combining and joining
+    ones.
+    """
+    count = 0
+    for character in text:
+        if unicodedata.category(character) in ("Mn", "Me", "Cf"):
+            continue
+        count += 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return count
 
 
 def _padded(text: str, width: int) -> str:

@@ -106,23 +106,30 @@ def grading(
     MBPP+ row itself.
     """
     if entry_point is None:
-        place = test.rfind("\nfor i, ")
-        tail = _MBPP_TAIL.fullmatch(test, place) if place >= 0 else None
+        # The loop over the inputs comes last; what precedes it defines inputs and
+        # results.
+        loop_start = test.rfind("\nfor i, ")
+        tail = _MBPP_TAIL.fullmatch(test, loop_start) if loop_start >= 0 else None
         if tail is None or "\ninputs = " not in test:
             return None
         setup, name, rule = (
-            test[:place],
+            test[:loop_start],
             tail["name"],
             _RULES.get(tail["name"], "equal"),
         )
         tolerance, right = tail["atol"], tail["right"]
     else:
-        place, check = test.rfind("\n    for i, "), test.find(_CHECK)
-        tail = _HUMANEVAL_TAIL.fullmatch(test, place) if 0 <= check < place else None
-        if tail is None or "\n    inputs = " not in test[check:place]:
+        loop_start, check = test.rfind("\n    for i, "), test.find(_CHECK)
+        tail = (
+            _HUMANEVAL_TAIL.fullmatch(test, loop_start)
+            if 0 <= check < loop_start
+            else None
+        )
+        if tail is None or "\n    inputs = " not in test[check:loop_start]:
             return None
+        # HumanEval+ defines its inputs within `check`, indented by four spaces.
         inside = re.sub(
-            r"^    ", "", test[check + len(_CHECK) : place], flags=re.MULTILINE
+            r"^    ", "", test[check + len(_CHECK) : loop_start], flags=re.MULTILINE
         )
         setup, name, rule = (
             test[:check] + inside,

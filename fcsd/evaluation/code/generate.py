@@ -1,4 +1,4 @@
-"""Code tasks: prompts, what ends a completion, and the program in it."""
+"""Build the prompts of code tasks, end completions, and take programs out of them."""
 
 import re
 from collections.abc import Sequence
@@ -26,23 +26,24 @@ _FENCE = re.compile(
 
 
 def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
-    """Take the program out of a completion, by the rules of who grades the problem
+    """Take the program out of a completion, by the rules of the benchmark's grader
     (`Problem.block`).
 
-    chat: the completion is an answer to a question. Otherwise it goes on from the head
-    of the function, as base models do; if the function is not complete then, it is read
-    as an answer, whose program follows the head.
+    chat: the completion is an answer to a question. Otherwise it continues the head of
+    the function, as base models do; if that gives no complete function, it is read as
+    an answer, whose program follows the head.
     """
     if problem.block == "first":
         return problem.prefix + str((_FENCE.findall(text) or [text])[0])
-    if problem.block == "last":
-        return _last_fenced(text)
     if problem.entry_point is None:
         return problem.prefix + longest_block(text, least=1)
+    # EvalPlus's sanitiser, which also drops calls and tests that follow the function.
     answer = sanitised(text, problem.entry_point)
     if chat or not problem.prefix:
         return answer
     program = sanitised(problem.prefix + text, problem.entry_point)
+    # A base model continues the head of the function. Where that gives no complete
+    # function but the text alone does, the model has written the whole program.
     if defines(program, problem.entry_point) or not defines(
         answer, problem.entry_point
     ):
@@ -50,25 +51,10 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     return f"{problem.prefix}{answer}\n"
 
 
-def _last_fenced(text: str) -> str:
-    """Return what LiveCodeBench runs: the lines between the last two lines with a
-    fence.
-
-    There it is nothing without two. Here it is what follows a fence that is not closed,
-    else all of the text.
-    """
-    lines = text.splitlines(keepends=True)
-    fences = [number for number, line in enumerate(lines) if "```" in line]
-    opening = bool(fences) and lines[fences[-1]].lstrip()
-    if opening and re.match(r"```+\w" if len(fences) > 1 else "```", opening):
-        return "".join(lines[fences[-1] + 1 :])  # a closing fence names no language
-    if len(fences) < 2:
-        return text
-    return "".join(lines[fences[-2] + 1 : fences[-1]])
-
-
 def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Find where the first of the stop strings begins in `text`; its length when there is none."""
+    """Find where the first of the stop strings begins in `text`; its length when there
+    is none.
+    """
     return min(
         (position for word in stop if (position := text.find(word)) >= 0),
         default=len(text),
@@ -80,8 +66,8 @@ def prompts(
     problems: Sequence[Problem],
     task: CodeTaskConfig,
 ) -> list[str]:
-    """Write the texts that the model is given: as one user turn, or as they are with a
-    line break.
+    """Write the prompts: as one user turn through the chat template, or as plain text
+    that ends with a line break.
     """
     template = task.prompt_template
     if not task.chat_template:
@@ -142,8 +128,8 @@ class Reader:
         return [] if self.thinks else list(self.task.stop)
 
     def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
-        """Return the completion in new tokens, and whether the token limit ended it;
-        `ends` end a sequence.
+        """Return the completion that new tokens hold, and whether the token limit ended
+        it; ends: the tokens that end a sequence.
         """
         options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
         if self.thinks:
@@ -152,9 +138,9 @@ class Reader:
             text = str(
                 self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
             )
-        known = {*ends, self.tokenizer.pad_token_id}
+        end_ids = {*ends, self.tokenizer.pad_token_id}
         return self.text(
-            text, len(tokens) >= self.task.max_new_tokens and known.isdisjoint(tokens)
+            text, len(tokens) >= self.task.max_new_tokens and end_ids.isdisjoint(tokens)
         )
 
     def text(self, text: str, full: bool) -> tuple[str, bool]:
@@ -172,8 +158,11 @@ def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[in
     """Return the tokens that end a sequence, of the tokenizer and of the model's own
     generation settings.
     """
-    own = getattr(generation, "eos_token_id", None)
-    ends = [] if own is None else [own] if isinstance(own, int) else list(own)
+    model_ends = getattr(generation, "eos_token_id", None)
+    if model_ends is None:
+        ends = []
+    else:
+        ends = [model_ends] if isinstance(model_ends, int) else list(model_ends)
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)
     return [int(end) for end in ends]

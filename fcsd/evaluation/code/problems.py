@@ -1,5 +1,5 @@
-"""The problems of a code task, and the tests that decide each: rows of MBPP+,
-HumanEval+ or LiveCodeBench.
+"""The problems of a code task, and the tests that decide each: rows of MBPP+
+or HumanEval+.
 
 A `test` in EvalPlus's form is graded as EvalPlus does
 (`fcsd.evaluation.code.evalplus`); any other `test` is a program that decides by itself.
@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.data.local import fresh_cache
-from fcsd.evaluation.code import contest
 from fcsd.evaluation.code.evalplus import grading, num_base_inputs
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import (
@@ -45,17 +44,14 @@ class Problem:
         tests: programs that raise unless the solution is right, run in this order in
             one namespace.
         visible_tests: assertions that a prompt may show (`test_list`).
-        prefix: what stands before every completion (the prompt, where it is the head of
+        prefix: the text before every completion (the prompt, where it is the head of
             the function).
         base_tests: as `tests`, for the original benchmark's inputs; run before, and
             `tests` only if they pass. Empty: there is no such part.
         names: the functions of the program that the tests may call; None: all but those
             named like Python's own.
-        contest: each test but the first is run in a process of its own, after the
-            first, as LiveCodeBench does.
         block: which block of a completion has its program: the longest that Python can
-            parse, as EvalPlus says; the first in fences; the last in fences, as
-            LiveCodeBench says.
+            parse, as EvalPlus says; or the first in fences, as lm-eval does.
         entry_point: of the longest block, only what this function needs is kept; None:
             all of it.
     """
@@ -68,13 +64,12 @@ class Problem:
     prefix: str = field(default="", repr=False)
     base_tests: tuple[str, ...] = ()
     names: tuple[str, ...] | None = None
-    contest: bool = False
-    block: Literal["longest", "first", "last"] = "longest"
+    block: Literal["longest", "first"] = "longest"
     entry_point: str | None = None
 
     def program(self, code: str) -> str:
         """Assemble the program to run for the extracted `code`."""
-        return contest.whole_program(code) if self.contest else self.prefix + code
+        return self.prefix + code
 
     def text(self, template: str) -> str:
         """Write the prompt as the model is shown it; `{prompt}`, `{test}` and `{tests}`
@@ -124,11 +119,10 @@ def read_problems(
     if not len(rows):
         raise UserError(f"{where}: the data set is empty")
     columns: tuple[str, ...]
+    # The columns tell the benchmark: only HumanEval+ has `entry_point`.
     kind, columns, make = "MBPP+", _MBPP, _mbpp
     if "entry_point" in rows.column_names:
         kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
-    elif "question_content" in rows.column_names:
-        kind, columns, make = "LiveCodeBench", contest.COLUMNS, _contest
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise UserError(
@@ -162,11 +156,11 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
         with quiet(), fresh_cache(local):
             return datasets.load_dataset(**options, split=split)
     except Exception as error:
-        what = (
+        message = (
             damaged_file(path)
             or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
         )
-        raise UserError(what) from error
+        raise UserError(message) from error
 
 
 def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
@@ -176,31 +170,33 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
             isinstance(item, str) for item in row[column]
         ):
             raise UserError(f"{where}: {column} must be a list of texts")
-    shown: Sequence[str] = (
+    visible_tests: Sequence[str] = (
         row["test_list"][:3] if tests == "visible" else row["test_list"]
     )
-    if tests == "visible" and not shown:
+    if tests == "visible" and not visible_tests:
         raise UserError(
             f"{where}: test_list is empty, so that every program would pass"
         )
     graded = grading(
         row["test"], num_base_inputs(row["task_id"], len(row["test_list"]))
     )
-    decides: tuple[str, ...] = (row["test"],)
+    deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
+    # Tests in EvalPlus's form are graded by our own oracle, base inputs apart; any
+    # other test runs as it is.
     if tests == "visible":
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
-        decides = (_imports(row["code"]), "\n".join(shown) + "\n")
+        deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
     elif graded is not None:
-        decides, base, names = graded.plus, graded.base, (graded.entry_point,)
+        deciding_tests, base, names = graded.plus, graded.base, (graded.entry_point,)
     imports = tuple(text for text in ("\n".join(row["test_imports"]),) if text)
     return Problem(
         task_id=str(row["task_id"]),
         prompt=row["prompt"],
         canonical=row["code"],
-        tests=imports + decides,
-        visible_tests=tuple(shown),
+        tests=imports + deciding_tests,
+        visible_tests=tuple(visible_tests),
         base_tests=imports + base if base else (),
         names=names,
         block="first" if tests == "visible" else "longest",
@@ -231,32 +227,18 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     )
 
 
-def _contest(row: dict[str, Any], where: str, tests: Tests) -> Problem:
-    prompt, decides = contest.prompt_and_tests(row, where, private=tests == "all")
-    names = contest.CALLED
-    return Problem(
-        str(row["question_id"]),
-        prompt,
-        "",
-        decides,
-        names=names,
-        contest=True,
-        block="last",
-    )
-
-
+# Runs where a data set has no correct programs that would show that the scorer works.
 PROBE = Problem(
-    "probe",
-    "",
-    contest.PROBE_CODE,
-    contest.PROBE_TESTS,
-    names=contest.CALLED,
-    contest=True,
+    "probe", "", "def double(x):\n    return 2 * x\n", ("assert double(21) == 42\n",)
 )
 
 
 def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> None:
-    contest.require_text(row, columns, where)
+    for column in columns:
+        if not isinstance(row[column], str):
+            raise UserError(
+                f"{where}: {column} must be text, got {type(row[column]).__name__}"
+            )
     if not isinstance(row["task_id"], int | str):
         raise UserError(
             f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}"
@@ -271,19 +253,20 @@ def _imports(code: str) -> str:
     except SyntaxError:
         return ""
     return "".join(
-        ast.unparse(each) + "\n"
-        for each in statements
-        if isinstance(each, ast.Import | ast.ImportFrom)
+        ast.unparse(statement) + "\n"
+        for statement in statements
+        if isinstance(statement, ast.Import | ast.ImportFrom)
     )
 
 
 def _defined(code: str) -> tuple[str, ...] | None:
-    """Collect the names that a correct program defines: a test can need no others."""
+    """Collect the names that a correct program defines: tests can use no others."""
     try:
         table = symtable.symtable(code, "<canonical>", "exec")
     except SyntaxError:
         # the canonical solution is run before any score is given, and will fail
         return None
+    # Only names that the module's own statements bind, not those that it only uses.
     symbols = [
         symbol
         for symbol in table.get_symbols()

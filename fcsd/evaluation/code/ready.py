@@ -2,9 +2,8 @@
 is asked for.
 
 A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows
-the prompt), one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
-program is taken as there, or LiveCodeBench's (`code_list`). Not covered: EvalPlus's
-folder of .py files.
+the prompt), or one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
+program is taken as there. Not covered: EvalPlus's folder of .py files.
 """
 
 import importlib.util
@@ -50,27 +49,26 @@ def programs_of(
     for where, sample in lines:
         problem = by_id.get(_task_id(sample, by_id, where))
         if problem is None:
-            name = sample.get(
-                "task_id", sample.get("question_id", sample.get("doc_id"))
-            )
+            name = sample.get("task_id", sample.get("doc_id"))
             raise UserError(
                 f"{where}: {name!r} is not a problem of this data set (it has"
                 f" {_ids(by_id)})"
             )
+        # Several lines about one problem are several samples of it.
         programs.setdefault(problem.task_id, []).extend(
             _programs(sample, problem, where, thinking, chat)
         )
     return programs
 
 
-def _task_id(sample: Mapping[str, Any], known: Mapping[str, Any], where: str) -> str:
-    key = next((key for key in ("task_id", "question_id") if key in sample), "doc_id")
+def _task_id(sample: Mapping[str, Any], by_id: Mapping[str, Any], where: str) -> str:
+    key = "task_id" if "task_id" in sample else "doc_id"
     if not isinstance(sample.get(key), str | int) or isinstance(sample.get(key), bool):
         raise UserError(
             f"{where}: task_id: text or a number is needed, got {sample.get(key)!r}"
         )
     text = str(sample[key])
-    return text if text in known else text.removeprefix("Mbpp/")
+    return text if text in by_id else text.removeprefix("Mbpp/")
 
 
 def _programs(
@@ -78,7 +76,6 @@ def _programs(
 ) -> list[str]:
     keys = {
         "solution": False,
-        "code_list": True,
         "completions": True,
         "completion": False,
     }
@@ -86,19 +83,18 @@ def _programs(
         "no 'solution' (a whole program) and no 'completion' (what follows the prompt)"
     )
     key, texts = texts_of(sample, where, keys, missing)
-    if key in ("solution", "code_list"):
+    if key == "solution":
         return texts
     if thinking:
         texts = [answer_in(text) for text in texts]
-    # An answer to a contest's question never follows the head of a function; `fcsd
-    # evaluate` keeps what a model wrote.
-    if problem.contest or "doc_id" in sample:
+    # `fcsd evaluate` keeps what a model wrote, from which the program is taken here.
+    if "doc_id" in sample:
         return [program_in(problem, text, chat=chat) for text in texts]
     return [problem.program(text) for text in texts]
 
 
-def _ids(known: Mapping[str, Any]) -> str:
-    names = list(known)
+def _ids(by_id: Mapping[str, Any]) -> str:
+    names = list(by_id)
     return (
         ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, … {names[-1]}"
     )
@@ -151,36 +147,42 @@ def evalplus_outcomes(
             sys.executable, "-m", "evalplus.evaluate", "--dataset", kind, "--samples", str(file),
             "--parallel", str(default_num_workers()),
         ]  # fmt: skip
-        done = subprocess.run(
+        finished = subprocess.run(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace",
         )  # fmt: skip
         results = file.with_name("samples_eval_results.json")
-        if done.returncode != 0 or not results.is_file():
+        if finished.returncode != 0 or not results.is_file():
             last = next(
-                (line for line in reversed(done.stdout.splitlines()) if line.strip()),
+                (
+                    line
+                    for line in reversed(finished.stdout.splitlines())
+                    if line.strip()
+                ),
                 "no output",
             )
             raise ScorerError(
-                f"EvalPlus failed with status {done.returncode}: {last.strip()}"
+                f"EvalPlus failed with status {finished.returncode}: {last.strip()}"
             )
         verdicts = json.loads(results.read_text(encoding="utf-8"))["eval"]
     return [
         [
-            _verdict(problem.task_id, each)
-            for each in verdicts[f"{prefix}{problem.task_id}"]
+            _verdict(problem.task_id, statuses)
+            for statuses in verdicts[f"{prefix}{problem.task_id}"]
         ]
         for problem in problems
     ]
 
 
 def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:
-    """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception alike."""
+    """Translate EvalPlus's statuses; its "fail" is a wrong output or an exception
+    alike.
+    """
     words: dict[str, OutcomeClass] = {
         "pass": "passed",
         "fail": "wrong",
         "timeout": "timeout",
     }
     base, plus = words[statuses["base_status"]], words[statuses["plus_status"]]
-    whole = Outcome(task_id, plus if base == "passed" else base, 0.0)
-    return replace(whole, base=base)
+    outcome = Outcome(task_id, plus if base == "passed" else base, 0.0)
+    return replace(outcome, base=base)

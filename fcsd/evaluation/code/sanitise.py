@@ -42,17 +42,19 @@ def sanitised(text: str, entry_point: str) -> str:
         return block
     imports = [node for node in tree.body if _is_import(node)]
     definitions = list(_definitions(tree))
-    needed = _reachable(
+    needed_names = _reachable(
         entry_point, {name: set(_words(node)) for name, node in definitions}
     )
-    kept = imports + [node for name, node in definitions if name in needed]
+    statements = imports + [node for name, node in definitions if name in needed_names]
     lines = block.encode().split(b"\n")  # the offsets of a tree are bytes
-    program = "\n".join(_source(node, lines) for node in kept).strip()
+    program = "\n".join(_source(node, lines) for node in statements).strip()
     return program or block
 
 
 def defines(program: str, entry_point: str) -> bool:
-    """Tell whether a program has a definition of `entry_point` that the sanitiser keeps."""
+    """Tell whether a program has a definition of `entry_point` that the sanitiser
+    keeps.
+    """
     tree = _parse(program)
     return isinstance(tree, ast.Module) and any(
         name == entry_point for name, _ in _definitions(tree)
@@ -69,11 +71,14 @@ def longest_block(text: str, least: int = 2) -> str:
     lines = _lines(text)
     filled = [0, *accumulate(bool(line.strip()) for line in lines)]
     best, most, left = (0, 1), 0, _MOST_LINES
-    known: set[int] = set()  # starts from which no longer range than the best can come
+    covered_starts: set[int] = (
+        set()
+    )  # starts from which no longer range than the best can come
+    # From each start try the longest range first, and stop where no range can win.
     for first, line in enumerate(lines):
         if filled[-1] - filled[first] <= most or left <= 0:
             break
-        if first in known or not _begins(line):
+        if first in covered_starts or not _begins(line):
             continue
         last = len(lines)
         while (
@@ -83,7 +88,7 @@ def longest_block(text: str, least: int = 2) -> str:
             left -= result if isinstance(result, int) else last - first
             if isinstance(result, ast.Module):
                 best, most = (first, last), filled[last] - filled[first]
-                known |= _boundaries(result, first, last)
+                covered_starts |= _boundaries(result, first, last)
             elif result is None:
                 last = _before_failure(lines, first, last)
             else:  # every longer range has this error, too
@@ -104,9 +109,9 @@ def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
     """
     if defines(block, entry_point):
         return None
-    others = set(_lines(block))
+    block_lines = set(_lines(block))
     lines = (
-        line for line in _lines(text) if entry_point in line and line not in others
+        line for line in _lines(text) if entry_point in line and line not in block_lines
     )
     return next(
         (
@@ -192,7 +197,7 @@ def _is_import(node: ast.stmt) -> bool:
 
 def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
     """Yield the first definition of each name at the top level, with its name."""
-    seen = set()
+    names = set()
     for node in tree.body:
         if not isinstance(node, Definition) or getattr(node, "decorator_list", []):
             continue
@@ -202,8 +207,9 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
         ):
             continue
         name = _name(node)
-        if name not in seen:
-            seen.add(name)
+        # Later definitions of a name are dropped, as EvalPlus does.
+        if name not in names:
+            names.add(name)
             yield name, node
 
 
@@ -215,20 +221,24 @@ def _name(node: Definition) -> str | None:
     """
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
-    sides: list[ast.expr | None]
+    operands: list[ast.expr | None]
     if isinstance(node, ast.AnnAssign):
-        sides = [node.target, node.value]
+        operands = [node.target, node.value]
     else:  # in `a = b = c` the second side is an assignment
-        sides = (
+        operands = (
             [node.targets[0], node.value]
             if len(node.targets) == 1
             else [node.targets[0]]
         )
-    return next((side.id for side in sides if isinstance(side, ast.Name)), None)
+    return next(
+        (operand.id for operand in operands if isinstance(operand, ast.Name)), None
+    )
 
 
 def _words(node: ast.AST) -> Iterator[str]:
-    """Yield every identifier in a definition: names, attributes, parameters and keywords alike."""
+    """Yield every identifier in a definition: names, attributes, parameters and
+    keywords alike.
+    """
     for part in ast.walk(node):
         if isinstance(part, ast.Constant):
             continue
@@ -239,7 +249,11 @@ def _words(node: ast.AST) -> Iterator[str]:
 
 
 def _reachable(entry_point: str, words: dict[str | None, set[str]]) -> set[str | None]:
-    """Return the names that the definition of `entry_point` needs, and those that they need."""
+    """Return the names that the definition of `entry_point` needs, and those that they
+    need.
+    """
+    # The words of a definition stand for its dependencies: too many rather than too
+    # few.
     reached: set[str | None] = {entry_point}
     waiting: list[str | None] = [entry_point]
     while waiting:

@@ -1,5 +1,5 @@
-"""Run generated programs in the sandbox and say what became of each: the scorer side of
-`fcsd.evaluation.code.sandbox`.
+"""Run generated programs in the sandbox and classify the outcome of each: the scorer's
+side of `fcsd.evaluation.code.sandbox`.
 
 A failure of the scorer raises `ScorerError`; it is never a score of 0.
 
@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
 from queue import SimpleQueue
@@ -34,9 +34,9 @@ OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (
 )
 LAYERS = ("namespaces", "scratch", "landlock", "seccomp", "rlimits")
 MEMORY_BYTES = 4 << 30  # one canonical program of MBPP+ needs 2.2 GB
-# The limit of a canonical solution, which sets the limit of its problem, over that of
-# an ordinary program.
-# Mbpp/255 took 137 s on a machine with five jobs a core
+# The limit of a canonical solution, which sets the limit of its problem, as a multiple
+# of an ordinary program's limit. Mbpp/255 took 137 s on a machine with five jobs a
+# core.
 _CANONICAL_FACTOR, _CANONICAL_MIN_S = 12.0, 600.0
 # A program may take this many times as long as the canonical solution of its problem,
 # where that was measured.
@@ -88,6 +88,7 @@ def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
     """Choose one worker a core that this process may use, and no more than fit the
     available memory.
     """
+    # The available memory is shared by the programs that run at once.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, available_memory() // memory_bytes))
 
@@ -209,21 +210,12 @@ class CodeScorer:
         """
         limit = max(_CANONICAL_FACTOR * (timeout_s or self.timeout_s), _CANONICAL_MIN_S)
         problems = [problem for problem in problems if problem.canonical] or [PROBE]
-        jobs = [
-            (
-                problem,
-                (
-                    problem.program(problem.canonical)
-                    if problem.contest
-                    else problem.canonical
-                ),
-                limit,
-            )
-            for problem in problems
-        ]
+        jobs = [(problem, problem.canonical, limit) for problem in problems]
         sandbox = json.dumps(
             [self.layers, self.memory_bytes, self.disable, limit], sort_keys=True
         )
+        # The same solutions are checked for every model of a run, and need to run once
+        # only.
         keys = [_fingerprint(sandbox, problem) for problem in problems]
         unknown = [
             number
@@ -238,12 +230,12 @@ class CodeScorer:
             ran.get(number) or _CANONICAL_PASSED[key] for number, key in enumerate(keys)
         ]
         if failed := [outcome for outcome in outcomes if not outcome.passed]:
-            shown = "; ".join(
+            examples = "; ".join(
                 f"{o.task_id}: {o.outcome} {o.message}".rstrip() for o in failed[:3]
             )
             raise ScorerError(
                 f"{len(failed)} of {len(outcomes)} canonical solutions do not pass"
-                f" their own tests ({shown}): the scorer or the data set is broken, so"
+                f" their own tests ({examples}): the scorer or the data set is broken, so"
                 " no score is given"
             )
         for problem, key, outcome in zip(problems, keys, outcomes, strict=True):
@@ -254,7 +246,9 @@ class CodeScorer:
     def score(
         self, problems: Sequence[Problem], completions: Mapping[str, str]
     ) -> list[Outcome]:
-        """Run the program in each completion (`program_in`) against the tests of its problem."""
+        """Run the program in each completion (`program_in`) against the tests of its
+        problem.
+        """
         several = {task_id: [text] for task_id, text in completions.items()}
         return [outcomes[0] for outcomes in self.score_samples(problems, several)]
 
@@ -286,17 +280,19 @@ class CodeScorer:
             sorted(completion_ids - problem_ids),
         )
         if missing or extra:
-            what = (
+            mismatch = (
                 f"no completion for problem {missing[0]}"
                 if missing
                 else f"{extra[0]} is not a problem"
             )
             raise UserError(
-                f"completions do not match the problems: {what}"
+                f"completions do not match the problems: {mismatch}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
             )
         jobs = []
         for problem in problems:
+            # A problem that is slow for the canonical solution gets more time for every
+            # program.
             slow = _SLOWER * self._canonical_s.get(
                 (problem.task_id, problem.canonical), 0.0
             )
@@ -305,13 +301,7 @@ class CodeScorer:
                 program = (
                     text if whole_programs else program_in(problem, text, chat=chat)
                 )
-                jobs.append(
-                    (
-                        problem,
-                        problem.program(program) if problem.contest else program,
-                        limit,
-                    )
-                )
+                jobs.append((problem, program, limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [
             [next(outcomes) for _ in completions[problem.task_id]]
@@ -319,13 +309,17 @@ class CodeScorer:
         ]
 
     def _run(
-        self, jobs: Sequence[tuple[Problem, str, float]], progress: bool, what: str
+        self,
+        jobs: Sequence[tuple[Problem, str, float]],
+        progress: bool,
+        description: str,
     ) -> list[Outcome]:
         self._start()
+        # The threads only wait: programs run in the servers' processes.
         idle: SimpleQueue[SandboxServer] = SimpleQueue()
         for server in self._servers:
             idle.put(server)
-        bar = progress_bar(total=len(jobs), desc=what, shown=progress)
+        bar = progress_bar(total=len(jobs), desc=description, shown=progress)
 
         def grade(job: tuple[Problem, str, float]) -> Outcome:
             server = idle.get()
@@ -345,7 +339,9 @@ class CodeScorer:
 
 
 def _fingerprint(sandbox: str, problem: Problem) -> str:
-    """Return what identifies a problem, its tests and its canonical solution in a sandbox."""
+    """Return what identifies a problem, its tests and its canonical solution in a
+    sandbox.
+    """
     return hashlib.sha256(
         f"{sandbox}{astuple(problem)!r}".encode("utf-8", "surrogatepass")
     ).hexdigest()
@@ -370,29 +366,11 @@ def _grade(
             problem.task_id, outcome, float(reply["seconds"]), str(reply["message"])
         )
 
-    if problem.contest:
-        return _grade_each(problem.tests, run)
     if not problem.base_tests:
         return run(problem.tests)
+    # A pass needs both parts, and the base outcome is reported by itself, too.
     base = run(problem.base_tests)
     if not base.passed:
         return replace(base, base=base.outcome)
     plus = run(problem.tests)
     return replace(plus, base=base.outcome, seconds=base.seconds + plus.seconds)
-
-
-def _grade_each(
-    tests: Sequence[str], run: Callable[[Sequence[str]], Outcome]
-) -> Outcome:
-    """Run each test in a process of its own, after the first of them, up to the first
-    that does not pass.
-    """
-    setup, *cases = tests
-    seconds = 0.0
-    for number, case in enumerate(cases, start=1):
-        outcome = run((setup, case))
-        seconds += outcome.seconds
-        if not outcome.passed:
-            message = f"test {number} of {len(cases)}: {outcome.message}"
-            return replace(outcome, seconds=seconds, message=message)
-    return replace(outcome, seconds=seconds)

@@ -16,7 +16,7 @@ from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import tasks_folder
 from fcsd.model.preserve import quiet
 
-_FEW = 40  # tasks that an error still names
+_FEW = 40  # an error lists the tasks up to this number
 
 _METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
 _FILTERS = ("flexible-extract", "none")
@@ -37,14 +37,17 @@ def chosen_suite(
         row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks
     }
     tasks: list[dict[str, Any]] = []
-    own = _index([include_path], defaults=False) if include_path is not None else {}
+    user_tasks = (
+        _index([include_path], defaults=False) if include_path is not None else {}
+    )
+    # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
     for name in names:
-        if name in own:
-            tasks.append(_row(name, own, include_path))
+        if name in user_tasks:
+            tasks.append(_row(name, user_tasks, include_path))
         elif name in rows:
             tasks.append(rows[name])
         else:
-            tasks.append(_row(name, _lm_evals(name), None, [*rows, *own]))
+            tasks.append(_row(name, _lm_evals(name), None, [*rows, *user_tasks]))
     # asked for by name, they count
     if not any(row.get("headline", True) for row in tasks):
         tasks = [row | {"headline": True} for row in tasks]
@@ -58,7 +61,9 @@ def chosen_suite(
 
 
 def _lm_evals(name: str) -> dict[str, Any]:
-    """Read the definitions of lm-eval's folder that the name begins with; all 14,000 take 10 s."""
+    """Read the definitions of lm-eval's folder that the name begins with; all 14,000
+    take 10 s.
+    """
     folders = [
         path
         for path in tasks_folder().iterdir()
@@ -79,34 +84,37 @@ def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
     with quiet():
         from lm_eval.tasks import TaskManager
 
-        places = [str(folder) for folder in folders]
+        paths = [str(folder) for folder in folders]
         return dict(
-            TaskManager(include_path=places, include_defaults=defaults).task_index
+            TaskManager(include_path=paths, include_defaults=defaults).task_index
         )
 
 
 def _row(
-    name: str, known: dict[str, Any], root: Path | None, others: Sequence[str] = ()
+    name: str, index: dict[str, Any], root: Path | None, more_names: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Build the row of one task or group from lm-eval's definition, of a group from
     that of its first task.
     """
-    entry = known.get(name)
+    entry = index.get(name)
     if entry is None:
-        near = did_you_mean(name, [*known, *others])
-        if near.startswith("; allowed") and len(known) > _FEW:  # lm-eval has thousands
-            near = (
+        suggestion = did_you_mean(name, [*index, *more_names])
+        if (
+            suggestion.startswith("; allowed") and len(index) > _FEW
+        ):  # lm-eval has thousands
+            suggestion = (
                 "; `lm-eval ls tasks` lists them, --include-path adds a folder of"
                 " your own"
             )
-        raise UserError(f"task {name}: lm-eval has no such task{near}")
+        raise UserError(f"task {name}: lm-eval has no such task{suggestion}")
     if entry.yaml_path is None:
         raise UserError(
             f"task {name}: is a tag of lm-eval, neither task nor group; name its tasks:"
             f" {', '.join(sorted(entry.tags))}"
         )
-    leaf = _leaf(name, known)
+    leaf = _leaf(name, index)
     config = dict(leaf.cfg or {})
+    # lm-eval would run generated programs in this process, without a sandbox.
     if config.get("unsafe_code"):
         raise UserError(
             f"task {name}: runs generated code inside lm-eval; use a suite's row of"
@@ -117,33 +125,40 @@ def _row(
             f"task {name}: its definition ({leaf.yaml_path}) names no dataset_path"
         )
     metrics = [
-        each["metric"]
-        for each in config.get("metric_list") or []
-        if isinstance(each["metric"], str)
+        candidate["metric"]
+        for candidate in config.get("metric_list") or []
+        if isinstance(candidate["metric"], str)
     ]
-    filters = [each["name"] for each in config.get("filter_list") or []] or ["none"]
+    filters = [candidate["name"] for candidate in config.get("filter_list") or []] or [
+        "none"
+    ]
     choices = config.get("output_type") in ("multiple_choice", "loglikelihood")
+    # lm-eval names no headline metric: the first of ours that the task computes counts.
     metric = next(
-        (each for each in _METRICS if each in metrics), (metrics or ["acc"])[0]
+        (candidate for candidate in _METRICS if candidate in metrics),
+        (metrics or ["acc"])[0],
     )
-    rule = next((each for each in _FILTERS if each in filters), filters[0])
-    places = [os.path.dirname(entry.yaml_path), os.path.dirname(leaf.yaml_path)]
+    rule = next(
+        (candidate for candidate in _FILTERS if candidate in filters), filters[0]
+    )
+    # A group and its first task may lie in different folders, and both must be found.
+    folders = [os.path.dirname(entry.yaml_path), os.path.dirname(leaf.yaml_path)]
     return {
         "task": name,
         "kind": "likelihood" if choices else "generation",
         "metric": f"{metric},{rule}",
         "num_fewshot": int(config.get("num_fewshot") or 0),
         "dataset": config["dataset_path"],
-        "lm_eval_include": _include(os.path.commonpath(places), root),
+        "lm_eval_include": _include(os.path.commonpath(folders), root),
     }
 
 
-def _leaf(name: str, known: dict[str, Any]) -> Any:
+def _leaf(name: str, index: dict[str, Any]) -> Any:
     """Return the first task of a group, of its first group and so on."""
-    entry = known.get(name)
+    entry = index.get(name)
     members = (entry.cfg or {}).get("task") if entry is not None else None
     if entry is not None and entry.yaml_path is None:
-        return _leaf(sorted(entry.tags)[0], known)
+        return _leaf(sorted(entry.tags)[0], index)
     if not isinstance(members, list):
         return entry
     first = members[0]
@@ -155,7 +170,7 @@ def _leaf(name: str, known: dict[str, Any]) -> Any:
             if isinstance(first, str)
             else str(first.get("task") or first.get("group"))
         ),
-        known,
+        index,
     )
 
 

@@ -1,7 +1,7 @@
 """The columns of the benchmarks' data sets, which the suites describe: a row that does
 not fit is named before any model is asked.
 
-Not covered: tasks whose columns no suite describes; what a text says.
+Not covered: tasks whose columns no suite describes; the content of texts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Column, SuiteConfig, load_suite, suite_names
 from fcsd.evaluation.lines import json_lines
 
-# what is allowed, in words, and whether a value is
+# (what is allowed, in words; whether a value is allowed)
 Check = tuple[str, Callable[[Any], bool]]
 
 
@@ -89,6 +89,7 @@ def check_rows(
                     f"task {task}: {where}, row {index}: {column} must be {allowed},"
                     f" got {_shown(row[column])}"
                 )
+        # With a key that is none of the labels, no answer could be right.
         if (
             "answerKey" in columns
             and row["answerKey"].strip() not in row["choices"]["label"]

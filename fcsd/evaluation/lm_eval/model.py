@@ -52,7 +52,7 @@ class LanguageModel(HFLM):
         self.thoughts = Thoughts(self.tokenizer)
         self.think(False)
         self.silent = silent or not draws_foreign_bars()
-        # the prompts of which the model has seen the end only
+        # prompts whose beginning was cut off
         self.cut: set[str] = set()
 
     @property
@@ -61,9 +61,11 @@ class LanguageModel(HFLM):
         return int(self.max_length) + 1
 
     def think(self, thinking: bool, chat_template: bool = False) -> None:
-        """Begin a task, and ask the template of a hybrid for thoughts, which are cut
-        off its answers, or for none, as they would use up the tokens of an answer;
-        other templates pass over it."""
+        """Begin a task, and ask a hybrid's template for thoughts, which are cut off the
+        answers, or for none, which leaves all tokens to the answers.
+
+        Other templates ignore the question.
+        """
         self.chat_template_args = {
             "enable_thinking": thinking,
             **dated_options(self.tokenizer),
@@ -96,8 +98,9 @@ class LanguageModel(HFLM):
         limit: int,
         ends: Sequence[int],
     ) -> Answer:
-        """Return the answer in new tokens, of which `limit` were allowed and `ends` end
-        a sequence.
+        """Return the answer in new tokens, and whether the token limit ended it.
+
+        limit: number of tokens that were allowed. ends: tokens that end a sequence.
         """
         text = (
             self.thoughts.decode(tokens)
@@ -105,13 +108,17 @@ class LanguageModel(HFLM):
             else str(self.tok_decode(tokens))
         )
         answer = self.answer_of(context, text, stop)
+        # Fewer tokens than allowed, or an end token among them: the model ended the
+        # answer.
         if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(
             tokens
         ):
             return answer, False
-        whole = self.answer_of(context, text, [])
+        # At the limit a stop string may still have ended the answer: it is cut off in
+        # the answer, or, as a special token, visible in the raw text only.
+        full_answer = self.answer_of(context, text, [])
         raw = str(self.tok_decode(tokens, skip_special_tokens=False))
-        stopped = answer != whole or any(
+        stopped = answer != full_answer or any(
             word in raw for word in self.stops(context, stop) if word
         )
         return answer, not stopped
@@ -133,7 +140,9 @@ class LanguageModel(HFLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
 
     def check_answers(self, requests: Any) -> None:
-        """Refuse an answer that is too long to be scored, and note which prompts will be cut."""
+        """Refuse an answer that is too long to be scored, and note which prompts will
+        be cut.
+        """
         for (context, choice), prompt, answer in requests:
             if not 0 < len(answer) < self.longest:
                 raise UserError(
@@ -144,7 +153,9 @@ class LanguageModel(HFLM):
                 self.cut.add(context)
 
     def check_prompts(self, requests: Any) -> None:
-        """Refuse an answer that leaves no room for a prompt, and note which prompts will be cut."""
+        """Refuse an answer that leaves no room for a prompt, and note which prompts
+        will be cut.
+        """
         for request in requests:
             context, settings = request.args
             new = normalize_gen_kwargs(settings, self.max_gen_toks)["max_gen_toks"]
@@ -175,8 +186,13 @@ class InMemory(LanguageModel):
         # As lm-eval does, one sequence answers all requests that differ in the last
         # token only.
         sequences = Collator.group(
-            numbered, lambda each: each[1][1] + each[1][2][:-1], "contexts"
+            numbered,
+            lambda numbered_request: (
+                numbered_request[1][1] + numbered_request[1][2][:-1]
+            ),
+            "contexts",
         )
+        # Longest first: a batch that memory cannot hold fails at once.
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         size = self._begin(len(order))
         batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=size)
@@ -184,40 +200,48 @@ class InMemory(LanguageModel):
         return self._shared(
             requests,
             batches,
-            lambda own: ask(own, disable_tqdm=True),
+            lambda batch: ask(batch, disable_tqdm=True),
             lambda: self._model_call(self._one_token()),
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Answer as lm-eval does, each rank its share; but thoughts are written to their end."""
+        """Answer as lm-eval does, each rank its share; but thoughts are written to
+        their end.
+        """
         size = self._begin(len(requests))
         self.check_prompts(requests)
         numbered = list(enumerate(requests))
-        alike = Collator.group(numbered, lambda each: each[1].args[1], "gen_kwargs")
+        groups = Collator.group(
+            numbered, lambda numbered_request: numbered_request[1].args[1], "gen_kwargs"
+        )
 
-        def longest_first(each: Any) -> Any:
-            context = each[1].args[0]
+        def longest_first(numbered_request: Any) -> Any:
+            context = numbered_request[1].args[0]
             return -len(self.tok_encode(context)), context
 
+        # lm-eval, too, batches only requests with the same settings.
         batches = [
-            [[each] for each in chunk]
-            for group in alike.values()
+            [[numbered_request] for numbered_request in chunk]
+            for group in groups.values()
             for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
         ]
 
         def ask(batch: list[Any]) -> list[Answer]:
+            # Memory may hold less than the batch: generate it in parts of the present
+            # size, longest first, so that each part is padded as little as possible.
             order = sorted(
                 range(len(batch)),
-                key=lambda place: longest_first((place, batch[place])),
+                key=lambda position: longest_first((position, batch[position])),
             )
             answers: dict[int, Answer] = {}
             for start in range(0, len(order), size := self.batch_size_per_gpu):
-                places = order[start : start + size]
-                part = self._generate([batch[place] for place in places])
-                answers |= zip(places, part, strict=True)
-            return [answers[place] for place in range(len(batch))]
+                positions = order[start : start + size]
+                generated = self._generate([batch[position] for position in positions])
+                answers |= zip(positions, generated, strict=True)
+            return [answers[position] for position in range(len(batch))]
 
         def idle() -> None:
+            # The cheapest pass in which this rank takes part in the others' exchanges.
             token = self._one_token()
             self._model_generate(
                 token, max_length=2, stop=[], attention_mask=torch.ones_like(token)
@@ -238,13 +262,14 @@ class InMemory(LanguageModel):
             handle_stop_sequences(settings.pop("until"), eos=eos),
             settings.pop("max_gen_toks"),
         )
+        # A prompt that leaves no room for the answer is cut on the left.
         ids, mask = self.tok_batch_encode(
             contexts,
             left_truncate_len=self.max_length - limit,
             truncation=self.truncation,
         )
         width = ids.shape[1]
-        made = self._model_generate(
+        generated = self._model_generate(
             context=ids.to(self.device),
             attention_mask=mask.to(self.device),
             stop=self.stops(contexts[0], stop),
@@ -254,7 +279,9 @@ class InMemory(LanguageModel):
         ends = end_tokens(self.source.model.generation_config, self.tokenizer)
         return [
             self.read_tokens(context, tokens, stop, limit, ends)
-            for context, tokens in zip(contexts, made[:, width:].tolist(), strict=True)
+            for context, tokens in zip(
+                contexts, generated[:, width:].tolist(), strict=True
+            )
         ]
 
     def _shared(
@@ -264,11 +291,12 @@ class InMemory(LanguageModel):
         ask: Callable[[list[Any]], list[Any]],
         idle: Callable[[], Any],
     ) -> list[Any]:
-        """Return the answers to all requests, of which `ask` answers a batch.
+        """Return the answers to all requests, batch by batch on all ranks.
 
-        batches: in lm-eval's order, so that lm-eval makes each of them again. idle: a
-        pass whose result nobody reads.
+        batches: in lm-eval's order, so that lm-eval forms the same batches again. ask:
+        answers one batch. idle: runs a pass whose result nobody reads.
         """
+        # Every rank holds the same requests, so only their numbers are dealt out.
         numbered = [
             sorted(number for sequence in batch for number, _ in sequence)
             for batch in batches

@@ -1,5 +1,5 @@
-"""Results where plain `lm_eval` left them, in the form of those of `fcsd evaluate`, so
-that they can be compared.
+"""Read the results that plain `lm_eval` wrote, in the form of those of `fcsd
+evaluate`, so that they can be compared.
 
 Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
@@ -22,7 +22,7 @@ from fcsd.evaluation.results import (
 )
 
 Result = dict[str, Any]
-# not every one is there
+# Sections that a results file may lack.
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")
 _PREFERRED = (
     "acc_norm,none",
@@ -30,8 +30,8 @@ _PREFERRED = (
     "exact_match,flexible-extract",
     "exact_match,strict-match",
 )
-"""The metrics that stand for a task which has several, in this order, when nothing else
-says which.
+"""The metrics that stand for a task with several, in this order, where nothing else
+chooses one.
 """
 
 
@@ -48,7 +48,7 @@ def read_results(
             samples, damaged, or without a metric that is a mean over items.
     """
     files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
-    # `read_result` says so
+    # An unfinished evaluation of ours: `read_result` raises the error that says so.
     unfinished = not files and (folder / "stage.json").is_file()
     if (folder / "results.json").is_file() or not folder.is_dir() or unfinished:
         return read_result(folder)
@@ -57,9 +57,9 @@ def read_results(
             f"{folder}: holds no result of `fcsd evaluate` (results.json) or of lm_eval"
             " (results_*.json)"
         )
-    places = sorted({file.parent for file in files})
-    if len(places) > 1:
-        names = ", ".join(place.name for place in places)
+    model_folders = sorted({file.parent for file in files})
+    if len(model_folders) > 1:
+        names = ", ".join(model_folder.name for model_folder in model_folders)
         raise UserError(
             f"{folder}: holds results of several models ({names}); give the folder"
             " of one"
@@ -69,15 +69,15 @@ def read_results(
     }
     by_task: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
-        whole = read_json(file, "evaluate again")
-        if not isinstance(whole, dict) or not isinstance(whole.get("results"), dict):
+        report = read_json(file, "evaluate again")
+        if not isinstance(report, dict) or not isinstance(report.get("results"), dict):
             raise UserError(f"{file}: not a result of lm_eval")
-        whole |= {section: whole.get(section) or {} for section in _SECTIONS}
-        for task in _tasks(whole, metrics):
-            by_task[task] = (whole, file)
+        report |= {section: report.get(section) or {} for section in _SECTIONS}
+        for task in _tasks(report, metrics):
+            by_task[task] = (report, file)
     tasks, samples = {}, {}
-    for task, (whole, file) in by_task.items():
-        tasks[task], samples[task] = _task(task, whole, file, metrics.get(task))
+    for task, (report, file) in by_task.items():
+        tasks[task], samples[task] = _task(task, report, file, metrics.get(task))
     newest = by_task[next(reversed(by_task))][0]
     config = newest.get("config") or {}
     versions = {
@@ -86,6 +86,7 @@ def read_results(
     }
     limit = config.get("limit")
     settings = {
+        # lm-eval reads a limit below 1 as a share of the items.
         "limit": int(limit) if limit and limit >= 1 else limit,
         "batch_size": config.get("batch_size"),
         "dtype": (
@@ -103,52 +104,57 @@ def read_results(
     return whole_result("lm_eval", model, tasks, settings, sandbox=None), samples
 
 
-def _tasks(whole: Mapping[str, Any], wanted: Mapping[str, str]) -> list[str]:
+def _tasks(report: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
     """List tasks and groups that are no member of a group; a group without a score of
     its own is only a name.
     """
+    # A group without a score of its own (a mere heading) is replaced by its members.
     groups = {
         name: members
-        for name, members in whole["group_subtasks"].items()
-        if name in wanted or any("," in key for key in whole["results"].get(name, {}))
+        for name, members in report["group_subtasks"].items()
+        if name in metrics or any("," in key for key in report["results"].get(name, {}))
     }
-    names = set(whole["group_subtasks"]) - groups.keys()
-    names |= {leaf for group in groups for leaf in _below(group, whole)}
-    return [name for name in [*groups, *whole["results"]] if name not in names]
+    names = set(report["group_subtasks"]) - groups.keys()
+    names |= {leaf for group in groups for leaf in _below(group, report)}
+    return [name for name in [*groups, *report["results"]] if name not in names]
 
 
-def _below(group: str, whole: Mapping[str, Any]) -> set[str]:
+def _below(group: str, report: Mapping[str, Any]) -> set[str]:
     """Collect everything that a group contains, itself left out."""
-    members = {name for name in whole["group_subtasks"].get(group, []) if name != group}
-    return members | {name for member in members for name in _below(member, whole)}
+    members = {
+        name for name in report["group_subtasks"].get(group, []) if name != group
+    }
+    return members | {name for member in members for name in _below(member, report)}
 
 
-def _leaves(task: str, whole: Mapping[str, Any]) -> list[str]:
-    members = [name for name in whole["group_subtasks"].get(task, []) if name != task]
-    return [leaf for name in members for leaf in _leaves(name, whole)] or [task]
+def _leaves(task: str, report: Mapping[str, Any]) -> list[str]:
+    members = [name for name in report["group_subtasks"].get(task, []) if name != task]
+    return [leaf for name in members for leaf in _leaves(name, report)] or [task]
 
 
-def _suite_row(task: str, whole: Mapping[str, Any]) -> dict[str, Any]:
+def _suite_row(task: str, report: Mapping[str, Any]) -> dict[str, Any]:
     """Describe how a generated answer was cut, in the words of a suite."""
-    config = whole["configs"].get(_leaves(task, whole)[0]) or {}
-    how = config.get("generation_kwargs") or {}
+    config = report["configs"].get(_leaves(task, report)[0]) or {}
+    settings = config.get("generation_kwargs") or {}
     return {
         "task": task,
         "dataset": str(config.get("dataset_path", "")),
-        "max_new_tokens": how.get("max_gen_toks"),
+        "max_new_tokens": settings.get("max_gen_toks"),
         "stop": (
-            [how["until"]] if isinstance(how.get("until"), str) else how.get("until")
+            [settings["until"]]
+            if isinstance(settings.get("until"), str)
+            else settings.get("until")
         ),
     }
 
 
 def _task(
-    task: str, whole: Mapping[str, Any], file: Path, wanted: str | None
+    task: str, report: Mapping[str, Any], file: Path, requested_metric: str | None
 ) -> tuple[Result, list[dict[str, Any]]]:
-    leaves = _leaves(task, whole)
+    leaves = _leaves(task, report)
     try:
         items = {leaf: _read_samples(leaf, file) for leaf in leaves}
-        metric = _metric(task, whole["results"], items, file, wanted)
+        metric = _metric(task, report["results"], items, file, requested_metric)
         name, rule = lm_eval_key(metric)
         samples = []
         for leaf, rows in items.items():
@@ -166,33 +172,41 @@ def _task(
             f"{file}: task {task}: result or samples are not as lm_eval writes them"
             f" ({error!r}); evaluate again"
         ) from None
-    config = whole["configs"].get(leaves[0]) or {}
-    # of a task, where fcsd wrote the files
-    own = (config.get("metadata") or {}).get("chat_template")
-    sizes = [(whole["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
-    higher = (whole["higher_is_better"].get(leaves[0]) or {}).get(name)
+    config = report["configs"].get(leaves[0]) or {}
+    # lm-eval records the template of a whole run, fcsd that of each task.
+    task_template = (config.get("metadata") or {}).get("chat_template")
+    # `n-samples` has the size of a task before a limit; without it the task counts as
+    # complete.
+    sizes = [(report["n-samples"].get(leaf) or {}).get("original") for leaf in leaves]
+    higher_is_better = (report["higher_is_better"].get(leaves[0]) or {}).get(name)
     return {
-        "metric": metric if "," in str(wanted or metric) else str(wanted),
+        # A metric of fcsd's code tasks (`pass@1`) has no filter, and keeps its name.
+        "metric": metric
+        if "," in str(requested_metric or metric)
+        else str(requested_metric),
         **mean_of([sample["score"] for sample in samples]),
         "num_items": len(samples),
         "num_items_total": (
             sum(sizes) if all(isinstance(size, int) for size in sizes) else len(samples)
         ),
-        "num_fewshot": int(whole["n-shot"].get(leaves[0]) or 0),
+        "num_fewshot": int(report["n-shot"].get(leaves[0]) or 0),
         "kind": (
             "generation"
             if config.get("output_type") == "generate_until"
             else "likelihood"
         ),
         "headline": True,
-        "higher_is_better": higher is not False,
-        "chat_template": bool(whole.get("chat_template")) if own is None else bool(own),
+        "higher_is_better": higher_is_better is not False,
+        "chat_template": bool(report.get("chat_template"))
+        if task_template is None
+        else bool(task_template),
         "dataset": str(config.get("dataset_path", "")),
         "revision": None,
     }, samples
 
 
 def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
+    # lm-eval gives samples and results of one run the same time in their names.
     path = file.with_name(
         f"samples_{task}_{file.name.removeprefix('results_').removesuffix('.json')}.jsonl"
     )
@@ -203,13 +217,13 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
         )
     if path.stat().st_size == 0:
         raise UserError(f"{path}: has no samples; evaluate again")
-    what, rows = "a sample of lm_eval", []
-    for where, row in json_lines(path, what, "; evaluate again"):
+    description, rows = "a sample of lm_eval", []
+    for where, row in json_lines(path, description, "; evaluate again"):
         try:
             int(row["doc_id"]), row["doc_hash"], row["prompt_hash"], row["filter"]
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{where}: not {what} ({error!r}); evaluate again"
+                f"{where}: not {description} ({error!r}); evaluate again"
             ) from None
         rows.append(row)
     return rows
@@ -220,7 +234,7 @@ def _metric(
     results: Mapping[str, Any],
     items: Mapping[str, list[dict[str, Any]]],
     file: Path,
-    wanted: str | None,
+    requested_metric: str | None,
 ) -> str:
     """Choose the `metric,filter` of a task: that which is asked for, or the first
     preferred one that is a mean over items."""
@@ -230,19 +244,21 @@ def _metric(
         name, comma, rule = key.partition(",")
         if not comma or name.endswith("_stderr"):
             continue
+        # Models are compared item by item, so the reported value must be the mean of
+        # the item scores.
         scores = [row.get(name) for row in rows if row["filter"] == rule]
         numbers = [float(score) for score in scores if isinstance(score, int | float)]
         if scores and len(numbers) == len(scores) and math.isclose(
             math.fsum(numbers) / len(numbers), value, rel_tol=1e-6, abs_tol=1e-9
         ):  # fmt: skip
             means.append(key)
-    if wanted is not None:
-        if ",".join(lm_eval_key(wanted)) not in means:
+    if requested_metric is not None:
+        if ",".join(lm_eval_key(requested_metric)) not in means:
             raise UserError(
-                f"{file}: task {task} has no metric {wanted}; it has"
+                f"{file}: task {task} has no metric {requested_metric}; it has"
                 f" {', '.join(means) or 'none'}"
             )
-        return ",".join(lm_eval_key(wanted))
+        return ",".join(lm_eval_key(requested_metric))
     if not means:
         raise UserError(
             f"{file}: task {task} has no metric that is a mean over items, so it cannot"
@@ -253,7 +269,7 @@ def _metric(
 
 def _requests(row: Mapping[str, Any]) -> list[list[Any]]:
     return [
-        list(each.values())
-        for each in (row.get("arguments") or {}).values()
-        if isinstance(each, dict)
+        list(arguments.values())
+        for arguments in (row.get("arguments") or {}).values()
+        if isinstance(arguments, dict)
     ]

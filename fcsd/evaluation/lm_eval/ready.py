@@ -1,5 +1,5 @@
-"""Grade answers that are ready, by lm-eval's own filters and metrics: a model that says
-what is in a file.
+"""Grade ready answers by lm-eval's own filters and metrics: a stand-in for a model
+answers from a file.
 
 Importing this imports lm-eval.
 """
@@ -24,8 +24,8 @@ _Item = tuple[str, int]  # task, and number of the document
 
 
 class Ready(LM):
-    """What lm-eval takes for a model; its answers end at the task's stop strings, as
-    those of a model do.
+    """Stands in for a model; its answers end at the task's stop strings, as those of a
+    model do.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class Ready(LM):
         texts = []
         for request in requests:
             # among the documents with an answer
-            task, place = str(request.task_name), int(request.doc_id)
+            task, position = str(request.task_name), int(request.doc_id)
             item = (
                 task,
-                self.documents[task][place] if task in self.documents else place,
+                self.documents[task][position] if task in self.documents else position,
             )
             text = self.answers[item][counts[item]] if item in self.answers else ""
             counts[item] += 1
@@ -116,28 +116,33 @@ def grade_answers(
             " with --partial"
         )
     tasks = {name: task for name, task in tasks.items() if documents[name]}
+    # Each pass below grades one answer to every document, so all documents need the
+    # same number of answers.
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
-        needed = (
+        requirement = (
             f"{max(repeats)} of every document"
             if repeats != {1}
             else "the same number of every document"
         )
         raise UserError(
             f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
-            f" needs {needed}"
+            f" needs {requirement}"
         )
+    # A task that asks several times by itself gets all answers in one pass.
     passes = [answers]
     if repeats == {1}:
         passes = [
             {item: texts[n : n + 1] for item, texts in answers.items()}
             for n in range(counts.pop())
         ]
-    some = documents if partial else None
+    selected = documents if partial else None
     graded = [
-        run_task(Ready(each, some, thinking=thinking), row, tasks, None, some)
-        for each in passes
+        run_task(
+            Ready(pass_answers, selected, thinking=thinking), row, tasks, None, selected
+        )
+        for pass_answers in passes
     ]
     items = [_item(sample["doc_id"], row.task) for sample in graded[0]]
     return [
@@ -158,6 +163,7 @@ def _whole(
     The prompt is the one that the line says was asked, if it does.
     """
     first = samples[0]
+    # A line that records its document's hash shows whether the data set is the same.
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
             f"{where}: doc_hash is of another document than {row.task}'s"
@@ -195,6 +201,8 @@ def _by_document(
         if "doc_id" in line:
             item = _item(line["doc_id"], task, where)
         else:
+            # Hashing builds every prompt of the task, so it waits until a line needs
+            # it.
             if hashes is None:
                 hashes = _hashes(row, tasks)
             named = next(

@@ -22,8 +22,8 @@ from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import Answer, LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
 
-# What a task may ask for beyond length and stop strings. All of it is sent, as a model
-# in memory would have it: what a server takes by itself is its administrator's choice.
+# Settings that a task may have beyond length and stop strings. All are sent, with the
+# values of a model in memory: a server's own defaults are its administrator's choice.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 Body = dict[str, Any]
 
@@ -53,6 +53,7 @@ class ServedModel(LanguageModel):
         would, without asking it.
         """
         self.think(bool(row.thinking), row.chat_template)
+        # Requests are built and measured as usual, but not sent.
         self._looking = True
         try:
             for requests in longest_requests(self, row, tasks, limit):
@@ -62,8 +63,8 @@ class ServedModel(LanguageModel):
             self.cut.clear()
 
     def _require_room(self, tokens: int) -> None:
-        """Refuse to cut what the model would read in full, were the server not started
-        for shorter prompts.
+        """Refuse to cut a prompt that fits the model, but not the server as it was
+        started.
         """
         if tokens > self.context and self.context < self.max_length:
             raise UserError(
@@ -138,11 +139,11 @@ class ServedModel(LanguageModel):
         text = answer["text"]
         if self.has_thoughts(context):
             text = self.thoughts.without_special(text)
-        whole, cut = (
+        full_answer, cut_answer = (
             self.answer_of(context, text, []),
             self.answer_of(context, text, stop),
         )
-        return cut, answer["at_limit"] and cut == whole
+        return cut_answer, answer["at_limit"] and cut_answer == full_answer
 
     def _sampling(self, settings: Body, seed: int) -> Body:
         sampled = settings.pop("do_sample", False)
@@ -151,12 +152,18 @@ class ServedModel(LanguageModel):
                 f"the task sets {', '.join(sorted(unknown))} for generation, which a"
                 " server is not asked for; evaluate it in memory"
             )
-        own = {name: getattr(self.backend.generation, name, None) for name in _SAMPLING}
-        penalty = settings.get("repetition_penalty", own["repetition_penalty"]) or 1.0
+        model_settings = {
+            name: getattr(self.backend.generation, name, None) for name in _SAMPLING
+        }
+        # A repetition penalty changes greedy decoding, too.
+        penalty = (
+            settings.get("repetition_penalty", model_settings["repetition_penalty"])
+            or 1.0
+        )
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}
-        # transformers'
-        usual = {
+        # transformers' own defaults, where neither task nor model sets a value
+        defaults = {
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 50,
@@ -164,7 +171,13 @@ class ServedModel(LanguageModel):
             "seed": seed,
         }
         chosen = {
-            name: settings.get(name, usual[name] if own[name] is None else own[name])
-            for name in usual
+            name: settings.get(
+                name,
+                defaults[name]
+                if model_settings[name] is None
+                else model_settings[name],
+            )
+            for name in defaults
         }
+        # transformers writes no limit as top_k 0, vLLM as -1.
         return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

@@ -66,25 +66,27 @@ def load_task(
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
         from lm_eval.tasks import TaskManager
 
-        known = TaskManager(include_path=[str(folder)], include_defaults=False)
-        if row.task not in known.all_tasks:
+        # Only the row's folder is read: lm-eval's thousands of definitions take
+        # seconds.
+        registry = TaskManager(include_path=[str(folder)], include_defaults=False)
+        if row.task not in registry.all_tasks:
             raise UserError(
                 f"task {row.task}: not defined in"
-                f" {folder}{did_you_mean(row.task, known.all_tasks)}"
+                f" {folder}{did_you_mean(row.task, registry.all_tasks)}"
             )
-        if row.task in known.all_tags:
+        if row.task in registry.all_tags:
             raise UserError(
                 f"task {row.task}: is a tag of lm-eval, neither task nor group; give"
                 " its tasks rows of their own:"
-                f" {', '.join(sorted(known.task_index[row.task].tags))}"
+                f" {', '.join(sorted(registry.task_index[row.task].tags))}"
             )
-        if (known.task_index[row.task].cfg or {}).get("unsafe_code"):
+        if (registry.task_index[row.task].cfg or {}).get("unsafe_code"):
             # Loading it would fetch and run a metric's code, or take `code_eval` from
             # the working directory.
             raise UserError(
                 f"task {row.task}: runs generated code inside lm-eval; use kind: code"
             )
-        kind = "group" if row.task in known.all_groups else "task"
+        kind = "group" if row.task in registry.all_groups else "task"
         # lm-eval 0.4.13 merges overrides into a registered group only from a YAML file
         # (research: inline dicts fail).
         text = yaml.safe_dump(
@@ -104,30 +106,32 @@ def load_task(
                 " IFEval and MATH"
             ) from error
         except Exception as error:
+            # Loading fails with exceptions of many kinds. Look for a damaged file, row
+            # or column first, which says more than the exception.
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
-            _name_the_row(row, suite, known, location)
+            _name_the_row(row, suite, registry, location)
             reason = (
                 f"nothing there is named {error}"
                 if isinstance(error, KeyError)
                 else first_line(error)
             )
-            what = f"cannot be loaded with the data set {location}: {reason}"
+            problem = f"cannot be loaded with the data set {location}: {reason}"
             columns = ", ".join(columns_of(row.task, suite))
             advice = hub_advice(data_root) or (
                 f"; the task needs the columns {columns}" if columns else ""
             )
-            raise UserError(f"task {row.task}: {what}{advice}") from error
+            raise UserError(f"task {row.task}: {problem}{advice}") from error
     for name, task in tasks.items():
         _apply(task, row)
         _check_data(name, task, row, suite, location)
     return tasks
 
 
-def _definitions(row: LMEvalTaskConfig, known: Any) -> list[Any]:
-    """Return what lm-eval's files say of a row's task, or of all members of its group."""
-    names = [row.task] if row.task in known.all_subtasks else known.all_subtasks
-    return [known.task_index[name].cfg for name in names]
+def _definitions(row: LMEvalTaskConfig, registry: Any) -> list[Any]:
+    """Return lm-eval's definitions of a row's task, or of all members of its group."""
+    names = [row.task] if row.task in registry.all_subtasks else registry.all_subtasks
+    return [registry.task_index[name].cfg for name in names]
 
 
 def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, str]]:
@@ -136,26 +140,26 @@ def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, st
     """
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager(
+    registry = TaskManager(
         include_path=[str(_task_folder(row, suite))], include_defaults=False
     )
     keys = ("training_split", "validation_split", "test_split", "fewshot_split")
     return {
         (row.dataset_name or settings.get("dataset_name") or "default", split)
-        for settings in _definitions(row, known)
+        for settings in _definitions(row, registry)
         for split in (row.split, *map(settings.get, keys))
         if split
     }
 
 
 def _name_the_row(
-    row: LMEvalTaskConfig, suite: SuiteConfig, known: Any, location: str
+    row: LMEvalTaskConfig, suite: SuiteConfig, registry: Any, location: str
 ) -> None:
     """Name the row and the column at fault, if there is one, where lm-eval could not
     read the data.
     """
     columns = columns_of(row.task, suite)
-    for settings in _definitions(row, known) if columns else ():
+    for settings in _definitions(row, registry) if columns else ():
         graded = (
             row.split or settings.get("test_split") or settings.get("validation_split")
         )
@@ -184,6 +188,7 @@ def _check_data(
         if len(rows) == 0:
             raise UserError(f"task {name}: {location} ({split}): the data set is empty")
         check_rows(row.task, columns_of(row.task, suite), rows, f"{location} ({split})")
+    # Shots that come from the graded split leave out the question itself.
     if (
         row.num_fewshot
         and shots
@@ -252,7 +257,7 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
 
 
 def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
-    """Estimate what a row asks of a model, from a few prompts of every task."""
+    """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
         tokens = [
@@ -264,6 +269,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
     for task in tasks.values():
         documents = task.eval_docs
         count = len(documents) if limit is None else min(limit, len(documents))
+        # Four documents, evenly spaced, stand for all of a task.
         chosen = {count * part // 4 for part in range(4)}
         read = sum(_characters_read(task, documents[index]) for index in chosen)
         characters += count * read / len(chosen)
@@ -294,8 +300,12 @@ def _characters_read(task: Any, document: Any) -> int:
 def longest_requests(
     language_model: Any, row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None
 ) -> Iterator[list[Any]]:
-    """Build the requests about the few documents of each task that have the longest text."""
+    """Build the requests about the few documents of each task that have the longest
+    text.
+    """
     for task in tasks.values():
+        # Documents stand for their prompts, which would take long to build for all of
+        # them.
         documents = [
             str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))
         ]
@@ -334,7 +344,9 @@ def item_requests(
 
 
 def higher_is_better(tasks: dict[str, Any], row: LMEvalTaskConfig) -> bool:
-    """Ask lm-eval about the row's metric; of one it knows nothing about, yes."""
+    """Tell whether more is better in the row's metric, as lm-eval says; True where it
+    says nothing.
+    """
     metric = row.metric.split(",", 1)[0]
     return all(
         task.higher_is_better().get(metric) is not False for task in tasks.values()
@@ -356,7 +368,7 @@ def run_task(
     only.
 
     Raises:
-        UserError: a metric that is not a mean; what the model's positions cannot hold;
+        UserError: a metric that is not a mean; more than the model's positions hold;
             out of memory.
     """
     # a task that is run for another model draws the same examples
@@ -383,6 +395,7 @@ def run_task(
     metric, name = row.metric.split(",", 1)
     samples = []
     for task, items in output["samples"].items():
+        # lm-eval logs an item once for each filter of its task.
         chosen = sorted(
             (item for item in items if item["filter"] == name),
             key=lambda item: int(item["doc_id"]),
@@ -390,7 +403,10 @@ def run_task(
         scores = [float(item[metric]) for item in chosen]
         _require_mean(row, float(output["results"][task][row.metric]), scores)
         for item, score in zip(chosen, scores, strict=True):
-            cut = any(str(each[0]) in language_model.cut for each in item["arguments"])
+            cut = any(
+                str(arguments[0]) in language_model.cut
+                for arguments in item["arguments"]
+            )
             sample = lm_eval_sample(
                 item, score, None if task == row.task else task, item["arguments"]
             )
@@ -403,17 +419,19 @@ def _seeded() -> Iterator[None]:
     """Seed Python's generator as lm-eval's command does, and put it back: GPQA's
     definition shuffles the choices by it when it is loaded, and two models must be
     asked the same."""
-    before = random.getstate()
+    state = random.getstate()
     random.seed(0)
     try:
         yield
     finally:
-        random.setstate(before)
+        random.setstate(state)
 
 
 @contextlib.contextmanager
 def _no_bars_while_building() -> Iterator[None]:
-    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57 for MMLU."""
+    """Suppress the bars that lm-eval 0.4.13 draws without a name for every task, so 57
+    for MMLU.
+    """
     from lm_eval.api import task
 
     bar = task.tqdm

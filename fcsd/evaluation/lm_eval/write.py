@@ -1,5 +1,5 @@
-"""Results in lm-eval's own files (0.4.13), for its tools and for those that read its
-results.
+"""Write results as lm-eval's own files (0.4.13), for its tools and for programs that
+read its results.
 
 Not covered: `doc` of the samples is empty, because results of fcsd hold prompts and no
 documents; of a task's metrics only the one that the suite names is there.
@@ -23,17 +23,19 @@ def write_lm_eval(
     samples: Mapping[str, Sequence[Mapping[str, Any]]],
     folder: Path,
 ) -> Path:
-    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that folder."""
+    """Write one evaluation below `folder`/<model>, as lm-eval names it; returns that
+    folder.
+    """
     from lm_eval.utils import sanitize_model_name
 
     name = _plain(str(result["model"]))
-    place = folder / sanitize_model_name(name)
-    place.mkdir(parents=True, exist_ok=True)
+    model_folder = folder / sanitize_model_name(name)
+    model_folder.mkdir(parents=True, exist_ok=True)
     time = datetime.now().isoformat().replace(":", "-")
     settings = result["settings"]
-    used = settings.get("versions", {})
+    versions = settings.get("versions", {})
     chat = [bool(row.get("chat_template")) for row in result["tasks"].values()]
-    whole: dict[str, Any] = {
+    report: dict[str, Any] = {
         "results": {}, "groups": {}, "group_subtasks": {}, "configs": {}, "versions": {}, "n-shot": {},
         "higher_is_better": {}, "n-samples": {},
         "config": {
@@ -42,42 +44,50 @@ def write_lm_eval(
             "batch_size": settings.get("batch_size"), "batch_sizes": [], "device": settings.get("device"),
             "bootstrap_iters": 0, "gen_kwargs": {}, "fewshot_seed": settings.get("fewshot_seed"),
         },
-        "git_hash": None, "date": datetime.now().timestamp(), "transformers_version": used.get("transformers"),
-        "lm_eval_version": used.get("lm-eval"), "task_hashes": {}, "model_source": "fcsd", "model_name": name,
-        "model_name_sanitized": place.name, "system_instruction": None, "system_instruction_sha": None,
+        "git_hash": None, "date": datetime.now().timestamp(), "transformers_version": versions.get("transformers"),
+        "lm_eval_version": versions.get("lm-eval"), "task_hashes": {}, "model_source": "fcsd", "model_name": name,
+        "model_name_sanitized": model_folder.name, "system_instruction": None, "system_instruction_sha": None,
         # lm-eval's are of a whole run, ours of a task, whose `metadata` has it
         "fewshot_as_multiturn": all(chat), "chat_template": None,
         "chat_template_sha": settings.get("chat_template_sha256") if all(chat) else None,
         "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
     }  # fmt: skip
+    # lm-eval has one file of samples for each member of a group, and a score for the
+    # group.
     for task, row in result["tasks"].items():
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
         )
         if members:
-            _add_group(whole, task, row, members)
+            _add_group(report, task, row, members)
         for part, items in (members or {task: samples[task]}).items():
             _add_task(
-                whole, part, row, items, None if members else row.get("num_items_total")
+                report,
+                part,
+                row,
+                items,
+                None if members else row.get("num_items_total"),
             )
             rows = [_lm_eval_sample(item, row) for item in items]
-            whole["task_hashes"][part] = text_hash(
+            # lm-eval, too, hashes a task from the hashes of its samples.
+            report["task_hashes"][part] = text_hash(
                 "".join(
-                    each["doc_hash"] + each["prompt_hash"] + each["target_hash"]
-                    for each in rows
+                    line["doc_hash"] + line["prompt_hash"] + line["target_hash"]
+                    for line in rows
                 )
             )
             lines = [
-                json.dumps(each, ensure_ascii=False, allow_nan=False) + "\n"
-                for each in rows
+                json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n"
+                for line in rows
             ]
             write_text(
-                inside(place, f"samples_{part}_{time}.jsonl"), _plain("".join(lines))
+                inside(model_folder, f"samples_{part}_{time}.jsonl"),
+                _plain("".join(lines)),
             )
-    if not whole["groups"]:  # as lm-eval has it
-        del whole["groups"]
-    write_json(place / f"results_{time}.json", whole)
-    return place
+    if not report["groups"]:  # as lm-eval has it
+        del report["groups"]
+    write_json(model_folder / f"results_{time}.json", report)
+    return model_folder
 
 
 def _plain(text: str) -> str:
@@ -88,15 +98,17 @@ def _plain(text: str) -> str:
 
 
 def _add_scores(
-    whole: dict[str, Any],
+    report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Add what tasks and groups have in common; returns the scores, of which a group has more."""
+    """Add what tasks and groups have in common; returns the scores, of which a group
+    has more.
+    """
     metric, rule = lm_eval_key(row["metric"])
     scores = [item["score"] for item in items]
-    whole["results"][name] = result = {
+    report["results"][name] = result = {
         "name": name,
         "alias": name,
         "sample_len": len(scores),
@@ -105,14 +117,14 @@ def _add_scores(
             "N/A" if (error := standard_error(scores)) is None else error
         ),
     }
-    whole["n-shot"][name] = row["num_fewshot"]
-    whole["versions"][name] = "fcsd"
-    whole["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
+    report["n-shot"][name] = row["num_fewshot"]
+    report["versions"][name] = "fcsd"
+    report["higher_is_better"][name] = {metric: row.get("higher_is_better", True)}
     return result
 
 
 def _add_group(
-    whole: dict[str, Any],
+    report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
     members: Mapping[str, Sequence[Mapping[str, Any]]],
@@ -122,49 +134,60 @@ def _add_group(
     """
     items = [item for part in members.values() for item in part]
     metric, rule = lm_eval_key(row["metric"])
-    whole["groups"][name] = result = _add_scores(whole, name, row, items)
+    report["groups"][name] = result = _add_scores(report, name, row, items)
     result["sample_count"] = {f"{metric},{rule}": len(items)}
     error = pooled_standard_error(
         [[item["score"] for item in part] for part in members.values()]
     )
     result[f"{metric}_stderr,{rule}"] = "N/A" if error is None else error
-    whole["group_subtasks"][name] = list(members)
+    report["group_subtasks"][name] = list(members)
 
 
 def _add_task(
-    whole: dict[str, Any],
+    report: dict[str, Any],
     name: str,
     row: Mapping[str, Any],
     items: Sequence[Mapping[str, Any]],
     total: int | None,
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
-    _add_scores(whole, name, row, items)
-    generates, more = row["kind"] != "likelihood", row.get("higher_is_better", True)
-    whole["configs"][name] = {
+    _add_scores(report, name, row, items)
+    generates, higher_is_better = (
+        row["kind"] != "likelihood",
+        row.get("higher_is_better", True),
+    )
+    report["configs"][name] = {
         "task": name,
         "dataset_path": row["dataset"],
         "num_fewshot": row["num_fewshot"],
         "output_type": "generate_until" if generates else "multiple_choice",
         "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": more}
+            {
+                "metric": metric,
+                "aggregation": "mean",
+                "higher_is_better": higher_is_better,
+            }
         ],
         **({} if rule == "none" else {"filter_list": [{"name": rule}]}),
         "repeats": 1,
+        # lm-eval leaves `metadata` to the task; `fcsd.evaluation.lm_eval.read` finds
+        # these.
         "metadata": {
             "kind": row["kind"],
             "revision": row.get("revision"),
             "chat_template": bool(row.get("chat_template")),
         },
     }
-    whole["n-samples"][name] = {
+    report["n-samples"][name] = {
         "original": total or len(items),
         "effective": len(items),
     }
 
 
 def lm_eval_key(metric: str) -> tuple[str, str]:
-    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no filter."""
+    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no
+    filter.
+    """
     name, _, rule = metric.partition(",")
     return name, rule or "none"
 
@@ -177,6 +200,8 @@ def _lm_eval_sample(
     if "loglikelihoods" in sample:
         choices = sample.get("choices") or [""] * len(sample["loglikelihoods"])
         arguments = [[prompt, choice] for choice in choices]
+        # lm-eval logs a second value, whether the answer is greedy, which results of
+        # fcsd do not hold.
         responses: list[Any] = [
             [[str(value), ""]] for value in sample["loglikelihoods"]
         ]
@@ -192,8 +217,8 @@ def _lm_eval_sample(
         "doc": {},
         "target": str(sample.get("target", "")),
         "arguments": {
-            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(each)}
-            for i, each in enumerate(arguments)
+            f"gen_args_{i}": {f"arg_{j}": value for j, value in enumerate(pair)}
+            for i, pair in enumerate(arguments)
         },
         "resps": responses,
         "filtered_resps": filtered,

@@ -51,18 +51,11 @@ def tell_first_layers(
     """
     mask = moe_mask(config, family)
     layers = resolve_layers(connectivity.layers, mask)
-<<<<<<< HEAD
-    others = [layer for layer in layers if layer]
-    outdated = connectivity.outdated_layers(mask)
-    regular = 0 not in outdated or family.layout == "parallel"
-    if regular or len(others) in (0, len(layers)):
-=======
     later_layers = [layer for layer in layers if layer]
     # With a regular MLP input, or in a parallel layout, layer 0 has nothing before it
     # that its inputs could miss: rewiring it changes nothing.
-    regular = connectivity.mlp == "full" or family.layout == "parallel"
+    regular = 0 not in connectivity.outdated_layers(mask) or family.layout == "parallel"
     if regular or len(later_layers) in (0, len(layers)):
->>>>>>> w-planning
         return
     print(
         "in the models measured layer 0 costs the most; how many first layers to leave"
@@ -182,14 +175,10 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         "",
         (
             f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
-<<<<<<< HEAD
-            f" typical one ({nats(special['typical'])}): {', '.join(costs)}{whole}."
-            f" {without['name'].capitalize()} (--{without['option']} {without['selection']}):"
-=======
             f" typical one ({nats(special['typical'])}):"
             f" {', '.join(costs)}{all_layers_text}."
-            f" {without['name'].capitalize()} (--layers {without['selection']}):"
->>>>>>> w-planning
+            f" {without['name'].capitalize()}"
+            f" (--{without['option']} {without['selection']}):"
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."

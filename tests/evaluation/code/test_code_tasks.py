@@ -90,32 +90,27 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "first", "last"),
+    ("text", "first"),
     [
-        ("def f(): pass\n", "def f(): pass\n", "def f(): pass\n"),
+        ("def f(): pass\n", "def f(): pass\n"),
         (
             "Sure:\n```python\ndef f(): pass\n```\nand\n```\nx\n```",
             "def f(): pass\n",
-            "x\n",
         ),
-        ("```\na = 1\n", "a = 1\n", "a = 1\n"),  # never closed
-        ("    ```py\n    a\n    ```", "    a\n", "    a\n"),
+        ("```\na = 1\n", "a = 1\n"),  # never closed
+        ("    ```py\n    a\n    ```", "    a\n"),
         (
             "It is ```python\na = 1\n``` there.",
             "It is ```python\na = 1\n``` there.",
-            "a = 1\n",
         ),
-        ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n", "b = 2\n"),
-        ("a = '```'\n", "a = '```'\n", "a = '```'\n"),
+        ("````py\na = 1\n````\nor\n```py\nb = 2\n", "b = 2\n"),
+        ("a = '```'\n", "a = '```'\n"),
     ],
 )
-def test_lm_eval_and_livecodebench_take_a_fenced_block_or_all_of_the_text(
-    text: str, first: str, last: str
+def test_lm_eval_takes_the_first_fenced_block_or_all_of_the_text(
+    text: str, first: str
 ) -> None:
     assert program_in(Problem("1", "", "", (), block="first"), text) == first
-    assert (
-        program_in(Problem("1", "", "", (), block="last", contest=True), text) == last
-    )
 
 
 def test_the_prompt_template_shows_visible_tests_and_leaves_braces_alone() -> None:
@@ -297,6 +292,14 @@ def test_a_failing_canonical_solution_is_a_scorer_error() -> None:
         ),
     ):
         scorer.self_check([good(), good("def f(x): return x")])
+
+
+def test_a_data_set_without_canonical_solutions_is_checked_by_a_program_of_ours() -> (
+    None
+):
+    with CodeScorer(num_workers=1) as scorer:
+        (outcome,) = scorer.self_check([Problem("1", "p", "", ("assert False",))])
+    assert outcome.passed and outcome.task_id == "probe"
 
 
 def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_changes(

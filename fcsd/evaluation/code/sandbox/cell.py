@@ -1,4 +1,4 @@
-"""What encloses one job after another. Loaded by `server.py`, after the layers;
+"""The enclosure of one job after another. Loaded by `server.py`, after the layers;
 standard library only.
 """
 
@@ -14,8 +14,8 @@ layers: Any = sys.modules.get("fcsd_sandbox_layers")  # as the server has loaded
 
 
 class Cell:
-    """What encloses one job after another: a folder that is made for it and ends with
-    it, file rules, limits.
+    """The enclosure of one job after another: a folder that is made for the job and
+    removed with it, file rules, limits.
 
     The server keeps of its capabilities the one that mounts folders; the processes of a
     job keep none.
@@ -53,8 +53,11 @@ class Cell:
         self.held: dict[str, bool] = {}  # which layers hold in the processes of a job
 
     def report(self) -> dict[str, Any]:
-        """Apply the layers to a process like those of a job, and describe those that hold."""
+        """Apply the layers to a process like those of a job, and describe those that
+        hold.
+        """
         read, write = os.pipe()
+        # Layers cannot be taken off again, so a child tries them on.
         pid = os.fork()
         if pid == 0:
             try:
@@ -98,7 +101,9 @@ class Cell:
             self._num_oom_kills, self._counted = self._oom_kills(), time.monotonic()
 
     def enter(self, cpu_s: int) -> dict[str, bool]:
-        """Confine this process, for ever, to what is left to a job; return which layers hold."""
+        """Confine this process for good, as a process of a job; return which layers
+        hold.
+        """
         os.chdir(self.folder)
         rules, ruleset, limits = (
             self._rules,
@@ -117,7 +122,7 @@ class Cell:
         }
 
     def end(self) -> None:
-        """End the folder of a job whose processes have ended, with all that they left in it."""
+        """Remove the folder of a job whose processes have ended, with all its files."""
         if self._ruleset is not None:
             os.close(self._ruleset)
             self._ruleset = None
@@ -133,16 +138,16 @@ class Cell:
         """
         if self._events is None:
             return None
-        _, name, rest = os.pread(self._events, 1 << 16, 0).partition(b"\noom_kill ")
-        return int(rest.split(None, 1)[0]) if name else None
+        _, name, fields = os.pread(self._events, 1 << 16, 0).partition(b"\noom_kill ")
+        return int(fields.split(None, 1)[0]) if name else None
 
     def out_of_memory(self) -> bool | None:
         """Tell whether the machine has run out of memory since the job began; None
         where that is not known.
         """
-        now = self._oom_kills()
+        num_oom_kills = self._oom_kills()
         return (
             None
-            if now is None or self._num_oom_kills is None
-            else now > self._num_oom_kills
+            if num_oom_kills is None or self._num_oom_kills is None
+            else num_oom_kills > self._num_oom_kills
         )

@@ -42,7 +42,7 @@ class SandboxServer:
             ) from error
 
     def _spawn(self) -> None:
-        self.broken = True  # it has not begun, has ended, or answers no more
+        self.broken = True  # not started, ended, or no longer answering
         self._layers: dict[str, Any] | None = None
         numpy = importlib.util.find_spec("numpy")
         with contextlib.ExitStack() as opened:
@@ -124,7 +124,7 @@ class SandboxServer:
         try:
             reply = json.loads(self._read_exactly(size, deadline))
         except ValueError:
-            raise self._failure("wrote something that is no reply") from None
+            raise self._failure("wrote something that is not a reply") from None
         return dict(reply)
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
@@ -140,7 +140,7 @@ class SandboxServer:
             parts += part
         return parts
 
-    def _failure(self, what: str) -> ScorerError:
+    def _failure(self, problem: str) -> ScorerError:
         """Build the error that says how the server ended; it is not used again."""
         self.broken = True
         status: Any = "running"
@@ -149,7 +149,7 @@ class SandboxServer:
         self._log.seek(0)
         log = self._log.read().decode(errors="replace").strip().splitlines()
         return ScorerError(
-            f"the sandbox server {what} (exit status"
+            f"the sandbox server {problem} (exit status"
             f" {status}){': ' + log[-1] if log else ''}; the scorer has failed, nothing"
             " is known about the programs; call again to start it anew"
         )

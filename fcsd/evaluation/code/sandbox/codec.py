@@ -40,10 +40,10 @@ MAX_FRAME_BYTES = 1 << 30
 
 
 class Handle:
-    """An object that stayed on the other side."""
+    """An object that stayed in the other process."""
 
-    def __init__(self, number: int, truth: bool, shown: str):
-        self.number, self.truth, self.shown = number, truth, shown
+    def __init__(self, number: int, truth: bool, text: str):
+        self.number, self.truth, self.shown = number, truth, text
 
     def __bool__(self) -> bool:
         return self.truth
@@ -53,7 +53,9 @@ class Handle:
 
 
 class Codec:
-    """Encoder and decoder of one side; `objects` are those it gave out handles for."""
+    """Encoder and decoder of one process; `objects` are those that it gave out handles
+    for.
+    """
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -88,6 +90,8 @@ class Codec:
                 "t": "numpy",
                 "v": [value.dtype.str, list(value.shape), parts.tolist()],
             }
+        # Subclasses come after the exact types: rebuilding them would need their
+        # classes.
         for base in (int, float, str):
             if isinstance(value, base):  # a subclass (an Enum): its plain value
                 return base(value)
@@ -135,7 +139,9 @@ class Codec:
         }
 
     def decode(self, data: Any) -> Any:
-        """Decode the value of `data`; ValueError when it is not something that `encode` makes."""
+        """Decode the value of `data`; ValueError when it is not something that `encode`
+        makes.
+        """
         kind = type(data)
         if kind in _LEAF:
             return data
@@ -153,6 +159,8 @@ class Codec:
         if name == "table":
             return _rows(value["leaves"], value["width"], value["cells"])
         if name == "handle":
+            # With a truth value it stands for an object of the other process; without
+            # one, an object of this process comes back.
             if "truth" in data:
                 return Handle(
                     int(value), data["truth"] is True, str(data.get("shown"))[:100]
@@ -216,6 +224,8 @@ def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
     chain = itertools.chain.from_iterable
     if len(set(map(id, chain(rows[:1000])))) > _MOST:
         return None
+    # Cells are told apart by identity: comparing millions of values would be slow, and
+    # 1 == True.
     leaves = dict(zip(map(id, chain(rows)), chain(rows), strict=True))
     if len(leaves) > _MOST:
         return None
@@ -238,6 +248,7 @@ def _rows(leaves: list[Any], width: int, cells: str) -> list[tuple[Any, ...]]:
 def _numpy(dtype: str, shape: list[int], flat: list[Any]) -> Any:
     import numpy
 
+    # Only plain numbers: an object dtype would hold references.
     if not re.fullmatch(r"[<>|=]?[biufc][0-9]{1,2}", dtype):
         raise ValueError("not a number type")
     kind = numpy.dtype(dtype)

@@ -21,7 +21,9 @@ RECURSION_LIMIT = 1000
 
 
 def program(requests: int, answers: int) -> None:
-    """Run the generated code, then answer the examiner's calls until it closes the pipe."""
+    """Run the generated code, then answer the examiner's calls until it closes the
+    pipe.
+    """
     values = codec.Codec()
     sys.setrecursionlimit(RECURSION_LIMIT)
     module = types.ModuleType("program")
@@ -78,8 +80,8 @@ class Link:
         self.values = codec.Codec()
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """Send one request, return its answer; what the program raised is raised here,
-        as the builtin of that name.
+        """Send one request and return its answer; an exception of the program is raised
+        here, as the builtin of its name.
         """
         try:
             codec.write_frame(self.requests, request)
@@ -119,6 +121,8 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
     """Run the tests against the program: (outcome, message)."""
     try:
         names = link.ask({"code": job["code"]})
+        # The tests see the program's functions only through the link, never its
+        # objects.
         namespace: dict[str, Any] = {"__name__": "tests"}
         # A program that defines its own `zip` or `set` must not change what the tests
         # do.

@@ -1,4 +1,4 @@
-"""What the kernel forbids to generated programs, layer by layer. Standard library only.
+"""The layers by which the kernel confines generated programs. Standard library only.
 
     namespaces    own user, process, network, IPC and host-name space: no network but for the sockets that lie
                   in folders and those to a hypervisor, no process outside, few process numbers
@@ -75,8 +75,8 @@ _SYSTEM: dict[str, tuple[int | None, int | None]] = {
     "semtimedop": (220, 192), "msgctl": (71, 187), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "mq_unlink": (241, 181),
 }  # fmt: skip
-# What a later kernel adds is refused until someone has looked at it: the last call in
-# the tables of Linux 7.2.
+# The last call in the tables of Linux 7.2: calls of later kernels are refused until
+# someone has looked at them.
 _NEWEST = 471
 # Denied to the two processes of a job. The server mounts their folder. Landlock does
 # not know file modes, owners, times and attributes, and lets whoever may read a file
@@ -120,8 +120,8 @@ def unshare_namespaces() -> list[str]:
     The process namespace holds for children: fork afterwards.
     """
     uid, gid = os.getuid(), os.getgid()
-    rest = NEWPID | NEWNET | NEWIPC | NEWUTS
-    if _libc.unshare(NEWUSER | rest) == 0:
+    namespaces = NEWPID | NEWNET | NEWIPC | NEWUTS
+    if _libc.unshare(NEWUSER | namespaces) == 0:
         # Inside, the caller is `nobody`; outside, it stays the user it was.
         for name, text in (
             ("setgroups", "deny"),
@@ -131,7 +131,7 @@ def unshare_namespaces() -> list[str]:
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         return ["user", "pid", "net", "ipc", "uts"]
-    if _libc.unshare(rest) == 0:
+    if _libc.unshare(namespaces) == 0:
         return ["pid", "net", "ipc", "uts"]
     return []
 
@@ -145,11 +145,9 @@ def limit_processes() -> None:
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release and (int(release[1]), int(release[2])) >= (6, 14):
-        reserved = (
-            # which are not given a second time; the first time neither, so that all
-            # jobs have as many
-            300
-        )
+        # The kernel does not give numbers below this a second time. They are skipped
+        # the first time, too, so that all jobs have as many.
+        reserved = 300
         for name, value in (
             ("pid_max", reserved + MAX_THREADS),
             ("ns_last_pid", reserved),
@@ -211,10 +209,10 @@ def forbid_privileges() -> bool:
     return bool(held)
 
 
-def hold_capabilities(kept: int) -> bool:
-    """Give up every capability but those of the mask `kept`, those of a user namespace included."""
+def hold_capabilities(mask: int) -> bool:
+    """Give up every capability but those of `mask`, those of a user namespace included."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
-    sets = ctypes.create_string_buffer(struct.pack("=6I", kept, kept, 0, 0, 0, 0), 24)
+    sets = ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0), 24)
     return bool(_libc.capset(header, sets) == 0)
 
 
@@ -236,7 +234,7 @@ def readable_paths(modules: str | None) -> list[str]:
 
 
 class FileRules:
-    """What a job may do with files, by Landlock: read the Python installation, system
+    """The file rules of a job, by Landlock: read the Python installation, system
     libraries and `modules`, and write below a folder of its own. abi: of the kernel's
     Landlock, 0 where it has none."""
 

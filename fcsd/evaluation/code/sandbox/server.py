@@ -84,8 +84,8 @@ def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int)
         held = cell.enter(cpu_s)
         if held != cell.held:
             raise OSError(f"the layers of the sandbox hold no longer: {held}")
-        kept = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
-        for low, high in itertools.pairwise(kept):
+        descriptors = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
+        for low, high in itertools.pairwise(descriptors):
             os.closerange(low + 1, high)
     except BaseException as error:
         os.write(
@@ -133,21 +133,23 @@ def run_job(
     poll = select.poll()
     poll.register(done[0], select.POLLIN)
     poll.register(JOBS, 0)  # only its end is of interest here
-    verdict, here = b"", True
+    verdict, scorer_alive = b"", True
     # the time of a program begins when its job has been read, and all of it
     check = last = math.inf
     while True:
-        now = time.monotonic()
-        if now >= check:
+        now_s = time.monotonic()
+        if now_s >= check:
+            # Sleep for half of the time that remains, then read the clocks again: two
+            # processes and their threads use it up together.
             remaining_s = timeout_s - _processor_s(pid) - _processor_s(judge)
-            if remaining_s <= 0 or now >= last:
+            if remaining_s <= 0 or now_s >= last:
                 break
-            check = min(now + max(remaining_s / 2, 0.02), last)
+            check = min(now_s + max(remaining_s / 2, 0.02), last)
         events = dict(
-            poll.poll(None if check == math.inf else max(check - now, 0) * 1000)
+            poll.poll(None if check == math.inf else max(check - now_s, 0) * 1000)
         )
         if events.get(JOBS):
-            here = False
+            scorer_alive = False
             break
         if done[0] in events:
             verdict = os.read(done[0], 1) or b"f"
@@ -164,7 +166,7 @@ def run_job(
     if not verdict and late[:1] == b"r":
         verdict = b"r"
     os.close(done[0])
-    if not here:
+    if not scorer_alive:
         return False
     if verdict != b"r":
         outcome, message = _classify(verdict, in_time, ended, (pid, judge), cpu_s, cell)
@@ -182,7 +184,9 @@ def run_job(
 
 
 def _processor_s(pid: int) -> float:
-    """Read the processor time of a process, all its threads together; 0 when it has ended."""
+    """Read the processor time of a process, all its threads together; 0 when it has
+    ended.
+    """
     try:
         return time.clock_gettime(
             ~pid << 3 | 2
@@ -199,9 +203,12 @@ def _classify(
     cpu_s: int,
     cell: Any,
 ) -> tuple[str, str]:
-    """Say what became of a job from how its two processes, program and examiner, have ended."""
+    """Say what became of a job from how its two processes, program and examiner, have
+    ended.
+    """
     (status, usage), (_, examining) = (ended.get(pid, (None, 0.0)) for pid in pids)
     shielded = cell.held["seccomp"]
+    # The program died: its wait status tells a limit from its own doing.
     if verdict == b"d" and status is not None:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
@@ -222,6 +229,7 @@ def _classify(
         return "timeout", "time limit"
     if cell.out_of_memory():
         return "failure", _NO_MEMORY
+    # With seccomp no program can end the examiner, so its end is a failure of ours.
     if not shielded:
         return (
             "error",
@@ -234,7 +242,9 @@ _ended: dict[int, tuple[int, float]] = {}
 
 
 def _reap(block: bool) -> bool:
-    """Collect one ended child; False when there is none (or, not blocking, none that has ended)."""
+    """Collect one ended child; False when there is none (or, not blocking, none that
+    has ended).
+    """
     try:
         pid, status, usage = os.wait4(-1, 0 if block else os.WNOHANG)
     except ChildProcessError:
@@ -253,6 +263,7 @@ def _wait(pid: int, seconds: float) -> None:
 
 def _kill(pid: int, judge: int, own_space: bool) -> dict[int, tuple[int, float]]:
     """End everything of the job; (wait status, CPU seconds) of each of its processes."""
+    # The group as well: without seccomp a program may have started processes.
     for target in (pid, judge):
         for end in (os.kill, os.killpg):  # each leads its own group
             with contextlib.suppress(OSError):
