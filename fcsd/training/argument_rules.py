@@ -21,7 +21,6 @@ import torch
 from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError
-from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import learning_rate_schedule
 
 _ENGINES = "launch with accelerate and configs/fsdp2_8.yaml"
@@ -210,17 +209,13 @@ _NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_SETTINGS = ("constant", "constant_with_warmup")
 
 
-def refuse_conflicts(args: Any, train: TrainConfig) -> None:
+def refuse_conflicts(args: Any) -> None:
     """Raise UserError for arguments of which one would silently overrule the other.
 
-    args: of `FCSDConfig`, as transformers has read them. train: what they say as a
-    section. Values that are defaults cannot be told from those that are given, and
-    conflict with nothing.
+    args: of `FCSDConfig`, as transformers has read them. Values that are defaults
+    cannot be told from those that are given, and conflict with nothing.
     """
-    schedule, optim = (
-        str(getattr(name, "value", name))
-        for name in (args.lr_scheduler_type, args.optim)
-    )
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
     wrong: dict[str, Callable[[], bool]] = {
         (
@@ -235,13 +230,6 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
         ),
         f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave them out": (
             lambda: schedule in _NO_SETTINGS and bool(args.lr_scheduler_kwargs)
-        ),
-        (
-            f"optim: {optim!r} has no meaning with optimizer 'muon', whose other"
-            " parameters AdamW moves; leave one of them out"
-        ): lambda: (
-            train.optimizer == "muon"
-            and optim not in ("adamw_torch", "adamw_torch_fused")
         ),
         f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning here; {_ROWS}": (
             lambda: args.train_sampling_strategy not in ("random", "sequential")
@@ -291,20 +279,3 @@ def refuse_another_cut(
             f" {num_processes} processes, gradient_accumulation_steps says {steps};"
             " leave one of them out"
         )
-
-
-def refuse_another_optimizer(
-    args: Any, optimizers: tuple[Any, Any], cls_and_kwargs: Any
-) -> None:
-    """Raise UserError where the optimiser that a trainer is given would take the place
-    of the one that is asked for.
-    """
-    name = "optimizers" if optimizers[0] is not None else "optimizer_cls_and_kwargs"
-    if optimizers[0] is None and cls_and_kwargs is None:
-        return
-    for argument, neutral in (("optimizer", "adamw"), ("layer_lr_ratio", 1)):
-        if (value := getattr(args, argument)) != neutral:
-            raise UserError(
-                f"{argument}: {value!r} has no meaning beside {name}, whose groups it"
-                " would have to make; leave one of them out"
-            )

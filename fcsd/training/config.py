@@ -80,10 +80,6 @@ class TrainConfig(Strict):
     ] = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
     warmup_steps: int = Field(1000, ge=0)
-    # Last layer's rate over the first one's; learning_rate is the middle's.
-    layer_lr_ratio: float = Field(1.0, gt=0)
-    # muon: for the layers' matrices, AdamW for all else
-    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)

@@ -190,11 +190,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             gradient_accumulation_steps, and is refused beside one that says otherwise.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the
             dtype that the model came in.
-        optimizer: "adamw", or "muon" for the matrices of the layers.
         lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs`
             are `milestones`, shares of the steps at which the rate is multiplied by
             `gamma`.
-        layer_lr_ratio: the last layer's learning rate over the first one's.
         ema_decay: the moving average of the weights is what is evaluated and saved.
         balance_loss_coefficient: of the loss that balances the experts' loads, over
             each "sequence" or the "batch" of all ranks and the micro-batches of the
@@ -255,10 +253,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
     dtype: str = _key(TrainConfig, "dtype", "Dtype of the trained weights.")
-    optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
-    layer_lr_ratio: float = _key(
-        TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
-    )
     ema_decay: float | None = _key(
         TrainConfig, "ema_decay", "Decay of the weights' moving average."
     )
@@ -361,7 +355,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         train = self.sections().train
         if train.lr_scheduler_kwargs is not None:
             self.lr_scheduler_kwargs = train.lr_scheduler_kwargs  # with its defaults
-        refuse_conflicts(self, train)
+        refuse_conflicts(self)
         self.connectivity()
 
     def sections(self) -> Sections:
@@ -390,15 +384,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
                 "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
             }
         same = [
-            *(
-                "learning_rate",
-                "weight_decay",
-                "optimizer",
-                "layer_lr_ratio",
-                "ema_decay",
-                "dtype",
-                "bf16",
-            ),
+            *("learning_rate", "weight_decay", "ema_decay", "dtype", "bf16"),
             *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
             *("capacity_factor", "capacity_drop"),
         ]

@@ -27,7 +27,6 @@ from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
-from fcsd.training.argument_rules import refuse_another_optimizer
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import replace_model
@@ -117,7 +116,6 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
-            refuse_another_optimizer(args, optimizers, optimizer_cls_and_kwargs)
             record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:

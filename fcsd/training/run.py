@@ -71,9 +71,7 @@ def train(run: TrainingRun) -> dict[str, Any]:
     """
     engine = run.launch.engine
     by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(
-        run.train, run.objective, engine, by_heldout_kl=by_heldout_kl
-    )
+    refuse_what_cannot_be_sharded(run.objective, engine, by_heldout_kl=by_heldout_kl)
     with engine_environment(engine, run.launch.device):
         return _train(run)
 

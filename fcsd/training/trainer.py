@@ -29,7 +29,7 @@ from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
+from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.record import TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
@@ -275,17 +275,12 @@ class DistillTrainer(Trainer):
     # ---- optimiser
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW as the Trainer does, or what `settings` ask for."""
-        trained: Any = self.model if model is None else model
-        decayed = self.get_decay_parameter_names(trained)
-        plain = self.settings.optimizer == "adamw" and self.settings.layer_lr_ratio == 1
-        if self.optimizer is None and not plain:
-            adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
-            self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
+        """Make the Trainer's optimiser, and note which parameters of it decay."""
         optimizer = super().create_optimizer(model)
         # The Trainer has one group a mesh of those that decay, and of the others.
-        if self.engine.spreads_experts and plain:
-            note_parts(optimizer, trained, decayed)
+        if self.engine.spreads_experts:
+            trained: Any = self.model if model is None else model
+            note_parts(optimizer, trained, self.get_decay_parameter_names(trained))
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -296,11 +291,6 @@ class DistillTrainer(Trainer):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    def _get_learning_rate(self) -> float:
-        rate: float = super()._get_learning_rate()
-        optimizer: Any = self.optimizer
-        return rate / optimizer.param_groups[0].get("lr_scale", 1.0)
 
     # ---- checkpoints
 

@@ -294,7 +294,7 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
             "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or"
             " use a recipe"
         )
-    refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
+    refuse_what_cannot_be_sharded(sections.objective, launch.engine)
     if args.batch_size_tokens is not None:
         cut = micro_batches(sections.train, args.max_length, launch.ranks.size)
         refuse_another_cut(args, *cut, launch.ranks.size)

@@ -81,7 +81,6 @@ def first(
         ({"seed": 7}, "seed: 42 -> 7"),
         ({"objective": "sft"}, 'objective: "ce" -> "sft"'),
         ({"optim": "sgd"}, 'optim: "adamw_torch_fused" -> "sgd"'),
-        ({"optimizer": "muon"}, 'optimizer: "adamw" -> "muon"'),
         ({"ema_decay": 0.9}, r"ema_decay: null -> 0\.9"),
         ({"dtype": "bfloat16"}, 'dtype: "float32" -> "bfloat16"'),
         ({"layers": "none"}, r"connectivity\.layers: \[0\] -> \[\]"),
