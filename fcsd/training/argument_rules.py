@@ -1,16 +1,17 @@
-"""Which of transformers' arguments a training of ours honours, and which it refuses
-because they would change nothing, or something else than they say.
+"""The arguments of transformers that fcsd's training honours, and those that it refuses
+because they would have no effect, or another one than they promise.
 
 Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`;
-`MAY_CHANGE_ARGUMENTS`, honoured, and free to be another when a training is continued;
-`DECIDES`, honoured, and the same for as long as it lasts. What is refused only beside
-others is in the functions.
+`MAY_CHANGE_ARGUMENTS`, honoured, and free to change when a training is continued;
+`DECIDES`, honoured, and fixed for the whole training. The functions refuse
+combinations.
 
-`per_device_eval_batch_size` is that of logits, for `compute_metrics` and `predict`; a
-held-out loss is measured row by row.
+`per_device_eval_batch_size` holds for logits, that is for `compute_metrics` and
+`predict`; a held-out loss is measured row by row.
 
-Not covered: what transformers itself ignores (`eval_steps` without `eval_strategy`),
-and what its own scripts read (`do_train`, `resume_from_checkpoint`).
+Not covered: arguments that transformers itself ignores (`eval_steps` without
+`eval_strategy`), and those that its own scripts read (`do_train`,
+`resume_from_checkpoint`).
 """
 
 from collections.abc import Callable
@@ -185,8 +186,8 @@ DECIDES = {
         "train_sampling_strategy",
     ),
 }
-"""Arguments that the weights depend on; of the batch its rows, however a step is cut
-(`record.py`).
+"""Arguments that the weights depend on. The batch counts by its rows, not by the way in
+which a step is cut into micro-batches (`record.py`).
 """
 
 
@@ -197,8 +198,8 @@ def _default(name: str) -> Any:
 
 
 def refuse_meaningless(args: TrainingArguments) -> None:
-    """Raise UserError for an argument of `REFUSED` that is given; before transformers
-    acts on it.
+    """Raise UserError for an argument of `REFUSED` that is set; call it before
+    transformers acts on the arguments.
     """
     for name, (neutral, instead) in REFUSED.items():
         if getattr(args, name, neutral[0]) not in neutral:
@@ -212,12 +213,12 @@ _NO_SETTINGS = ("constant", "constant_with_warmup")
 def refuse_conflicts(args: Any) -> None:
     """Raise UserError for arguments of which one would silently overrule the other.
 
-    args: of `FCSDConfig`, as transformers has read them. Values that are defaults
-    cannot be told from those that are given, and conflict with nothing.
+    args: an `FCSDConfig` after transformers' own `__post_init__`. A default cannot be
+    told from a value that was given, and conflicts with nothing.
     """
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
-    wrong: dict[str, Callable[[], bool]] = {
+    conflicts: dict[str, Callable[[], bool]] = {
         (
             f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside"
             f" max_steps {args.max_steps}, which ends the training; leave one of them"
@@ -243,9 +244,11 @@ def refuse_conflicts(args: Any) -> None:
             " has"
         ): lambda: bool(accelerator.split_batches or accelerator.dispatch_batches),
     }
-    for message, applies in wrong.items():
+    for message, applies in conflicts.items():
         if applies():
             raise UserError(f"FCSDConfig: {message}")
+    # The schedule's settings have no schema in transformers: building it once shows
+    # whether they are accepted, before any data are read.
     try:
         learning_rate_schedule(
             args, torch.optim.SGD([torch.zeros(1)], lr=1.0), max(args.max_steps, 1)
@@ -261,21 +264,24 @@ def refuse_conflicts(args: Any) -> None:
 def refuse_another_cut(
     args: Any, rows: int, num_micro_batches: int, num_processes: int
 ) -> None:
-    """Raise UserError where `batch_size_tokens` gives other rows and micro-batches than
-    the arguments that say them.
+    """Raise UserError where `batch_size_tokens` contradicts
+    `per_device_train_batch_size` or `gradient_accumulation_steps`.
     """
-    given, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if rows != given:
+    configured_rows, accumulation_steps = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+    )
+    if rows != configured_rows:
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length"
             f" {args.max_length} for each of {num_processes} processes,"
-            f" per_device_train_batch_size says {given}; leave it out, or make the"
-            " batch larger"
+            f" per_device_train_batch_size says {configured_rows}; leave it out, or"
+            " make the batch larger"
         )
-    if steps not in (1, num_micro_batches):
+    if accumulation_steps not in (1, num_micro_batches):
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches}"
             f" micro-batches of {rows} x max_length {args.max_length} tokens on"
-            f" {num_processes} processes, gradient_accumulation_steps says {steps};"
-            " leave one of them out"
+            f" {num_processes} processes, gradient_accumulation_steps says"
+            f" {accumulation_steps}; leave one of them out"
         )

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and what a checkpoint needs of an optimiser."""
+"""Learning-rate schedules, and the demands of a checkpoint on an optimiser."""
 
 import math
 from collections.abc import Collection
@@ -17,11 +17,13 @@ from fcsd.parallel.state import PART_OF
 def learning_rate_schedule(
     args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int
 ) -> Any:
-    """Return the schedule that the arguments name (`fcsd.training.config`):
-    transformers' own, or `step`.
+    """Make the schedule that the arguments name: one of transformers', or `step`
+    (`fcsd.training.config`).
     """
     settings: dict[str, Any] = dict(args.lr_scheduler_kwargs or {})  # type: ignore[arg-type]
     warmup = args.get_warmup_steps(num_training_steps)
+    # Milestones and decay are given as shares of the steps, so that one recipe fits
+    # trainings of any length.
     if args.lr_scheduler_type == "step":
         milestones = [
             round(share * num_training_steps) for share in settings["milestones"]
@@ -39,8 +41,8 @@ def learning_rate_schedule(
 
 
 def _step_factor(warmup: int, milestones: list[int], gamma: float, step: int) -> float:
-    """Return the rate of `step` (from 0) over the highest: warm-up is linear, from 0,
-    as that of other schedules.
+    """Return the rate of `step` (from 0) relative to the highest; the warm-up is linear
+    from 0, as in other schedules.
     """
     warm = step / warmup if step < warmup else 1.0
     return warm * gamma ** sum(step >= milestone for milestone in milestones)
@@ -49,27 +51,29 @@ def _step_factor(warmup: int, milestones: list[int], gamma: float, step: int) ->
 def note_parts(
     optimizer: torch.optim.Optimizer, model: nn.Module, decayed: Collection[str]
 ) -> None:
-    """Note of each group of parameters, which all decay or all do not, whether they do;
-    a checkpoint goes by that.
+    """Note for each parameter group whether its parameters decay: a checkpoint joins
+    the groups by that.
     """
+    # A group is homogeneous in this respect, so its first parameter decides.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         group[PART_OF] = int(names[id(group["params"][0])] not in decayed)
 
 
 def refuse_factored_states(optimizer: Any) -> None:
-    """Refuse an optimiser whose states are not laid out like its parameters: a
+    """Refuse an optimiser whose states do not have the shapes of its parameters: a
     checkpoint would lose them.
     """
     for parameter, states in optimizer.state.items():
         for name, state in states.items():
+            # A number of steps, for example, is no tensor, or has no dimensions.
             if (
                 isinstance(state, Tensor)
                 and state.ndim > 0
                 and state.shape != parameter.shape
             ):
                 raise UserError(
-                    f"{type(optimizer).__name__}: its state {name!r} has not the shape"
-                    " of its parameter, and no checkpoint can hold it; use another"
+                    f"{type(optimizer).__name__}: its state {name!r} does not have the"
+                    " shape of its parameter, so no checkpoint can hold it; use another"
                     " optimizer, or save_strategy='no' and save_model()"
                 )

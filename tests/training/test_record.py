@@ -102,8 +102,8 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
     with pytest.raises(
         UserError,
         match=(
-            rf"checkpoint-3: was made with other settings \({message}.*; go on with"
-            r" those, or begin"
+            rf"checkpoint-3: was made with other settings \({message}.*; continue"
+            r" with those, or start"
         ),
     ) as caught:
         trainer.train(resume_from_checkpoint=True)
