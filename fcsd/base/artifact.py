@@ -31,10 +31,10 @@ from fcsd.base.files import (
 from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 from fcsd.base.weights import weights_fingerprint
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 # 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key
 # of train; 3: streaming was one of a source; 4: of a checkpoint only the weights were
-# noted.
+# noted; 5: train had keys of another optimiser and of learning rates by layer.
 # the end of a change that folders of a former fcsd may show
 _SAYS_NOTHING = ".streaming: false -> null"
 _SHOWN = 8  # differences in an error

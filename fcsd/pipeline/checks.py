@@ -125,7 +125,7 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         and recipe.early_stopping.metric == "heldout_kl"
     )
     refuse_what_cannot_be_sharded(
-        recipe.train, recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
+        recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
     )
     # else its config was looked at
     if recipe.pretrain is None or not _unfinished(run.layout.pretrain):

@@ -1,16 +1,17 @@
-"""Which of transformers' arguments a training of ours honours, and which it refuses
-because they would change nothing, or something else than they say.
+"""The arguments of transformers that fcsd's training honours, and those that it refuses
+because they would have no effect, or another one than they promise.
 
 Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`;
-`MAY_CHANGE_ARGUMENTS`, honoured, and free to be another when a training is continued;
-`DECIDES`, honoured, and the same for as long as it lasts. What is refused only beside
-others is in the functions.
+`MAY_CHANGE_ARGUMENTS`, honoured, and free to change when a training is continued;
+`DECIDES`, honoured, and fixed for the whole training. The functions refuse
+combinations.
 
-`per_device_eval_batch_size` is that of logits, for `compute_metrics` and `predict`; a
-held-out loss is measured row by row.
+`per_device_eval_batch_size` holds for logits, that is for `compute_metrics` and
+`predict`; a held-out loss is measured row by row.
 
-Not covered: what transformers itself ignores (`eval_steps` without `eval_strategy`),
-and what its own scripts read (`do_train`, `resume_from_checkpoint`).
+Not covered: arguments that transformers itself ignores (`eval_steps` without
+`eval_strategy`), and those that its own scripts read (`do_train`,
+`resume_from_checkpoint`).
 """
 
 from collections.abc import Callable
@@ -21,7 +22,6 @@ import torch
 from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError
-from fcsd.training.config import TrainConfig
 from fcsd.training.optimizer import learning_rate_schedule
 
 _ENGINES = "launch with accelerate and configs/fsdp2_8.yaml"
@@ -186,8 +186,8 @@ DECIDES = {
         "train_sampling_strategy",
     ),
 }
-"""Arguments that the weights depend on; of the batch its rows, however a step is cut
-(`record.py`).
+"""Arguments that the weights depend on. The batch counts by its rows, not by the way in
+which a step is cut into micro-batches (`record.py`).
 """
 
 
@@ -198,8 +198,8 @@ def _default(name: str) -> Any:
 
 
 def refuse_meaningless(args: TrainingArguments) -> None:
-    """Raise UserError for an argument of `REFUSED` that is given; before transformers
-    acts on it.
+    """Raise UserError for an argument of `REFUSED` that is set; call it before
+    transformers acts on the arguments.
     """
     for name, (neutral, instead) in REFUSED.items():
         if getattr(args, name, neutral[0]) not in neutral:
@@ -210,19 +210,15 @@ _NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_SETTINGS = ("constant", "constant_with_warmup")
 
 
-def refuse_conflicts(args: Any, train: TrainConfig) -> None:
+def refuse_conflicts(args: Any) -> None:
     """Raise UserError for arguments of which one would silently overrule the other.
 
-    args: of `FCSDConfig`, as transformers has read them. train: what they say as a
-    section. Values that are defaults cannot be told from those that are given, and
-    conflict with nothing.
+    args: an `FCSDConfig` after transformers' own `__post_init__`. A default cannot be
+    told from a value that was given, and conflicts with nothing.
     """
-    schedule, optim = (
-        str(getattr(name, "value", name))
-        for name in (args.lr_scheduler_type, args.optim)
-    )
+    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
-    wrong: dict[str, Callable[[], bool]] = {
+    conflicts: dict[str, Callable[[], bool]] = {
         (
             f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside"
             f" max_steps {args.max_steps}, which ends the training; leave one of them"
@@ -236,13 +232,6 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
         f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave them out": (
             lambda: schedule in _NO_SETTINGS and bool(args.lr_scheduler_kwargs)
         ),
-        (
-            f"optim: {optim!r} has no meaning with optimizer 'muon', whose other"
-            " parameters AdamW moves; leave one of them out"
-        ): lambda: (
-            train.optimizer == "muon"
-            and optim not in ("adamw_torch", "adamw_torch_fused")
-        ),
         f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning here; {_ROWS}": (
             lambda: args.train_sampling_strategy not in ("random", "sequential")
         ),
@@ -255,9 +244,11 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
             " has"
         ): lambda: bool(accelerator.split_batches or accelerator.dispatch_batches),
     }
-    for message, applies in wrong.items():
+    for message, applies in conflicts.items():
         if applies():
             raise UserError(f"FCSDConfig: {message}")
+    # The schedule's settings have no schema in transformers: building it once shows
+    # whether they are accepted, before any data are read.
     try:
         learning_rate_schedule(
             args, torch.optim.SGD([torch.zeros(1)], lr=1.0), max(args.max_steps, 1)
@@ -273,38 +264,24 @@ def refuse_conflicts(args: Any, train: TrainConfig) -> None:
 def refuse_another_cut(
     args: Any, rows: int, num_micro_batches: int, num_processes: int
 ) -> None:
-    """Raise UserError where `batch_size_tokens` gives other rows and micro-batches than
-    the arguments that say them.
+    """Raise UserError where `batch_size_tokens` contradicts
+    `per_device_train_batch_size` or `gradient_accumulation_steps`.
     """
-    given, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if rows != given:
+    configured_rows, accumulation_steps = (
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+    )
+    if rows != configured_rows:
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length"
             f" {args.max_length} for each of {num_processes} processes,"
-            f" per_device_train_batch_size says {given}; leave it out, or make the"
-            " batch larger"
+            f" per_device_train_batch_size says {configured_rows}; leave it out, or"
+            " make the batch larger"
         )
-    if steps not in (1, num_micro_batches):
+    if accumulation_steps not in (1, num_micro_batches):
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches}"
             f" micro-batches of {rows} x max_length {args.max_length} tokens on"
-            f" {num_processes} processes, gradient_accumulation_steps says {steps};"
-            " leave one of them out"
+            f" {num_processes} processes, gradient_accumulation_steps says"
+            f" {accumulation_steps}; leave one of them out"
         )
-
-
-def refuse_another_optimizer(
-    args: Any, optimizers: tuple[Any, Any], cls_and_kwargs: Any
-) -> None:
-    """Raise UserError where the optimiser that a trainer is given would take the place
-    of the one that is asked for.
-    """
-    name = "optimizers" if optimizers[0] is not None else "optimizer_cls_and_kwargs"
-    if optimizers[0] is None and cls_and_kwargs is None:
-        return
-    for argument, neutral in (("optimizer", "adamw"), ("layer_lr_ratio", 1)):
-        if (value := getattr(args, argument)) != neutral:
-            raise UserError(
-                f"{argument}: {value!r} has no meaning beside {name}, whose groups it"
-                " would have to make; leave one of them out"
-            )

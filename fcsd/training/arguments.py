@@ -1,5 +1,5 @@
-"""Describe the training of a recipe, and check its settings against the engine and what
-is installed.
+"""Describe the training of a recipe, and check its settings against the engine and the
+installed packages.
 """
 
 import importlib.util
@@ -23,12 +23,12 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """What one run is made from.
+    """The inputs of one training run.
 
-    student: in the dtype that is saved, whatever dtype it is trained in; max_length:
-    tokens in a row of `rows`; score: of a model, for early stopping; adapters: the
-    `PeftModel` around a LoRA student; remaining: with the share of the steps that are
-    done, the time that the whole run of stages still takes, or "".
+    student: in the dtype that is saved, whatever dtype it is trained in. max_length:
+    tokens in a row of `rows`. score: scores a model for early stopping. adapters: the
+    `PeftModel` around a LoRA student. remaining: maps the share of steps that are done
+    to the time that all stages of the run still take, or "".
     """
 
     launch: Launch
@@ -56,8 +56,8 @@ def micro_batches(
     """Return the rows of a micro-batch and the micro-batches of one optimiser step, on
     each rank.
 
-    A batch that is smaller than one forward pass of all ranks is one micro-batch, of
-    fewer rows; UserError where it is no whole number of micro-batches over all ranks.
+    A batch that is smaller than one forward pass of all ranks is one micro-batch with
+    fewer rows. UserError: the batch is no whole number of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
     if (
@@ -76,57 +76,43 @@ def micro_batches(
 
 
 def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
-    """Say what would fit: fewer rows at once, the next larger batch, shorter rows,
-    fewer processes.
+    """Suggest settings that fit: fewer rows at once, the next larger batch, shorter
+    rows or fewer processes.
     """
     step = max_length * world_size
+    # The batch is whole rows for every rank: only the rows of a forward pass are too
+    # many, and 1 always fits.
     if batch % step == 0:
-        return (
-            "what fits: per_device_train_batch_size"
-            f" {max(k for k in range(1, rows) if batch % (k * step) == 0)}"
-        )
-    ways = [f"a batch of {-(-batch // step) * step}"]
+        fitting_rows = [k for k in range(1, rows) if batch % (k * step) == 0]
+        return f"what fits: per_device_train_batch_size {max(fitting_rows)}"
+    alternatives = [f"a batch of {-(-batch // step) * step}"]
     processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
+    # Lengths down to an eighth of the present one are tried.
     lengths = [
         k
         for k in range(max_length // 8, max_length)
         if k and batch % (k * world_size) == 0
     ]
     if lengths:
-        ways.append(f"data.max_length {max(lengths)}")
+        alternatives.append(f"data.max_length {max(lengths)}")
     if processes:
-        ways.append(f"{max(processes)} processes")
-    return f"what fits: {', or '.join(ways)}"
+        alternatives.append(f"{max(processes)} processes")
+    return f"what fits: {', or '.join(alternatives)}"
 
 
 def refuse_what_cannot_be_sharded(
-    train: TrainConfig,
-    objective: ObjectiveConfig,
-    engine: Engine,
-    *,
-    by_heldout_kl: bool = False,
+    objective: ObjectiveConfig, engine: Engine, *, by_heldout_kl: bool = False
 ) -> None:
-    """Raise UserError for settings that an engine that shards weights cannot have;
-    by_heldout_kl: the training stops by that score."""
-    if not engine.shards:
-        return
-    wrong = {
-        (
-            "train.optimizer: muon orthogonalises whole matrices, and ZeRO-3's optimiser"
-            " has flat runs of them; launch FSDP2 (configs/fsdp2_8.yaml)"
-        ): (engine.uses_deepspeed and train.optimizer == "muon"),
-        "train.layer_lr_ratio: does not work with --expert-parallel; launch FSDP2 (configs/fsdp2_8.yaml)": (
-            engine.spreads_experts and train.layer_lr_ratio != 1
-        ),
-        # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score;
-        # each alone works.
-        "early_stopping.metric: heldout_kl beside l2 or router_kl does not work under ZeRO-3; use FSDP2, or pass@1": (
-            engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms
-        ),
-    }
-    for message, applies in wrong.items():
-        if applies:
-            raise UserError(message)
+    """Raise UserError for settings that do not work with sharded weights;
+    by_heldout_kl: early stopping uses that score.
+    """
+    # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each
+    # alone works.
+    if engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms:
+        raise UserError(
+            "early_stopping.metric: heldout_kl beside l2 or router_kl does not work"
+            " under ZeRO-3; use FSDP2, or pass@1"
+        )
 
 
 def check_reporters(train: TrainConfig) -> None:

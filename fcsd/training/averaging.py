@@ -1,5 +1,5 @@
-"""An exponential moving average of the trained weights, which is what is scored and
-saved; each rank averages its own part of each parameter, whatever engine has cut it
+"""An exponential moving average of the trained weights, which is scored and saved in
+their place. Each rank averages its shard of each parameter, whatever engine made it
 (`fcsd.parallel.parts`).
 """
 
@@ -21,17 +21,18 @@ class WeightAverage(TrainerCallback):
     """After step t (1, 2, …): average = d·average + (1 - d)·weights, with d =
     min(decay, (1 + t) / (10 + t)).
 
-    The average begins as the weights before the first step and is kept in float32; the
-    smaller d of the first steps lets it leave them. Weights that are calibrated or
-    trained already are a good start, which it does not leave so fast: their d is
-    `decay` from the first step. Frozen parameters have none. A step after which
-    `skipped()` is true changes nothing.
+    The average starts from the weights before the first step and is kept in float32;
+    the smaller d of the first steps makes it forget them. Calibrated or trained weights
+    are a good start, which is worth keeping: their d is `decay` from the first step.
+    Frozen parameters have no average. A step after which `skipped()` is true changes
+    nothing.
 
-    average: name -> this rank's part of a parameter, flat; it lies where the part lies.
+    average: name -> this rank's shard of a parameter, flat, on the shard's device.
     """
 
     def __init__(self, trainer: Any, decay: float, skipped: Callable[[], bool]):
         self.trainer, self.decay, self.skipped = trainer, decay, skipped
+        # calibrated or trained already
         self.keeps_start = changed_by(trainer.plain_model.config) is not None
         self.average: dict[str, Tensor] = {}
 
@@ -40,11 +41,9 @@ class WeightAverage(TrainerCallback):
         return parts_of(trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start from the weights as they are now, where they belong, unless an average
-        has been loaded.
-        """
+        """Start from the present weights, unless an average has been loaded."""
         if not self.average:
             self.average = {
                 part.name: part.of(part.slot).float().clone() for part in self._parts()
@@ -52,31 +51,34 @@ class WeightAverage(TrainerCallback):
 
     @torch.no_grad()
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.skipped():
             return
-        leave = (
+        warmup_decay = (
             1.0
             if self.keeps_start
             else (1 + state.global_step) / (10 + state.global_step)
         )
+        # lerp_(weights, 1 - d) is d·average + (1 - d)·weights without a temporary.
         for part in self._parts():
             self.average[part.name].lerp_(
-                part.of(part.slot).float(), 1 - min(self.decay, leave)
+                part.of(part.slot).float(), 1 - min(self.decay, warmup_decay)
             )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the block, and its own again
-        behind it. All ranks enter it.
+        """Give the model the averaged weights within the block, and its own afterwards.
+        All ranks enter it.
         """
-        own = {part.name: part.of(part.slot).clone() for part in self._parts()}
+        trained_weights = {
+            part.name: part.of(part.slot).clone() for part in self._parts()
+        }
         self.apply()
         try:
             yield
         finally:
-            self._give(own)
+            self._give(trained_weights)
 
     def apply(self) -> None:
         """Give the model the averaged weights for good."""
@@ -87,6 +89,7 @@ class WeightAverage(TrainerCallback):
         parts = self._parts()
         for part in parts:
             part.of(part.slot).copy_(weights[part.name])
+        # ZeRO-3 computes with copies of what was written.
         compute_with(parts, self.trainer.optimizer)
 
     def load(self, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Score the weights while they are trained: stop when the score stalls, keep the best
-beside the checkpoints.
+"""Score the weights during training: stop when the score stalls, and keep the best ones
+in a folder beside the checkpoints.
 """
 
 import math
@@ -27,88 +27,100 @@ from fcsd.training.checkpoints import (
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.fcsd_trainer import FCSDTrainer
 
-# in `best/`: weights, whole, damaged or half-written
+# folders in `best/` that a training has made: complete, damaged or half-written weights
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")
 
 
 class ScoreFailure(Exception):
-    """A score could not be made, and all ranks know; the reason is the cause."""
+    """Scoring failed, and all ranks know it; `__cause__` is the reason."""
 
 
 def best_folder(run: TrainingRun, step: int) -> Path:
-    # One folder a step: a checkpoint that names an older best one must find it, should
-    # the run be cut off here.
+    # One folder per step: a run that is killed now continues from a checkpoint that may
+    # name older best weights, and has to find them.
     return run.folder / "best" / f"step-{step}"
 
 
 def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
-    """Write the parts of the weights beside, on all ranks; then the first renames the
-    folder.
+    """Write the weights as the best so far: all ranks write their shards to a temporary
+    folder, which the first rank renames.
 
-    A checkpoint that is still being written is waited for, and what no checkpoint names
-    goes before: the run can go back to no other.
+    Before that a checkpoint that is still being written is finished, and weights that
+    no checkpoint names are removed, since the run cannot go back to them.
     """
+    # The checkpoint that is still being written may name weights, so it comes first.
     trainer.checkpoint_writer.close()
     _keep_only(trainer, run, [])
     best = best_folder(run, step)
-    beside = best.with_name(f".{best.name}.tmp")
+    temporary_folder = best.with_name(f".{best.name}.tmp")
     first = trainer.is_world_process_zero()
     if first:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
     with writing(best), trainer.scored_weights():
         write_weights(
-            beside, trainer.plain_model, trainer.optimizer, trainer.launch.ranks
+            temporary_folder,
+            trainer.plain_model,
+            trainer.optimizer,
+            trainer.launch.ranks,
         )
+    # All shards are written: check them, hash them, and only then give the name.
     trainer.accelerator.wait_for_everyone()
     if first:
-        check_state(beside)
+        check_state(temporary_folder)
     with writing(best):
-        note_files(beside, trainer.launch.ranks)
+        note_files(temporary_folder, trainer.launch.ranks)
     if first:
-        replace_folder(beside, best)
+        replace_folder(temporary_folder, best)
     trainer.accelerator.wait_for_everyone()
 
 
 def settle_best(
     trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None = None
 ) -> None:
-    """Have the stopper name best weights that are whole, where those that it names are
-    damaged. All ranks call this.
+    """Make the stopper choose other weights where the best ones are damaged. All ranks
+    call this.
 
-    What is damaged is set aside as `damaged-step-N`. last_step: of the weights in the
-    model, which can be saved too.
+    The damaged ones are set aside as `damaged-step-N`. last_step: the step of the
+    weights in the model, which are a candidate, too.
     """
     stopper, ranks = run.stopper, run.launch.ranks
     if stopper is None or stopper.best_step is None:
         return
-    lost = best_folder(run, stopper.best_step)
-    reason = damage(lost, ranks)
+    damaged_folder = best_folder(run, stopper.best_step)
+    reason = damage(damaged_folder, ranks)
     if reason is None:
         return
-    kept = ranks.from_first(
+    # The stopper has scored many steps, but only some of their weights are still there.
+    saved_steps = ranks.from_first(
         lambda: [
             point["step"]
             for point in stopper.points
             if best_folder(run, point["step"]).is_dir()
         ]
     )
-    whole = [step for step in kept if damage(best_folder(run, step), ranks) is None]
-    stopper.lose_all_but([*whole, *([] if last_step is None else [last_step])])
+    whole_steps = [
+        step for step in saved_steps if damage(best_folder(run, step), ranks) is None
+    ]
+    stopper.lose_all_but([*whole_steps, *([] if last_step is None else [last_step])])
     if stopper.best_step is None:
-        instead = "no other weights that were scored are whole"
+        replacement = "no other weights that were scored are whole"
     else:
-        instead = (
+        replacement = (
             f"taking those of step {stopper.best_step}, {stopper.name}"
             f" {stopper.best_score:.4g}"
         )
-    trainer.guarded.say(f"{lost}: the best weights are damaged ({reason}); {instead}")
-    ranks.from_first(lambda: set_aside(lost) if lost.is_dir() else None)
+    trainer.guarded.say(
+        f"{damaged_folder}: the best weights are damaged ({reason}); {replacement}"
+    )
+    ranks.from_first(
+        lambda: set_aside(damaged_folder) if damaged_folder.is_dir() else None
+    )
 
 
 def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
-    """Keep the best weights of this step, and those that a checkpoint names: the run
-    may go back to it.
+    """Remove all weights but those of this step and those that a checkpoint names,
+    since the run may go back to it.
     """
     _keep_only(trainer, run, [step])
 
@@ -116,34 +128,34 @@ def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 def _keep_only(trainer: FCSDTrainer, run: TrainingRun, steps: list[int]) -> None:
     if not trainer.is_world_process_zero() or not (run.folder / "best").is_dir():
         return
-    wanted = {best_folder(run, step) for step in steps}
+    needed_folders = {best_folder(run, step) for step in steps}
     for checkpoint in checkpoints(run.folder / "checkpoints"):
         try:
             step = best_step_of(checkpoint)
-        except (
-            UserError
-            # the run goes back to whole ones only, so what this one names is not needed
-        ) as error:
+        except UserError as error:
+            # A run goes back to intact checkpoints only, so the weights that a damaged
+            # one names are not needed.
             trainer.guarded.say(
                 f"{checkpoint}: is damaged ({error}); it is set aside, and the training"
-                " goes on"
+                " continues"
             )
             set_aside(checkpoint)
             continue
+        # A run that goes back to this checkpoint looks for these weights.
         if step is not None:
-            wanted.add(best_folder(run, step))
-    for folder in set((run.folder / "best").iterdir()) - wanted:
+            needed_folders.add(best_folder(run, step))
+    for folder in set((run.folder / "best").iterdir()) - needed_folders:
         if _OURS.fullmatch(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 class StopWhenScoreStalls(TrainerCallback):
-    """Scores the model every `every_steps` steps with all ranks, and ends training when
-    the stopper says so.
+    """Score the model every `every_steps` steps on all ranks, and end the training when
+    the stopper asks for it.
 
-    A step that is asked to be the last one (`guarded.ending`) is not scored any more,
-    and one whose score failed ends the training: both leave a checkpoint, and the run
-    that goes on from it begins with that score. `failure` is the error.
+    The step that a signal has made the last one (`guarded.ending`) is not scored, and a
+    failed score ends the training. Both leave a checkpoint, and the run that continues
+    from it starts with that score. `failure` is the error.
     """
 
     def __init__(
@@ -157,11 +169,11 @@ class StopWhenScoreStalls(TrainerCallback):
         self.failure: ScoreFailure | None = None
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Score the model before the first step: it is the first checkpoint to beat.
+        """Score the model before the first step, as the first one to beat.
 
-        Of a run that goes on, make the score that its last step is still to have.
+        In a run that continues, make the score that its last step still lacks.
         """
         self.stopper.time.start()
         if state.global_step == 0:
@@ -177,11 +189,13 @@ class StopWhenScoreStalls(TrainerCallback):
             )
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        # A signal leaves little time, and a score may take long: it is made when the
+        # run continues. After the last step there is no such run.
         step = state.global_step
-        later = self.trainer.guarded.ending and step < state.max_steps
-        if self.stopper.is_due(step, state.max_steps) and not later:
+        is_postponed = self.trainer.guarded.ending and step < state.max_steps
+        if self.stopper.is_due(step, state.max_steps) and not is_postponed:
             try:
                 self._evaluate(step)
             except ScoreFailure as error:
@@ -193,53 +207,53 @@ class StopWhenScoreStalls(TrainerCallback):
             control.should_save = True
 
     def _evaluate(self, step: int) -> None:
-        best = self.stopper.update(step, self._score())
+        is_best = self.stopper.update(step, self._score())
         self.trainer.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
             self.trainer.guarded.say(warning)
-        if best:
+        if is_best:
             keep_best(self.trainer, self.run, step)
 
     def _score(self) -> Score:
-        """Score the weights as they are; all ranks learn the same score, or the same
-        failure (`ScoreFailure`).
+        """Score the present weights; all ranks get the same score, or the same failure
+        (`ScoreFailure`).
 
-        What one rank alone knows, while the others wait for its part of a pass, is
-        raised as it is.
+        An error that only one rank knows, while the others wait for it in a pass, is
+        raised unchanged: it ends the launch.
         """
         trainer, stopper = self.trainer, self.stopper
         try:
             with stopper.time.scoring(), trainer.scored_weights():
-                own = self.score(trainer.plain_model)
-            if not math.isfinite(own.value):
+                own_score = self.score(trainer.plain_model)
+            if not math.isfinite(own_score.value):
                 raise UserError(
-                    f"the score is {own.value}: the model gives figures that are not"
-                    " finite"
+                    f"the score is {own_score.value}: the model gives figures that are"
+                    " not finite"
                 )
         except Exception as error:
             if trainer.launch.engine.shards and not known_to_all(error):
                 raise
             raise ScoreFailure(str(error)) from error
-        score: Score = trainer.launch.ranks.from_first(lambda: own)
+        score: Score = trainer.launch.ranks.from_first(lambda: own_score)
         trainer.guarded.listen()
-        # logging clears it, and this step's loss is yet to be logged
-        due = trainer.control.should_log
+        # `log` clears the flag, but the loss of this step still has to be logged.
+        log_is_due = trainer.control.should_log
         name = stopper.name
         errors = {f"{name}_stderr": score.stderr} if score.stderr is not None else {}
         trainer.log(
             {name: score.value, **errors, "scoring_share": round(stopper.time.share, 6)}
         )
-        trainer.control.should_log = due
+        trainer.control.should_log = log_is_due
         return score
 
     def on_save(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop all other weights: a checkpoint that names the best ones is on disk."""
+        """Drop all other weights: the checkpoint that names the best ones is on disk."""
         if self.stopper.best_step is not None:
             drop_others(self.trainer, self.run, self.stopper.best_step)
 
     def on_train_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.stopper.time.stop()

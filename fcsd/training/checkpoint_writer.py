@@ -1,10 +1,10 @@
-"""Write the checkpoints of a run: a large one while the training goes on.
+"""Write the checkpoints of a run; large ones are written while the training continues.
 
-What a step changes is copied into host memory, which is all that the training waits
-for; a thread of each rank writes and hashes the copy. When all ranks are done, which
-they tell each other with the figures of a step, the checkpoint gets its name. An error
-ends the training in that step. `torch.distributed.checkpoint.async_save` has formats of
-its own, which other engines and numbers of ranks do not read.
+The state that a step changes is copied into host memory, and the training waits for
+this copy alone; a thread of each rank writes and hashes it. The ranks tell each other
+with the figures of a step when they are done, and then the checkpoint gets its name. An
+error ends the training in that step. `torch.distributed.checkpoint.async_save` is not
+used, because other engines and numbers of ranks cannot read its formats.
 """
 
 import contextlib
@@ -44,28 +44,28 @@ from fcsd.training.checkpoints import (
 from fcsd.training.disk import trained_and_all
 
 SCHEDULE = "scheduler.pt"
-# trained parameters: what is smaller is written within a second
+# Trained parameters from which a thread writes; smaller models take less than a second.
 BACKGROUND_FROM = 20_000_000
-_SHARE_OF_MEMORY = 0.8  # of what is free, for the copy
+_SHARE_OF_MEMORY = 0.8  # of the free memory, for the copy
 
 
 class CheckpointWriter:
-    """Writes a trainer's checkpoints; large ones in a thread, from a copy in host
-    memory, while the training goes on.
+    """Write a trainer's checkpoints; large ones in a thread, from a copy in host
+    memory, while the training continues.
 
     A checkpoint gets its name when the parts of all ranks are on the disk. All ranks
-    call the same methods but `leave`.
+    call the same methods, except for `leave`.
 
-    is_saving: what the Trainer writes goes beside the checkpoint's place. known: names
-    of the checkpoints that this training has written, or gone on from.
+    is_saving: the Trainer's files go to the temporary folder. known: names of the
+    checkpoints that this training has written, or continued from.
     """
 
     def __init__(self, trainer: Any):
         self.trainer, self.is_saving, self.known = trainer, False, set[str]()
         self._files: list[StateFile] = []  # of this rank's state, to be written
-        self._name: str | None = None  # of what is being written
+        self._name: str | None = None  # of the checkpoint that is being written
         self._thread: threading.Thread | None = None
-        # kept: to map new memory takes longer than to copy
+        # reused by every checkpoint: mapping new memory takes longer than copying
         self._copies: dict[str, Tensor] = {}
         self._has_room: bool | None = None  # for them
         self._noted: dict[str, dict[str, Any]] = {}
@@ -74,7 +74,7 @@ class CheckpointWriter:
 
     @property
     def _ranks(self) -> Ranks:
-        # no rank is in a pass
+        # No rank is in a forward pass here.
         return replace(self.trainer.launch.ranks, lockstep=False)
 
     @property
@@ -90,20 +90,21 @@ class CheckpointWriter:
         )
 
     def write(self, name: str, save: Callable[[], None]) -> None:
-        """Take a checkpoint of the training as it is, once the one before is done;
-        `save` leaves what is small.
+        """Write a checkpoint of the present state, once the previous one is done;
+        `save` writes the small files.
         """
         self.close()
+        # The Trainer may ask twice for the checkpoint of one step.
         if name in self.known and (self._folder / name).is_dir():
             return
-        trainer, beside = self.trainer, self._folder / PARTIAL / name
+        trainer, partial_folder = self.trainer, self._folder / PARTIAL / name
         if trainer.args.should_save:
-            # of a killed run
-            for old in (
+            # Remove what a killed run has left half-written or half-removed.
+            for leftover in (
                 self._folder / PARTIAL,
                 *self._folder.glob(".checkpoint-*.old"),
             ):
-                shutil.rmtree(old, ignore_errors=True)
+                shutil.rmtree(leftover, ignore_errors=True)
         trainer.accelerator.wait_for_everyone()
         self.known.add(name)
         self._name, self._noted, self._error, self._abandoned = name, {}, None, False
@@ -112,30 +113,32 @@ class CheckpointWriter:
             with writing(self._folder / name):
                 save()
                 if trainer.args.should_save:
-                    _write_progress(trainer, beside)
-        except Exception as error:  # all ranks learn of it in `finish`
+                    _write_progress(trainer, partial_folder)
+        # One rank must not leave alone, while others wait for it: `finish` raises the
+        # error on all.
+        except Exception as error:
             self._error = error
         finally:
             self.is_saving = False
         files, self._files = self._files, []
         if not self._in_background(files):
-            self._write(beside, (file.copied({}) for file in files))
+            self._write(partial_folder, (file.copied({}) for file in files))
             self.finish()
             self.close()
             return
         copies = [file.copied(self._copies) for file in files]
-        self._start(partial(self._write, beside, copies))
+        self._start(partial(self._write, partial_folder, copies))
 
     def save_state(self, folder: Path) -> None:
-        """Leave what is small of weights, optimiser and schedule in `folder`; the rest
-        is written by `write`.
+        """Write the small parts of optimiser and schedule to `folder`; `write` writes
+        the tensors.
         """
         trainer = self.trainer
-        trained = (trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
+        training_state = (trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
         folder.mkdir(parents=True, exist_ok=True)
         average = trainer.average.average if trainer.average is not None else None
-        self._files = state_files(*trained, average=average)
-        write_settings(folder, *trained)
+        self._files = state_files(*training_state, average=average)
+        write_settings(folder, *training_state)
         if trainer.args.should_save:
             torch.save(
                 schedule_state(trainer.lr_scheduler, trainer.optimizer),
@@ -143,8 +146,8 @@ class CheckpointWriter:
             )
 
     def _in_background(self, files: list[StateFile]) -> bool:
-        """Tell whether the checkpoint is large, and a copy of it fits into the host's
-        memory: the same on all ranks.
+        """Tell whether the checkpoint is large and its copy fits into host memory; the
+        answer is the same on all ranks.
         """
         trainer = self.trainer
         if (
@@ -152,6 +155,7 @@ class CheckpointWriter:
             or trained_and_all(trainer.plain_model)[0] < BACKGROUND_FROM
         ):
             return False
+        # Asked once, for the first checkpoint: later copies reuse its memory.
         if self._has_room is None:
             need = sum(run.nbytes for file in files for run in file.runs.values())
             need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -168,48 +172,52 @@ class CheckpointWriter:
         return self._has_room
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A daemon: a process that is to end at once does not wait for it.
+        # A daemon, so that a process that has to end at once does not wait for it.
         self._thread = threading.Thread(
             target=work, name="fcsd-checkpoint", daemon=True
         )
         self._thread.start()
 
-    def _write(self, beside: Path, files: Iterable[StateFile]) -> None:
+    def _write(self, partial_folder: Path, files: Iterable[StateFile]) -> None:
         try:
-            with writing(self._folder / beside.name):
+            with writing(self._folder / partial_folder.name):
                 for file in files if self._error is None else ():
                     if self._abandoned:
                         return
-                    self._noted[file.name] = file.write(beside)
+                    self._noted[file.name] = file.write(partial_folder)
         except Exception as error:
             self._error = error
 
     def finish(self) -> None:
-        """Wait for what is being written, and give it its name; nothing where nothing
-        is. UserError: a rank could not write.
+        """Wait for the checkpoint that is being written, if there is one, and give it
+        its name. UserError: a rank could not write.
         """
         if self._name is None:
             return
         name, self._name = self._name, None
-        beside, first = self._folder / PARTIAL / name, self.trainer.args.should_save
+        partial_folder, first = (
+            self._folder / PARTIAL / name,
+            self.trainer.args.should_save,
+        )
         self._join()
         try:
-            noted = {
+            file_facts = {
                 file: facts
-                for own in self._ranks.share(self._outcome)
-                for file, facts in own.items()
+                for facts_of_rank in self._ranks.share(self._outcome)
+                for file, facts in facts_of_rank.items()
             }
             if first:
-                check_state(beside)
+                check_state(partial_folder)
             with writing(self._folder / name):
-                note_files(beside, self.trainer.launch.ranks, noted)
+                note_files(partial_folder, self.trainer.launch.ranks, file_facts)
         except Exception:
             if first:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
             raise
         if first:
-            replace_folder(beside, self._folder / name)
+            replace_folder(partial_folder, self._folder / name)
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
+            # Renaming is quick, deleting large files is not: a thread does it.
             self._start(
                 partial(
                     _remove, [retire(path) for path in _old(self.trainer, self._folder)]
@@ -223,13 +231,15 @@ class CheckpointWriter:
         return self._noted
 
     def close(self) -> None:
-        """Finish, and wait until what has become old is removed."""
+        """Finish, and wait until the checkpoints that became too old are removed."""
         self.finish()
         self._join()
 
     def leave(self, error: BaseException) -> None:
-        """End with a training that has failed: ranks that cannot agree any more drop
-        what they were writing.
+        """Stop after the training has failed.
+
+        Ranks that cannot agree any more drop the checkpoint that they were writing; a
+        single process can still finish it.
         """
         if self.trainer.launch.ranks.size == 1 and isinstance(error, Exception):
             with contextlib.suppress(Exception):
@@ -243,24 +253,28 @@ class CheckpointWriter:
             self._thread = None
 
 
-def _write_progress(trainer: Any, beside: Path) -> None:
-    """Write what guard, stopper and balance go on from, and with which settings; the
-    best checkpoint gets the name that it is renamed to.
+def _write_progress(trainer: Any, partial_folder: Path) -> None:
+    """Write the states of guard, stopper and balance, and the settings of the training.
+
+    The Trainer has noted the temporary folder as the best checkpoint's; it is replaced
+    by the final name.
     """
     state = trainer.state
     if state.best_global_step == state.global_step:
-        state.best_model_checkpoint = str(Path(trainer.args.output_dir) / beside.name)
-        state.save_to_json(str(beside / "trainer_state.json"))
-    trainer.record.write(beside)
-    write_json(beside / GUARD_FILE, trainer.guard.state())
+        state.best_model_checkpoint = str(
+            Path(trainer.args.output_dir) / partial_folder.name
+        )
+        state.save_to_json(str(partial_folder / "trainer_state.json"))
+    trainer.record.write(partial_folder)
+    write_json(partial_folder / GUARD_FILE, trainer.guard.state())
     if (balance := trainer.step_loss.balance) is not None:
-        write_json(beside / BALANCE_FILE, balance.state())
+        write_json(partial_folder / BALANCE_FILE, balance.state())
     if trainer.stopper is not None:
-        write_json(beside / STOPPER_FILE, trainer.stopper.state())
+        write_json(partial_folder / STOPPER_FILE, trainer.stopper.state())
 
 
 def restore_beside(trainer: Any, checkpoint: Path) -> None:
-    """Go on with the average and the balance that a checkpoint holds beside the weights."""
+    """Load the weights' average and the routers' balance from a checkpoint."""
     if trainer.average is not None:
         trainer.average.load(checkpoint)
     if (balance := trainer.step_loss.balance) is not None:
@@ -268,13 +282,17 @@ def restore_beside(trainer: Any, checkpoint: Path) -> None:
 
 
 def _old(trainer: Any, folder: Path) -> list[Path]:
-    """List the checkpoints before the newest `save_total_limit`, without the best one;
-    None keeps all.
+    """List the checkpoints that are older than the newest `save_total_limit`, except
+    for the best one; a limit of None keeps all.
     """
     if trainer.args.save_total_limit is None:
         return []
-    before = checkpoints(folder)[: -trainer.args.save_total_limit]
-    return [path for path in before if str(path) != trainer.state.best_model_checkpoint]
+    older_checkpoints = checkpoints(folder)[: -trainer.args.save_total_limit]
+    return [
+        path
+        for path in older_checkpoints
+        if str(path) != trainer.state.best_model_checkpoint
+    ]
 
 
 def _remove(folders: list[Path]) -> None:

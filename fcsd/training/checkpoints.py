@@ -1,11 +1,11 @@
-"""The checkpoints of a run: which there are, whether each is whole, and from which one
-to continue.
+"""The checkpoints of a run: list them, check that they are intact, and choose the one
+to continue from.
 
-A checkpoint is written beside and renamed, so that a process that is killed leaves none
-that is half-written. What is left is the machine that goes down, or a disk that loses
-or changes something: files are on the disk before the rename, their sizes and SHA-256
-are noted with them (`files.json`), and compared before a run continues from them. Every
-rank hashes what it has written, and reads its share of the files.
+A checkpoint is written under a temporary name and renamed, so that a killed process
+leaves none that is half-written. A machine may still go down, or a disk lose or change
+data. Therefore the files are flushed to the disk before the rename, their sizes and
+SHA-256 are recorded with them (`files.json`), and both are compared before a run
+continues. Every rank hashes the files that it has written, and checks a share of them.
 """
 
 import os
@@ -31,7 +31,7 @@ BALANCE_FILE = "balance.json"
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 PARTIAL = "checkpoint-being-written"  # the folder of the one that is
 _FILES = "files.json"
-# beside the checkpoints: to which one a run went back, and the guard's state then
+# beside the checkpoints: the one that a run went back to, and the guard's state then
 _REWIND = "rewind.json"
 
 
@@ -50,12 +50,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def note_files(
-    checkpoint: Path, ranks: Ranks, noted: Mapping[str, dict[str, Any]] | None = None
+    checkpoint: Path,
+    ranks: Ranks,
+    known_facts: Mapping[str, dict[str, Any]] | None = None,
 ) -> None:
-    """Bring the files of a checkpoint to the disk and note their sizes and hashes,
+    """Flush the files of a checkpoint to the disk and record their sizes and hashes,
     before it is renamed.
 
-    noted: what is known already. All ranks call this, when all files are written.
+    known_facts: those that were recorded while writing. All ranks call this, when all
+    files are written.
     """
     names = ranks.from_first(
         lambda: sorted(
@@ -64,7 +67,8 @@ def note_files(
             if path.is_file() and path.name != _FILES
         )
     )
-    facts = dict(noted or {})
+    # The other files, of the Trainer and of the first rank, are dealt out to all ranks.
+    facts = dict(known_facts or {})
     unknown = [name for name in names if name not in facts]
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
     for shares in ranks.share(
@@ -76,15 +80,15 @@ def note_files(
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Bring a file to the disk and return its size and hash."""
+    """Flush a file to the disk and return its size and hash."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
-    """Tell what is wrong with a checkpoint, the same on all ranks: `optimizer.pt has
-    100 of 2048 bytes`; None: nothing is.
+    """Describe the damage of a checkpoint, the same on all ranks: `optimizer.pt has 100
+    of 2048 bytes`; None: it is intact.
     """
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
     return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
@@ -92,24 +96,24 @@ def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
 
 def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
     try:
-        noted = _noted(checkpoint)
+        file_facts = _noted(checkpoint)
     except UserError as error:
         return str(error)
     reasons = (
-        _file_damage(checkpoint, name, *noted[name])
-        for name in ranks.deal(sorted(noted))
+        _file_damage(checkpoint, name, *file_facts[name])
+        for name in ranks.deal(sorted(file_facts))
     )
     return next(filter(None, reasons), None)
 
 
 def _noted(checkpoint: Path) -> dict[str, tuple[int, str]]:
-    """Return size and hash of each file of a checkpoint, as they were noted; UserError
-    where that is damaged.
+    """Return the recorded size and hash of each file of a checkpoint; UserError where
+    the record is damaged.
     """
     try:
-        noted = read_json(checkpoint / _FILES, keys=())
+        record = read_json(checkpoint / _FILES, keys=())
         return {
-            name: (facts["bytes"], facts["sha256"]) for name, facts in noted.items()
+            name: (facts["bytes"], facts["sha256"]) for name, facts in record.items()
         }
     except (UserError, KeyError, TypeError):
         raise UserError(f"{_FILES} is missing or damaged") from None
@@ -145,8 +149,8 @@ def best_step_of(checkpoint: Path) -> int | None:
 
 
 def set_aside(folder: Path) -> None:
-    """Rename a damaged folder to `damaged-NAME`, by which no run continues from it; an
-    earlier one of the name goes.
+    """Rename a damaged folder to `damaged-NAME`, so that no run continues from it; a
+    folder of that name is replaced.
     """
     replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
@@ -154,17 +158,19 @@ def set_aside(folder: Path) -> None:
 def newest_whole(
     candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], None]
 ) -> Path | None:
-    """Return the last of some checkpoints that is whole; None where none is. All ranks
+    """Return the last of some checkpoints that is intact; None where none is. All ranks
     call this.
 
-    Damaged ones behind it are set aside, each with a line that the first rank says.
+    Later ones, which are damaged, are set aside, and the first rank reports each.
     """
+    # They are only set aside when an intact one is found: otherwise the error names
+    # them where they are.
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(candidates):
         reason = damage(checkpoint, ranks)
         if reason is None:
-            for path, why in damaged if ranks.first else []:
-                say(f"{path}: is damaged ({why}); continuing from {checkpoint}")
+            for path, cause in damaged if ranks.first else []:
+                say(f"{path}: is damaged ({cause}); continuing from {checkpoint}")
                 set_aside(path)
             return checkpoint
         damaged.append((checkpoint, reason))
@@ -175,9 +181,9 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     """Return the checkpoint to continue from; None when there is none. All ranks call
     this.
 
-    A damaged one is set aside as `damaged-checkpoint-N`, and the one before it taken;
-    UserError where all are. One from behind the checkpoint to which a rewind went back
-    is removed: the rewind was cut off before it had done so.
+    A damaged one is set aside as `damaged-checkpoint-N` and the previous one taken;
+    UserError where all are damaged. A checkpoint that is later than the one to which a
+    rewind went back is removed, in case the rewind was killed before it did so.
     """
 
     def listed() -> list[Path]:
@@ -197,8 +203,8 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
 def chosen_checkpoint(
     folder: Path, choice: str | bool | None, ranks: Ranks
 ) -> Path | None:
-    """Return the checkpoint that a user wants to go on from; True: the newest one in
-    `folder` that is whole.
+    """Return the checkpoint that the user wants to continue from; True: the newest one
+    in `folder` that is intact.
     """
     if choice is None or choice is False:
         return None
@@ -206,21 +212,19 @@ def chosen_checkpoint(
         newest = newest_usable(folder, ranks)
         if newest is None:
             raise UserError(
-                f"{folder}: no checkpoint to go on from; leave resume_from_checkpoint"
-                " out to begin"
+                f"{folder}: no checkpoint to continue from; leave"
+                " resume_from_checkpoint out to start from the beginning"
             )
         return newest
     checkpoint = Path(str(choice))
-    if (what := damage(checkpoint, ranks)) is not None:
-        raise UserError(
-            f"{checkpoint}: is no checkpoint that can be gone on from ({what})"
-        )
+    if (reason := damage(checkpoint, ranks)) is not None:
+        raise UserError(f"{checkpoint}: cannot be resumed ({reason})")
     return checkpoint
 
 
 def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
-    """Note to which checkpoint a run goes back and with which state of its guard; a run
-    that is killed continues so.
+    """Record the checkpoint that a run goes back to and the state of its guard, for a
+    run that is killed before it writes the next checkpoint.
     """
     write_sealed(
         checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard}
@@ -229,8 +233,8 @@ def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
 
 
 def guard_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the guard's state with which a run continues from a checkpoint, which may
-    have been rewound to.
+    """Return the guard's state for continuing from a checkpoint; after a rewind to it,
+    the state of that time, which counts the rewind.
     """
     rewind = _rewind(checkpoint.parent)
     if rewind is not None and rewind["checkpoint"] == checkpoint.name:
@@ -248,36 +252,40 @@ def _finish_rewind(folder: Path) -> None:
     rewind = _rewind(folder)
     if rewind is None:
         return
+    # Later checkpoints of fewer rewinds belong to the steps that were undone; those of
+    # as many were written after the rewind.
     step = int(rewind["checkpoint"].split("-")[1])
     for path in checkpoints(folder):
-        later = step_of(path) > step and damage(path) is None
+        is_later = step_of(path) > step and damage(path) is None
         if (
-            later
+            is_later
             and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]
         ):
             remove(path)
 
 
 def retire(checkpoint: Path) -> Path:
-    """Take a checkpoint its name, by which it is one no more, and return what is to be removed."""
-    gone = checkpoint.with_name(f".{checkpoint.name}.old")
-    shutil.rmtree(gone, ignore_errors=True)
-    os.replace(checkpoint, gone)
-    return gone
+    """Rename a checkpoint so that no run takes it for one; return the folder to remove."""
+    retired = checkpoint.with_name(f".{checkpoint.name}.old")
+    shutil.rmtree(retired, ignore_errors=True)
+    os.replace(checkpoint, retired)
+    return retired
 
 
 def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; one that is cut off while it is removed is no checkpoint any more."""
+    """Remove a checkpoint; if that is interrupted, no half-removed checkpoint is left."""
     shutil.rmtree(retire(checkpoint))
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
-    """Load a checkpoint after which there is nothing left to train; of any other only
-    stopper and guard, and false.
+    """Load stopper and guard of a checkpoint; if there is nothing left to train after
+    it, load the weights, too, and return true.
 
-    A run that was killed between its last step and writing its model ends here: `train`
-    would do one step more.
+    This is for a run that was killed between its last step and writing its model:
+    `train` would do one step more.
     """
+    # Steps alone do not tell: early stopping may have ended the run before max_steps,
+    # or the last step may still lack its score.
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     trainer.restore_progress(checkpoint)
     trainer.guard.load(guard_state(checkpoint))

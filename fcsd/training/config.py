@@ -9,7 +9,7 @@ from fcsd.base.strict import Strict, option
 
 
 class CosineWithMinLrConfig(Strict):
-    """Fall by a half cosine."""
+    """Decay by half a cosine."""
 
     min_lr_rate: float = Field(ge=0, le=1)  # last rate over first
 
@@ -25,11 +25,11 @@ class StepConfig(Strict):
 
 
 class WarmupStableDecayConfig(Strict):
-    """Keep the rate, and let it fall in the last steps; `transformers.get_wsd_schedule`
-    has the exact definitions.
+    """Keep the rate, and decay in the last steps; `transformers.get_wsd_schedule` has
+    the exact definitions.
     """
 
-    # below 1 their share of max_steps, as transformers counts warm-up
+    # below 1 a share of max_steps, as for transformers' warm-up
     num_decay_steps: float = Field(gt=0)
     warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
@@ -46,8 +46,8 @@ _SCHEDULES: dict[str, type[Strict]] = {
 
 
 def check_capacity(factor: float | None, drop: str | None) -> None:
-    """Raise ValueError for a factor that is none, and where it is said what is dropped,
-    and nothing is.
+    """Raise ValueError for an impossible factor, and for `capacity_drop` without a
+    factor that drops anything.
     """
     if factor is not None and not 0 < factor < math.inf:
         raise ValueError(f"capacity_factor: must be above 0, got {factor:g}")
@@ -63,11 +63,11 @@ class TrainConfig(Strict):
     `transformers.TrainingArguments` where it has them.
     """
 
-    # 0: what a training would start from is left as it is
+    # 0: the initial weights are the result
     max_steps: int = Field(2000, ge=0)
     # over all ranks and accumulation steps
     batch_size_tokens: int = Field(131072, gt=0)
-    # rows in a forward pass; fewer where a batch has
+    # rows in a forward pass; fewer if a batch has fewer
     per_device_train_batch_size: int = Field(1, gt=0)
     learning_rate: float = Field(2e-5, gt=0)
     lr_scheduler_type: Literal[
@@ -80,10 +80,6 @@ class TrainConfig(Strict):
     ] = "cosine"
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
     warmup_steps: int = Field(1000, ge=0)
-    # Last layer's rate over the first one's; learning_rate is the middle's.
-    layer_lr_ratio: float = Field(1.0, gt=0)
-    # muon: for the layers' matrices, AdamW for all else
-    optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -102,7 +98,7 @@ class TrainConfig(Strict):
     # those of the smallest weights; null: order.
     capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
     capacity_drop: Literal["order", "weight"] | None = None
-    # The weights' moving average is what is scored and saved.
+    # The moving average of the weights is scored and saved.
     ema_decay: float | None = Field(None, gt=0, lt=1)
     dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
     bf16: bool = False  # autocast to bfloat16
@@ -119,7 +115,8 @@ class TrainConfig(Strict):
     def _settings_are_those_of_the_schedule(
         cls, value: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
-        name = info.data.get("lr_scheduler_type")  # not there where it is wrong itself
+        # The name is absent if it failed its own validation.
+        name = info.data.get("lr_scheduler_type")
         if (kind := _SCHEDULES.get(str(name))) is not None:
             return kind.model_validate(value or {}).model_dump()
         if value and name is not None:
@@ -132,8 +129,10 @@ class TrainConfig(Strict):
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
-        """Read what transformers reads: one name, or "none"."""
-        return [] if value == "none" else [value] if isinstance(value, str) else value
+        """Accept the forms of transformers, too: one name, or "none"."""
+        if value == "none":
+            return []
+        return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _what_is_dropped_has_a_capacity(self) -> "TrainConfig":
@@ -151,6 +150,7 @@ class TrainConfig(Strict):
 
     @model_validator(mode="after")
     def _the_schedule_has_room(self) -> "TrainConfig":
+        # Without steps there is no schedule.
         if not self.max_steps:
             return self
         if self.warmup_steps > self.max_steps:
@@ -175,15 +175,17 @@ class TrainConfig(Strict):
 
     @property
     def depends_on_micro_batches(self) -> bool:
-        """Whether the loss of a step depends on how its batch is cut into micro-batches."""
+        """Whether the loss of a step depends on how its batch is cut into
+        micro-batches.
+        """
         return (
             self.balance_loss_coefficient is not None
             and self.balance_loss_over == "batch"
         )
 
     def num_decay_steps(self, max_steps: int) -> int:
-        """Return the last steps of as many, in which `warmup_stable_decay` lets the
-        rate fall; 0 of other schedules.
+        """Return the number of last steps in which `warmup_stable_decay` decays; 0 for
+        other schedules.
         """
         number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
         return math.ceil(number * max_steps) if number < 1 else int(number)
@@ -199,16 +201,15 @@ MAY_CHANGE = (
     *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
     "data.on_bad_row",
 )
-"""What may be another when a training is continued: the result does not depend on it,
-but for the order of float sums, and for what becomes of an example that would end the
+"""Settings that may change when a training is continued: the result does not depend on
+them, except for the order of float sums and the fate of an example that would end the
 run.
 """
 
 
 def may_change(train: TrainConfig) -> tuple[str, ...]:
-    """Return the settings of `MAY_CHANGE`; without the rows of a forward pass, where
-    these count: with a capacity, which is one of a pass, and with a balance over the
-    batch.
+    """Return `MAY_CHANGE`, without the rows of a forward pass where the result depends
+    on them: with a capacity, which holds for a pass, and with a balance over the batch.
     """
     if train.capacity_factor is None and not train.depends_on_micro_batches:
         return MAY_CHANGE
@@ -218,8 +219,8 @@ def may_change(train: TrainConfig) -> tuple[str, ...]:
 
 
 class SafetyConfig(Strict):
-    """What a long run does when a step goes wrong (`fcsd.training.safety`); of every
-    training of the recipe.
+    """The reaction of every training of the recipe to a step that goes wrong
+    (`fcsd.training.safety`).
     """
 
     # in a row, for a loss or gradient that is not finite
@@ -233,7 +234,9 @@ class SafetyConfig(Strict):
 
 
 class CalibrationConfig(Strict):
-    """Fold closed-form maps into the converted weights, before any training (docs/convert.md)."""
+    """Fold closed-form maps into the converted weights, before any training
+    (docs/convert.md).
+    """
 
     # of data.train
     tokens: int = option(262_144, "tokens of the text to solve on", gt=0)
@@ -243,8 +246,8 @@ class CalibrationConfig(Strict):
         ge=0,
         lt=1,
     )
-    # Whether trainings start from the calibrated weights; false: it is one more model
-    # that is evaluated.
+    # Whether trainings start from the calibrated weights; false: they are only
+    # evaluated, as one more model.
     starts_training: bool = True
 
 
@@ -253,8 +256,8 @@ class SweepConfig(Strict):
     size (paper 5.1).
 
     The paper's runs have equally many steps, so that a larger batch sees more tokens.
-    With `equal: tokens` the steps are those of a run with train.batch_size_tokens, and
-    the others have as many tokens.
+    With `equal: tokens` the number of steps holds for train.batch_size_tokens, and all
+    other runs see as many tokens.
     """
 
     equal: Literal["steps", "tokens"] = "steps"
@@ -266,16 +269,18 @@ class SweepConfig(Strict):
     )
     steps: int = Field(2000, gt=0)  # of every run
     warmup_steps: int = Field(1000, ge=0)  # left out: at most half of steps
-    # The choice is by the mean training loss over this many last steps; left out: at
-    # most all of them.
+    # The lowest mean training loss over this many last steps wins; left out: at most
+    # all.
     last_steps: int = Field(100, gt=0)
-    # The distillation that follows has this over the chosen batch size as its
-    # train.max_steps. null: as it is
+    # Tokens of the distillation that follows: its train.max_steps is this over the
+    # chosen batch size; null: train.max_steps stays
     train_tokens: int | None = Field(None, gt=0)
 
     @model_validator(mode="before")
     @classmethod
     def _defaults_fit_short_runs(cls, value: Any) -> Any:
+        # A short sweep need not set warmup_steps and last_steps. Steps of a wrong kind
+        # are left to their own validation.
         steps = value.get("steps") if isinstance(value, dict) else None
         if not isinstance(steps, int) or steps < 1:
             return value
@@ -297,8 +302,8 @@ class SweepConfig(Strict):
     def steps_of(
         self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None
     ) -> int:
-        """Return the steps of a run with this batch size, or what `steps` of `train`'s
-        batch size are with it.
+        """Return the steps of a run with this batch size, or the equivalent of `steps`
+        steps with `train`'s batch size.
         """
         steps = self.steps if steps is None else steps
         if self.equal == "steps" or not steps:

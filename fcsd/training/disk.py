@@ -1,5 +1,5 @@
-"""How much room on the disk a training needs, and whether it is there: known before the
-first step.
+"""Compute the disk space that a training needs, and compare it with the free space
+before the first step.
 """
 
 import shutil
@@ -16,12 +16,12 @@ from fcsd.training.config import TrainConfig
 
 @dataclass(frozen=True)
 class DiskNeed:
-    """Bytes of what a training keeps at the same time, at most.
+    """The most bytes that a training keeps at the same time.
 
-    checkpoint: one of them. num_checkpoints: `save_total_limit`, and the one that is
-    being written beside them. best: of early stopping, the best weights, those that are
-    being written beside them, and those that a checkpoint names which goes when the one
-    that is being written is done. model: what is saved at the end.
+    checkpoint: a single one. num_checkpoints: `save_total_limit`, and the one that is
+    being written. best: for early stopping, the best weights, those that are being
+    written, and those named by the checkpoint that goes when the next one is complete.
+    model: the model that is saved at the end.
     """
 
     checkpoint: int
@@ -42,16 +42,17 @@ def disk_need(
     model_itemsize: int,
     keeps_best: bool,
 ) -> DiskNeed:
-    """Compute the room that a training needs: a checkpoint has the trained weights and
+    """Compute the space that a training needs: a checkpoint has the trained weights and
     the two moments of AdamW in the training dtype, and with ema_decay the averaged
     weights.
 
     num_trained, num_parameters: of the student, over all ranks. model_itemsize: bytes
-    of a weight that is saved; 0 where no model is. keeps_best: whether early stopping
+    of a saved weight; 0 where no model is saved. keeps_best: whether early stopping
     keeps weights.
     """
     weights = num_trained * dtype_of(train.dtype).itemsize
-    # The last step's with the model; none where there is no step.
+    # One every `save_steps`; the last step has one where a model is saved. No steps,
+    # none.
     num_saved = max(0, (train.max_steps - 1) // train.save_steps + bool(model_itemsize))
     return DiskNeed(
         checkpoint=weights * (4 if train.ema_decay is not None else 3),
@@ -62,10 +63,11 @@ def disk_need(
 
 
 def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
-    """Compare what a training needs with what its folder's disk has (UserError: less);
-    what it wrote before a restart counts as room.
+    """Raise UserError where the disk of a folder has less space than a training needs;
+    files that it wrote before a restart count as free.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # A continued run replaces its own files.
     written = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     room = shutil.disk_usage(folder).free + written
     if need.total <= room:
@@ -88,7 +90,8 @@ def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
 
 
 def trained_and_all(model: nn.Module) -> tuple[int, int]:
-    """Return (trained, all) parameters of a model, over all ranks that share it."""
+    """Count the trained and all parameters of a model, over all ranks that share it."""
+    # ZeRO-3's parameters are empty outside a pass; `ds_numel` is their number.
     counts = [
         (getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()
     ]

@@ -1,8 +1,7 @@
-"""Decide when to stop: the score has not improved for a while (paper 5.1: every 1000
-steps, patience 20, delta 2 %).
+"""Decide when to stop, because the score has not improved for a while (paper 5.1: every
+1000 steps, patience 20, delta 2 %).
 
-Pure bookkeeping; what the score is and how it is measured is in
-`fcsd.pipeline.scoring`.
+Pure bookkeeping; `fcsd.pipeline.scoring` defines and measures the score.
 """
 
 import contextlib
@@ -18,15 +17,15 @@ from fcsd.base.text import RELATIVE, duration, items_text, plus_minus
 
 @dataclass(frozen=True)
 class Score:
-    """One evaluation: a figure for each item, of the same items in the same order every
-    time.
+    """One evaluation: a figure for each item, with the same items in the same order
+    every time.
 
-    The score is sum(figures) / sum(weights). The figures of a task are the items'
-    scores, and the weights 1; an item of the held-out KL is a row, its figure the KL
-    summed over its tokens in nats, its weight their number.
+    The score is sum(figures) / sum(weights). For a task the figures are the items'
+    scores, and the weights are 1. For the held-out KL an item is a row, its figure the
+    KL in nats summed over its tokens, and its weight their number.
 
-    num_items_total: of the whole split, of which these are the first; None where that
-    is not known.
+    num_items_total: the items of the whole split, of which these are the first; None
+    where that is not known.
     """
 
     figures: Sequence[float]
@@ -47,12 +46,13 @@ class Score:
         """Its standard error, items being independent; None for a single item."""
         return ratio(list(self.figures), self.counts)["stderr"]
 
-    def change(self, before: Sequence[float]) -> tuple[float, float | None]:
-        """Return the difference to the figures of an earlier evaluation and its
-        standard error, paired item by item.
+    def change(self, earlier_figures: Sequence[float]) -> tuple[float, float | None]:
+        """Return the difference from an earlier evaluation and its standard error,
+        paired item by item.
         """
         difference = ratio(
-            [b - a for a, b in zip(before, self.figures, strict=True)], self.counts
+            [b - a for a, b in zip(earlier_figures, self.figures, strict=True)],
+            self.counts,
         )
         assert difference["kl"] is not None
         return difference["kl"], difference["stderr"]
@@ -70,22 +70,22 @@ _STATE = ("highest", "highest_step", "reference", "stalled", "figures", "warned"
 
 
 class EarlyStopper:
-    """Follows a score, which should grow or, where lower is better, fall.
+    """Follow a score, which should grow or, where lower is better, fall.
 
     An evaluation counts as an improvement when its score is more than `min_delta`
     better than the score of the last improvement; after `patience` evaluations in a row
     without one, `should_stop` is true. The best checkpoint is the last one whose score
-    is no more than `min_delta` worse than the best: differences that small are noise by
-    the choice of `min_delta`, and of equals the later checkpoint has seen more data.
-    The score before training counts like any other: a training that only makes the
-    model worse leaves the weights that it began with.
+    is no more than `min_delta` worse than the best: by the choice of `min_delta`
+    smaller differences are noise, and among equals the later checkpoint has seen more
+    data. The score before training counts like any other: a training that only makes
+    the model worse leaves the weights that it began with.
 
     `min_delta` is a difference of scores. KLs span orders of magnitude, so for
     heldout_kl it is relative: inside, the score is -ln(KL), and a fall by 2 % is a gain
     of -ln(1 - 0.02).
 
-    points: of each evaluation step, score, stderr, and change and change_stderr since
-    the evaluation before it.
+    points: one dict per evaluation: step, score, stderr, and change and change_stderr
+    since the previous evaluation.
     """
 
     def __init__(
@@ -113,21 +113,26 @@ class EarlyStopper:
         self.warned = False
 
     def update(self, step: int, score: Score) -> bool:
-        """Note the score at `step` (0: before training); true when these weights are
-        the best checkpoint so far.
+        """Record the score at `step` (0: before training); return whether these weights
+        are the best checkpoint so far.
         """
+        # `gain` grows with quality for every metric, so that one comparison serves all.
         gain, margin = (
             score.value if score.higher_is_better else -score.value,
             self.min_delta,
         )
+        # For KLs, min_delta is relative: a fall by 2 % is this margin on a log scale.
         if self.metric in RELATIVE:
             gain = _relative_gain(score.value)
             margin = -math.log1p(-self.min_delta)
         self._note(step, score)
+        # The reference moves only by more than the margin: many small gains in a row
+        # add up to an improvement, a drift within the noise does not.
         if self.reference is None or gain > self.reference + margin:
             self.reference, self.stalled = gain, 0
         else:
             self.stalled += 1
+        # The highest score may be higher than the reference by less than the margin.
         if self.highest is None or gain > self.highest:
             self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
@@ -140,18 +145,21 @@ class EarlyStopper:
         return False
 
     def lose_all_but(self, steps: Collection[int]) -> None:
-        """Take the best of these steps for the best checkpoint, so far: the weights of
-        the others are lost.
+        """Make the best of these steps the best checkpoint so far: the weights of all
+        others are lost.
 
-        Of equal scores the later one; none where none of the steps was scored.
+        Among equal scores the later one is taken; there is none where none of the steps
+        was scored.
         """
+        # The highest score is nearest to itself, whatever the direction of the metric,
+        # so that the best of the remaining ones is the one with the smallest distance.
         scores = {point["step"]: point["score"] for point in self.points}
-        kept = [point for point in self.points if point["step"] in steps]
+        remaining_points = [point for point in self.points if point["step"] in steps]
         if self.highest_step is None or self.highest is None:
             return
         highest = scores[self.highest_step]
         best = min(
-            kept,
+            remaining_points,
             key=lambda point: (abs(point["score"] - highest), -point["step"]),
             default=None,
         )
@@ -189,7 +197,7 @@ class EarlyStopper:
         return self.stalled >= self.patience
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Tell whether the weights of `step` are to be scored, and have not been."""
+        """Tell whether the weights of `step` still have to be scored."""
         scored = self.points[-1]["step"] if self.points else -1
         return step > scored and (step % self.every_steps == 0 or step == max_steps)
 
@@ -198,15 +206,15 @@ class EarlyStopper:
     def line(self) -> str:
         """Describe the last evaluation: `step 2000: pass@1 0.4120 ± 0.0250 (378 of 378
         items), +0.0210 ± 0.0140 since step 1000, best so far; 93 s`."""
-        point, before = self.points[-1], self.points[-2:-1]
+        point, previous_points = self.points[-1], self.points[-2:-1]
         text = (
             f"step {point['step']}: {self.name}"
             f" {plus_minus(point['score'], point['stderr'])} ({self.items})"
         )
-        for earlier in before:
+        for previous in previous_points:
             change = plus_minus(point["change"], point["change_stderr"], sign="+")
-            text += f", {change} since step {earlier['step']}"
-        if point["step"] == self.best_step and before:
+            text += f", {change} since step {previous['step']}"
+        if point["step"] == self.best_step and previous_points:
             text += f", {self._how_good()}"
         if self.stalled:
             text += f", {self.stalled} of {self.patience} without an improvement"
@@ -214,7 +222,7 @@ class EarlyStopper:
 
     def _how_good(self) -> str:
         highest = next(
-            (each for each in self.points if each["step"] == self.highest_step),
+            (point for point in self.points if point["step"] == self.highest_step),
             self.points[-1],
         )
         if highest is self.points[-1]:
@@ -236,28 +244,28 @@ class EarlyStopper:
         return items_text(self.metric, self.num_items, self.num_items_total)
 
     def noise(self) -> str | None:
-        """Return the warning that `min_delta` is less than chance makes, when the last
-        evaluation showed it; given once.
+        """Return a warning, once, where the last evaluation shows that `min_delta` is
+        within the noise.
 
-        It did when the score moved by no more than two standard errors of the change,
-        and one of those is more than `min_delta`: then an evaluation of unchanged
-        weights counted as an improvement, or not, by chance.
+        That is the case when the score moved by no more than two standard errors of the
+        change, and one of these is more than `min_delta`: chance alone can then make an
+        evaluation count as an improvement.
         """
         change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
         if self.warned or error is None or abs(change) > 2 * error:
             return None
-        before, relative = self.points[-2], self.metric in RELATIVE
-        scale = before["score"] if relative else 1.0
+        previous_point, relative = self.points[-2], self.metric in RELATIVE
+        scale = previous_point["score"] if relative else 1.0
         if error <= self.min_delta * scale:
             return None
         self.warned = True
         share = f" ({error / scale:.3g} of the score)" if relative else ""
         text = (
             f"early stopping: {self.name} changed by"
-            f" {plus_minus(change, error, sign='+')}{share} from step {before['step']}"
-            f" to {self.points[-1]['step']}, with the paired standard error on"
-            f" {self.items}. early_stopping.min_delta, {self.min_delta:g}, is less than"
-            " that error, so that chance decides what counts as an improvement: raise"
+            f" {plus_minus(change, error, sign='+')}{share} from step"
+            f" {previous_point['step']} to {self.points[-1]['step']}, with the"
+            f" paired standard error on {self.items}. early_stopping.min_delta,"
+            f" {self.min_delta:g}, is less than that error, so that chance decides what counts as an improvement: raise"
             " it, or "
         )
         if relative:
@@ -265,15 +273,16 @@ class EarlyStopper:
         assert self.num_items is not None
         if self.num_items_total is None or self.num_items_total <= self.num_items:
             return text + "score on a task with more items"
-        whole = error * math.sqrt(self.num_items / self.num_items_total)
+        # The standard error falls with the root of the number of items.
+        full_error = error * math.sqrt(self.num_items / self.num_items_total)
         return (
             text + f"early_stopping.limit (all {self.num_items_total} items: about ±"
-            f" {whole:.2g})"
+            f" {full_error:.2g})"
         )
 
     def summary(self) -> str:
-        """Sum up: the best score, why training ended, and what the scores took of the
-        run's time.
+        """Summarise the best score, the reason why training ended, and the share of the
+        run's time that scoring took.
         """
         text = f"early stopping: {len(self.points)} scores on {self.items}"
         if self.best_step is not None and self.best_score is not None:
@@ -290,8 +299,8 @@ class EarlyStopper:
         )
 
     def no_gain(self) -> str | None:
-        """Return the warning that training has gained nothing, where the weights before
-        it score best.
+        """Return a warning that training has gained nothing, where the initial weights
+        score best.
         """
         if self.best_step != 0 or len(self.points) < 2:
             return None
@@ -305,7 +314,7 @@ class EarlyStopper:
     # ---- as plain data
 
     def results(self) -> dict[str, Any]:
-        """Return the small facts that a manifest keeps beside best step and score."""
+        """Return the facts that a manifest has in addition to best step and score."""
         return {
             "num_scores": len(self.points),
             "num_items": self.num_items,
@@ -317,7 +326,7 @@ class EarlyStopper:
         }
 
     def record(self) -> dict[str, Any]:
-        """Return the curve, as `scores.json` has it."""
+        """Return the curve in the form of `scores.json`."""
         curve = {name: getattr(self, name) for name in _CURVE}
         return (
             {"schema_version": 1, "metric": self.metric}
@@ -326,28 +335,29 @@ class EarlyStopper:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what an exact continuation needs, as plain data."""
-        kept = {name: getattr(self, name) for name in _STATE}
-        return self.record() | kept | {"time": self.time.state()}
+        """Return the state for an exact continuation, as plain data."""
+        progress = {name: getattr(self, name) for name in _STATE}
+        return self.record() | progress | {"time": self.time.state()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state()`; but for the time spent, which `TimeSpent.resume` adds."""
+        """Continue from `state()`, except for the time spent: `TimeSpent.resume` adds
+        it.
+        """
         for name in (*_CURVE, *_STATE):
             setattr(self, name, state[name])
         self.points = [dict(point) for point in self.points]
 
 
 def _relative_gain(score: float) -> float:
-    # rounding may leave a KL of 0, or a little below it
+    # Rounding may make a KL 0, or slightly negative.
     return -math.log(max(score, 1e-30))
 
 
 class TimeSpent:
-    """Seconds of a run, and of those the ones that went into scores; over all its
-    restarts.
+    """The seconds of a run, and those among them that scoring took, over all restarts.
 
-    Of a run that was cut off the time after its last checkpoint is not counted: that
-    work is done again. Preparing to score (data, the canonical solutions) counts for
+    After a kill the time since the last checkpoint is not counted, because that work is
+    done again. The preparation of scores (data, the canonical solutions) counts for
     both.
     """
 
@@ -381,6 +391,8 @@ class TimeSpent:
         finally:
             self.last_s = self._clock() - begun
             self.scoring_s += self.last_s
+            # Outside the run's own clock, as when a score is prepared before the
+            # training.
             if self._since is None:
                 self._run_s += self.last_s
 

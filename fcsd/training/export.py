@@ -1,5 +1,5 @@
-"""Leave a trained model as a checkpoint folder that `from_pretrained` reads, without
-changing the model.
+"""Save a trained model as a checkpoint folder for `from_pretrained`, without changing
+the model.
 """
 
 import contextlib
@@ -38,40 +38,42 @@ def write_model(
     """Write config, code, weights and tokenizer into `folder`. All ranks call this; the
     first one writes.
 
-    Weights in shards are gathered on the first rank's CPU. What the checkpoint of the
-    model holds beside the model (MTP layers) is added as it is there. What was written
-    is loaded once, where there is room for it, and compared with the model.
+    Sharded weights are gathered on the first rank's CPU. Tensors of the original
+    checkpoint that are not part of the model (MTP layers) are copied unchanged. The
+    result is loaded once, if main memory suffices, and compared with the model.
 
     Args:
-        dtype: what the config declares.
-        dtypes: of single tensors, by their names in the model (`saved_dtypes`); the
-            same on all ranks. None: those that the model has when it is loaded in
+        dtype: the dtype that the config declares.
+        dtypes: those of single tensors, by their names in the model (`saved_dtypes`);
+            the same on all ranks. None: those that the model has when it is loaded in
             `dtype`.
 
     Raises:
-        UserError: what is loaded differs from the model.
+        UserError: the loaded model differs from the one in memory.
     """
     if dtypes is None:
         dtypes = loaded_dtypes(model, dtype)
-    whole = whole_model(model, dtypes, launch) if launch.engine.shards else model
-    if not launch.first or whole is None:
+    full_model = whole_model(model, dtypes, launch) if launch.engine.shards else model
+    if not launch.first or full_model is None:
         return
-    config = whole.config
+    # A training switches use_cache off; the saved model has to generate with a cache.
+    config = full_model.config
     use_cache, declared = config.use_cache, config.dtype
     config.use_cache = True
     try:
-        with _in_host_memory(whole, dtypes):
-            with keeping_extra_tensors(whole, folder):
-                whole.save_pretrained(folder)
+        with _in_host_memory(full_model, dtypes):
+            with keeping_extra_tensors(full_model, folder):
+                full_model.save_pretrained(folder)
             _declare_dtype(folder, dtype)
-            # safetensors 0.8 makes its files 0600, whatever the umask
+            # safetensors 0.8 creates files with mode 0600, whatever the umask: give
+            # them that of the config.
             mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
                 file.chmod(mode & 0o777)
             if tokenizer is not None:
                 tokenizer.save_pretrained(folder)
                 _keep_tokenizer_class(Path(str(tokenizer.name_or_path)), folder)
-            _compare_with_saved(whole, folder)
+            _compare_with_saved(full_model, folder)
     finally:
         config.use_cache, config.dtype = use_cache, declared
 
@@ -84,14 +86,15 @@ def replace_model(
     dtypes: FileDtypes,
     launch: Launch,
 ) -> None:
-    """Write a model beside a folder, which may hold other files, and move it there when
-    it is whole.
+    """Write a model to a temporary folder, and move it into `folder`, which may hold
+    other files, when it is complete.
 
-    All ranks call this. tokenizer, dtypes, and what is raised: as of `write_model`.
+    All ranks call this. tokenizer, dtypes and errors: as for `write_model`.
     """
     launch.ranks.from_first(lambda: make_folder(folder))
-    place = beside(folder) if launch.first else contextlib.nullcontext(folder)
-    with writing(folder), place as written:
+    destination = beside(folder) if launch.first else contextlib.nullcontext(folder)
+    # The other ranks take part in gathering the weights; they write nothing.
+    with writing(folder), destination as written:
         write_model(
             model,
             written,
@@ -105,7 +108,10 @@ def replace_model(
 
 
 def _move_model(written: Path, folder: Path) -> None:
-    """Move all files of a folder into another one, from which weights of an earlier model go."""
+    """Move all files of a folder into another one, and remove an earlier model's
+    weights there.
+    """
+    # Old weight files that no new file replaces are removed last.
     files = [file.relative_to(written) for file in written.rglob("*") if file.is_file()]
     earlier = [
         file
@@ -120,7 +126,9 @@ def _move_model(written: Path, folder: Path) -> None:
 
 
 def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Name the model's dtype in the config: transformers takes that of the first tensor for it."""
+    """Write the model's dtype to the config: transformers writes that of the first
+    tensor.
+    """
     config = read_json(folder / CONFIG)
     name = str(dtype).removeprefix("torch.")
     if config.get("dtype") != name:
@@ -128,60 +136,67 @@ def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _keep_tokenizer_class(source: Path, folder: Path) -> None:
-    """Name the class that the tokenizer's own files name: that of transformers 5 is
-    unknown to older versions.
+    """Restore the class name of the tokenizer's own files: older versions do not know
+    that of transformers 5.
     """
-    files = [place / "tokenizer_config.json" for place in (source, folder)]
+    files = [directory / "tokenizer_config.json" for directory in (source, folder)]
     if not all(file.is_file() for file in files):
         return
-    before, after = map(read_json, files)
-    if before.get("tokenizer_class") not in (None, after.get("tokenizer_class")):
-        write_json(files[1], after | {"tokenizer_class": before["tokenizer_class"]})
+    source_config, saved_config = map(read_json, files)
+    if source_config.get("tokenizer_class") not in (
+        None,
+        saved_config.get("tokenizer_class"),
+    ):
+        write_json(
+            files[1],
+            saved_config | {"tokenizer_class": source_config["tokenizer_class"]},
+        )
 
 
 @contextlib.contextmanager
 def _in_host_memory(
     model: nn.Module, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[None]:
-    """Give the model its weights and buffers in `dtypes` within the block, and behind
-    it the very tensors that it had.
+    """Give the model its weights and buffers in `dtypes` within the block, and the
+    original tensors again afterwards.
 
-    The copies are in host memory: the device may have no room for both.
+    The copies are in host memory, because the device may not hold both.
     """
-    # Buffers that no checkpoint has are without storage in a model that was gathered
-    # from shards.
+    # In a model that was gathered from shards, buffers that no checkpoint has are on
+    # the meta device. A tensor that is tied is converted once, under one of its names.
     tensors = {
         id(tensor): (name, tensor)
         for name, tensor in real_tensors(model)
         if not tensor.is_meta
     }
-    held = [(tensor, tensor.data) for _, tensor in tensors.values()]
+    original_data = [(tensor, tensor.data) for _, tensor in tensors.values()]
     try:
         for name, tensor in tensors.values():
             if (dtype := dtypes.get(name, tensor.dtype)) != tensor.dtype:
                 tensor.data = tensor.data.to("cpu", dtype)
         yield
     finally:
-        for tensor, data in held:
+        for tensor, data in original_data:
             tensor.data = data
 
 
 def _compare_with_saved(model: PreTrainedModel, folder: Path) -> None:
-    """Load what was written, and compare each tensor with the model's.
+    """Load the saved model, and compare each tensor with the trained one.
 
     Raises:
-        UserError: a tensor has other numbers, or is not there.
+        UserError: a tensor differs, or is missing.
     """
     trained = model.state_dict()
-    needed = sum(tensor.nbytes for tensor in trained.values())
-    if (free := available_memory()) < needed * _ROOM_TO_LOAD:
+    needed_bytes = sum(tensor.nbytes for tensor in trained.values())
+    if (free_bytes := available_memory()) < needed_bytes * _ROOM_TO_LOAD:
         print(
             f"{folder.name}: was not loaded to compare it with the trained model, which"
-            f" takes {needed / 1e9:.0f} GB of main memory ({free / 1e9:.0f} GB are"
-            " free)",
+            f" takes {needed_bytes / 1e9:.0f} GB of main memory"
+            f" ({free_bytes / 1e9:.0f} GB are free)",
             file=sys.stderr,
         )
         return
+    # Under ZeRO-3 `from_pretrained` would shard the model that it loads.
     with without_deepspeed():
         loaded = load_model(folder).state_dict()
     for name, tensor in trained.items():
@@ -189,20 +204,22 @@ def _compare_with_saved(model: PreTrainedModel, folder: Path) -> None:
             tensor.detach().to("cpu"), loaded[name]
         ):
             raise UserError(
-                f"{folder}: '{name}' is not what was trained when the model is loaded"
-                " again; nothing was left, the training goes on from its last"
-                " checkpoint. Is the disk well? If so, this is a fault of fcsd: report"
-                " it with the model's config.json"
+                f"{folder}: '{name}' differs from the trained tensor when the model is"
+                " loaded again; the model was not saved, and the training continues"
+                " from its last checkpoint. Check the disk; if it is sound, this is a"
+                " bug of fcsd: report it with the model's config.json"
             )
 
 
 _ROOM_TO_LOAD = 1.2
-"""Free main memory over the bytes of a model from which on it is loaded to be compared."""
+"""The free main memory, in multiples of the model, that the comparison needs."""
 
 
 def _same_numbers(trained: Tensor, loaded: Tensor) -> bool:
-    """Compare bits, since a model whose training failed has NaN. Families round some
-    tensors when they load them.
+    """Compare bits, because NaN, which a failed training leaves, does not equal itself.
+
+    The trained tensor is rounded like the loaded one: some families round when they
+    load.
     """
     trained = trained.to(loaded.dtype).contiguous()
     return trained.shape == loaded.shape and torch.equal(

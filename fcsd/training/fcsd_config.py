@@ -1,5 +1,5 @@
-"""`FCSDConfig`: the arguments of `FCSDTrainer`, under the names of `transformers` and
-of a recipe.
+"""`FCSDConfig`: the arguments of `FCSDTrainer`, named as in `transformers` and in a
+recipe.
 """
 
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
@@ -32,12 +32,13 @@ from fcsd.training.losses.objectives import (
 )
 from fcsd.training.python_words import python_words, with_known_names
 
-# Keys of a recipe's `train` section that are no arguments here, or of another meaning.
+# Keys of a recipe's `train` section that are not arguments here, or mean something
+# else.
 _NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
 
 LOSSES = ("loss", "kl", "ce")
-"""The last words of the metrics that `FCSDTrainer.evaluate` gives: eval_kl, or
-eval_NAME_kl of a dict of data sets.
+"""The last words of the metrics of `FCSDTrainer.evaluate`: eval_kl, or eval_NAME_kl for
+a dict of data sets.
 """
 _SCORES = (
     "accuracy",
@@ -54,7 +55,9 @@ _SCORES = (
 
 
 def _greater_is_better(metric: str) -> bool:
-    """Return the direction of a metric whose last word says it; UserError where it does not."""
+    """Tell from a metric's last word whether more is better; UserError if it is
+    unknown.
+    """
     if is_loss(metric):
         return False
     if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
@@ -68,7 +71,7 @@ def _greater_is_better(metric: str) -> bool:
 
 
 def is_loss(metric: str) -> bool:
-    """Tell whether a metric is, by its last word, one of ours, of which less is better."""
+    """Tell whether a metric is one of fcsd's losses, of which less is better."""
     return any(f"_{metric}".endswith(f"_{word}") for word in LOSSES)
 
 
@@ -77,11 +80,12 @@ def _argument(default: Any, text: str) -> Any:
 
 
 def _key(section: type[Strict], name: str, text: str) -> Any:
-    """Return an argument with the default of a recipe's key."""
+    """Make a field with the default of a recipe's key."""
     return _argument(section.model_fields[name].default, text)
 
 
-# Keys of a recipe's `data` section that are arguments here, checked as there.
+# Keys of a recipe's `data` section that are arguments here; a model of these keys alone
+# validates them by the recipe's own rules.
 _ROW_KEYS = ("max_length", "packing", "loss_on", "on_bad_row")
 _row_fields: dict[str, Any] = {
     key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key])
@@ -91,7 +95,7 @@ _Rows = create_model("_Rows", __base__=Strict, **_row_fields)
 
 
 class Sections(Strict):
-    """The sections of a recipe that the arguments fill, checked as those of a recipe are."""
+    """The sections of a recipe that the arguments fill, validated like a recipe's."""
 
     objective: ObjectiveConfig
     train: TrainConfig
@@ -107,9 +111,17 @@ _OBJECTIVE_KEYS = {
 
 
 def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
-    """Return an argument that is None, or False, where the objective's own default is meant."""
+    """Make a field that is None (a bool: False) unless it is set, so that the
+    objective's own default holds.
+    """
+    # The annotation may be a union with None or a Literal, whose arguments are no
+    # types.
     kind: Any = next(
-        (each for each in get_args(info.annotation) if isinstance(each, type)),
+        (
+            candidate
+            for candidate in get_args(info.annotation)
+            if isinstance(candidate, type)
+        ),
         info.annotation,
     )
     if kind is bool:
@@ -124,13 +136,14 @@ _ObjectiveArguments: Any = make_dataclass(
 
 
 def _read_numbers(args: Any) -> None:
-    """Read numbers that are given as text ("10", as in a file); UserError for any other
-    text in a number's place.
+    """Convert numbers that are given as text ("10", as a file has them); UserError for
+    text that is no number.
     """
     hints = get_type_hints(type(args))
     for argument in fields(args):
         value, hint = getattr(args, argument.name), hints[argument.name]
         kinds = {*(get_args(hint) or (hint,))}
+        # Only a field that takes numbers and no text can be converted without a doubt.
         if not isinstance(value, str) or str in kinds or not kinds & {int, float}:
             continue
         try:
@@ -142,13 +155,15 @@ def _read_numbers(args: Any) -> None:
 
 
 def _check_arguments(args: Any) -> None:
-    """Raise UserError where `args` are no `TrainingArguments`, or another trainer's."""
+    """Raise UserError unless `args` are `TrainingArguments`, without fields that only
+    another trainer has.
+    """
     if not isinstance(args, TrainingArguments):
         hint = "; write FCSDConfig(**args)" if isinstance(args, Mapping) else ""
         raise UserError(f"args: {kind_of(args)}; an FCSDConfig is needed{hint}")
-    known = {argument.name for argument in fields(FCSDConfig)}
+    known_names = {argument.name for argument in fields(FCSDConfig)}
     if foreign := [
-        argument.name for argument in fields(args) if argument.name not in known
+        argument.name for argument in fields(args) if argument.name not in known_names
     ]:
         raise UserError(
             f"args: {kind_of(args)}, with arguments that FCSDTrainer does not have"
@@ -163,8 +178,7 @@ def _check_arguments(args: Any) -> None:
 class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
-    All of transformers' arguments are there. These are fcsd's own, named as in a
-    recipe:
+    All of transformers' arguments are available. fcsd adds these, named as in a recipe:
 
     Args:
         objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft"
@@ -172,48 +186,49 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             `l2_coefficient`, `l2_relative`, `l2_points`, `l2_until`,
             `router_kl_coefficient`, `vocab_size`, `freeze_embeddings_and_head` and
             `freeze_routers` (`fcsd.training.losses.objectives`).
-        layers: selection of the layers to rewire in a model that is not converted yet,
-            for example "last:90%"; None: the model is converted already. `attention`
-            and `mlp` are the sides (`fcsd.Connectivity`).
+        layers: the layers to rewire in a model that is not converted yet, for example
+            "last:90%"; None: the model is converted already. `attention` and `mlp` are
+            the sides (`fcsd.Connectivity`).
         max_length: tokens in a row.
         packing: several examples share a row; they do not see each other.
-        loss_on: "response" (what the assistant says) or "all".
-        on_bad_row: what an example that cannot be tokenized does: "error" ends the run,
-            "skip" leaves it out, up to 1 % of the examples, and ten in any case.
-        columns: what the data set's columns mean, as in a recipe: {"messages": NAME},
-            {"text": NAME} or {"prompt": NAME, "response": NAME}, where the response is
-            what an assistant says, or {"prompt": NAME, "completion": NAME}, which are
-            taken as they are written (TRL); None: seen from their names.
+        loss_on: "response" (the assistant's turns) or "all".
+        on_bad_row: the reaction to an example that cannot be tokenized: "error" ends
+            the run, "skip" leaves it out, up to 1 % of the examples, and ten in any
+            case.
+        columns: the meaning of the data set's columns, as in a recipe:
+            {"messages": NAME}, {"text": NAME} or {"prompt": NAME, "response": NAME},
+            where the response is an assistant's turn, or {"prompt": NAME,
+            "completion": NAME}, which are taken literally (TRL); None: inferred from
+            their names.
         dataset_num_proc: processes that tokenize; by default one for each core, eight
             at most.
-        batch_size_tokens: of one optimiser step, over all ranks; sets
-            gradient_accumulation_steps, and is refused beside one that says otherwise.
+        batch_size_tokens: tokens of one optimiser step, over all ranks; sets
+            gradient_accumulation_steps, and is refused if that is set to another value.
         dtype: of the trained weights, "float32" or "bfloat16". They are saved in the
             dtype that the model came in.
-        optimizer: "adamw", or "muon" for the matrices of the layers.
-        lr_scheduler_type: any of transformers', and "step", whose `lr_scheduler_kwargs`
+        lr_scheduler_type: any of transformers', or "step", whose `lr_scheduler_kwargs`
             are `milestones`, shares of the steps at which the rate is multiplied by
             `gamma`.
-        layer_lr_ratio: the last layer's learning rate over the first one's.
-        ema_decay: the moving average of the weights is what is evaluated and saved.
+        ema_decay: evaluate and save the moving average of the weights.
         balance_loss_coefficient: of the loss that balances the experts' loads, over
             each "sequence" or the "batch" of all ranks and the micro-batches of the
             step so far (`balance_loss_over`); balance_bias_rate: balances by the
             routers' correction bias instead (`fcsd.training.losses.balance`).
         capacity_factor: pairs of token and expert above a capacity are dropped;
             capacity_drop: by "order" or "weight" (`fcsd.model.families.capacity`).
-        safety: the `safety` section of a recipe: what happens when a step goes wrong.
-        model_init_kwargs: `dtype`, `revision`, `attn_implementation`,
+        safety: the `safety` section of a recipe: the reaction to a step that goes
+            wrong.
+        model_init_kwargs: `dtype`, `revision`, `attn_implementation` and
             `experts_implementation` of a model given by its path; `trust_remote_code`
-            stands by itself.
-        teacher_model_init_kwargs: the same of a teacher given by its path.
+            is an argument of its own.
+        teacher_model_init_kwargs: the same for a teacher given by its path.
 
-    Defaults that differ from transformers' are a recipe's; remove_unused_columns is
-    False.
+    Where a default differs from transformers', it is that of a recipe;
+    remove_unused_columns is False.
 
     Raises:
-        UserError: a value that a recipe would refuse, or an argument that FCSDTrainer
-            has no use for (`fcsd.training.argument_rules`).
+        UserError: a value that a recipe would refuse, or an argument that has no effect
+            in FCSDTrainer (`fcsd.training.argument_rules`).
     """
 
     _VALID_DICT_FIELDS = [  # noqa: RUF012
@@ -255,10 +270,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
 
     dtype: str = _key(TrainConfig, "dtype", "Dtype of the trained weights.")
-    optimizer: str = _key(TrainConfig, "optimizer", "adamw or muon.")
-    layer_lr_ratio: float = _key(
-        TrainConfig, "layer_lr_ratio", "Last layer's learning rate over the first's."
-    )
     ema_decay: float | None = _key(
         TrainConfig, "ema_decay", "Decay of the weights' moving average."
     )
@@ -291,16 +302,25 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     @classmethod
     def of(cls, args: TrainingArguments | None) -> "FCSDConfig":
+        """Return `args` as an `FCSDConfig`, with defaults for what they lack.
+
+        Raises:
+            UserError: they are no `TrainingArguments`, or those of another trainer.
+        """
         if args is None:
             return cls()
         if isinstance(args, FCSDConfig):
             return args
         _check_arguments(args)
         settings = {
-            each.name: getattr(args, each.name) for each in fields(args) if each.init
+            argument.name: getattr(args, argument.name)
+            for argument in fields(args)
+            if argument.init
         }
+        # transformers has guessed the direction, wrongly for a name such as "kl":
+        # decide again.
         if is_loss(args.metric_for_best_model or ""):
-            settings["greater_is_better"] = None  # what is there is transformers' guess
+            settings["greater_is_better"] = None
         return cls(
             **settings
             | {
@@ -317,8 +337,11 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         safety: SafetyConfig,
         **arguments: Any,
     ) -> "FCSDConfig":
-        """Say sections of a recipe in `arguments`, beside what no section says or what
-        it leaves open (`activation_checkpointing`); inside `engine_environment`.
+        """Translate sections of a recipe into arguments; call it in
+        `engine_environment`.
+
+        arguments: those that no section has, or leaves open
+        (`activation_checkpointing`).
         """
         sections = objective.model_dump(exclude={"name"}) | train.model_dump(
             exclude=_NOT_ARGUMENTS
@@ -329,19 +352,22 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     @python_words()
     def __post_init__(self) -> None:
+        # transformers' own checks refuse or change values that are right here. Those
+        # are set aside for the call, and put back after it: bf16 and the schedule
+        # "step".
         refuse_meaningless(self)
         bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
         if not torch.accelerator.is_available():
-            # accelerate knows DeepSpeed on devices only
+            # accelerate cannot combine DeepSpeed with use_cpu
             self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
-        # without a GPU transformers refuses it, DeepSpeed does not
+        # without a GPU transformers refuses bf16, DeepSpeed does not
         self.bf16 = bf16 and not by_deepspeed
         if self.metric_for_best_model is not None and self.greater_is_better is None:
-            # transformers would take all but "loss" for better when greater
+            # transformers takes every metric but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
         schedule = self.lr_scheduler_type
         if schedule == "step":
-            # transformers refuses what is not its own
+            # transformers refuses names that are not its own
             self.lr_scheduler_type = "constant_with_warmup"
         _read_numbers(self)
         try:
@@ -357,23 +383,26 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         self.bf16 = bf16
         if schedule == "step":
             self.lr_scheduler_type = schedule
+        # From here on the values are checked by the rules of a recipe.
         validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
         train = self.sections().train
         if train.lr_scheduler_kwargs is not None:
             self.lr_scheduler_kwargs = train.lr_scheduler_kwargs  # with its defaults
-        refuse_conflicts(self, train)
+        refuse_conflicts(self)
         self.connectivity()
 
     def sections(self) -> Sections:
-        """Return what a recipe's sections would say; of `train` only what transformers'
-        arguments do not.
+        """Return the arguments as sections of a recipe; `train` has only those keys
+        that transformers' arguments do not cover, and those that its checks need.
         """
+        # An unset argument is None or False (`_objective_argument`). It is left out, so
+        # that a key that the chosen objective does not have is only refused when set.
         terms = {
             key: value
             for key in _OBJECTIVE_KEYS
             if (value := getattr(self, key)) not in (None, False)
         }
-        # epochs: known when the data are
+        # With epochs the number of steps depends on the data, which are not read yet.
         max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize
         train: dict[str, Any] = {
             "max_steps": max_steps,
@@ -389,41 +418,36 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
                 ),
                 "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
             }
-        same = [
-            *(
-                "learning_rate",
-                "weight_decay",
-                "optimizer",
-                "layer_lr_ratio",
-                "ema_decay",
-                "dtype",
-                "bf16",
-            ),
+        shared_keys = [
+            *("learning_rate", "weight_decay", "ema_decay", "dtype", "bf16"),
             *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
             *("capacity_factor", "capacity_drop"),
         ]
         raw = {
             "objective": {"name": self.objective, **terms},
-            "train": train | {name: getattr(self, name) for name in same},
+            "train": train | {name: getattr(self, name) for name in shared_keys},
             "safety": self.safety or {},
         }
         return validate(Sections, raw, "FCSDConfig")
 
     def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
-        """Set what the engine and the batch of a step decide; train: what the arguments
-        say, as a section.
+        """Set the fields that depend on the engine and on the batch of a step; train:
+        the arguments as a section.
         """
+        # The batch is given in tokens: rows and micro-batches follow from it.
         if self.batch_size_tokens is not None:
             self.per_device_train_batch_size, self.gradient_accumulation_steps = (
                 micro_batches(train, self.max_length, launch.ranks.size)
             )
         if launch.engine.shards:
-            # there it is in the parameters, not in autocast
+            # A sharded model is computed in bfloat16 by its parameters, not by
+            # autocast.
             self.bf16, self.mixed_precision = False, "no"
-        # Otherwise FSDP2 would hold whole gradients between the micro-batches of a
-        # step.
-        each = {"sync_each_batch": launch.engine.has_dtensors}
-        self.accelerator_config.gradient_accumulation_kwargs = each  # type: ignore[union-attr]
+        # Without this FSDP2 would keep unsharded gradients between the micro-batches of
+        # a step.
+        accumulation = {"sync_each_batch": launch.engine.has_dtensors}
+        self.accelerator_config.gradient_accumulation_kwargs = accumulation  # type: ignore[union-attr]
+        # The re-entrant variant passes gradients only through tensors of flat outputs.
         if (
             self.activation_checkpointing
             and self.activation_checkpointing_kwargs is None
@@ -438,7 +462,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         )
 
     def connectivity(self) -> Connectivity | None:
-        """Return what is rewired in a model that is not converted yet; None: nothing is said."""
+        """Return the connectivity to give a model; None where `layers` is not set."""
         return connectivity_of(self.layers, self.attention, self.mlp)  # type: ignore[arg-type]
 
     def model_config(self, path: str, *, teacher: bool = False) -> ModelConfig:
@@ -448,6 +472,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             "trust_remote_code": self.trust_remote_code,
             **(getattr(self, name) or {}),
         }
+        # transformers takes torch.float32 as well as "float32"; a recipe has the name.
         if isinstance(dtype := values.get("dtype"), torch.dtype):
             values["dtype"] = str(dtype).removeprefix("torch.")
         return validate(ModelConfig, values, f"FCSDConfig: {name}")

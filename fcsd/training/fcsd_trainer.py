@@ -27,7 +27,6 @@ from fcsd.model.dtypes import saved_dtypes
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import Launch, join_launch
-from fcsd.training.argument_rules import refuse_another_optimizer
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, restore_if_complete
 from fcsd.training.export import replace_model
@@ -110,14 +109,16 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     ):
         self.args = args = FCSDConfig.of(args)
         check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
-        # rows are made before there is a Trainer
+        # Everything that can be refused is checked before a model is loaded, and rows
+        # are packed before the Trainer exists: its constructor needs them.
         self.launch = launch = launch or _own_launch()
         self.inputs = None if isinstance(model, Ready) else TrainerInputs(args, launch)
         with self._at_work():
             sections = args.sections()
             objective, train = sections.objective, sections.train
             set_seed(args.seed)
-            refuse_another_optimizer(args, optimizers, optimizer_cls_and_kwargs)
+            # The record takes the arguments as they were given, `fit_to_engine` then
+            # changes those that depend on the launch.
             record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
@@ -133,6 +134,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                     model.student, partial(self.inputs.fingerprints, model.rows)
                 )
             assert isinstance(model, Ready)
+            # From here on a recipe's run and a script take the same steps. The dtypes
+            # to save in are read before the student is cast to that of the training.
             student, compared = model.student, place_teacher(model.teacher, launch)
             check_vocabularies(student, compared, model.tokenizer, objective)
             self.saved_dtypes = launch.ranks.from_first(partial(saved_dtypes, student))
@@ -174,8 +177,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Load rows of a data set, packed first if need be, or of one of those of the
-        constructor.
+        """Return a loader of a data set's rows, which are packed first if necessary;
+        None or a name selects from those of the constructor.
         """
         if self.inputs is not None:
             eval_dataset = self.inputs.rows_of_call(
@@ -207,8 +210,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train, or go on from a checkpoint to the very weights of a training that was
-        not interrupted.
+        """Train, or continue from a checkpoint to exactly the weights of a training
+        that was not interrupted.
 
         Args:
             resume_from_checkpoint: a folder, or True for the newest one in
@@ -227,8 +230,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         )
         return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
-    def train_from(self, checkpoint: Path | None, *more: Any) -> TrainOutput:
-        """Train from a checkpoint that is known to be whole; None: from the beginning."""
+    def train_from(self, checkpoint: Path | None, *args: Any) -> TrainOutput:
+        """Train from a checkpoint that is known to be intact; None: from the beginning."""
         if checkpoint is not None:
             self.record.refuse_another(checkpoint)
         length, device = self.args.max_length, self.launch.device
@@ -236,13 +239,15 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             self.plain_model, self.teacher, self.settings, length, device
         )
         with self._with_loss_head(), explained:
+            # A run that was killed after its last step has nothing left to train.
             if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
             else:
                 self.checkpoint_writer.known.clear()
                 output = super().train(
-                    str(checkpoint) if checkpoint is not None else None, *more
+                    str(checkpoint) if checkpoint is not None else None, *args
                 )
+        # The model that the user holds afterwards has the weights that are saved.
         if self.average is not None:
             self.average.apply()
         return output
@@ -261,7 +266,7 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Measure the held-out loss, and with `compute_metrics` those metrics."""
-        # of several data sets each once more, inside
+        # For a dict of data sets the Trainer calls this method again for each.
         with self.meters.paused(), self._with_loss_head():
             metrics: dict[str, float] = super().evaluate(
                 eval_dataset, ignore_keys, metric_key_prefix
@@ -283,8 +288,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the Trainer's loop where logits are asked for; the loss is that of all
-        ranks' rows, token by token.
+        """Run the Trainer's loop only where logits are wanted; the loss is measured
+        token by token over the rows of all ranks.
         """
         rows, training = dataloader.dataset, self.plain_model.training
         only_loss = (
@@ -293,24 +298,30 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             else prediction_loss_only
         )
         with self.scored_weights(), self.accelerator.autocast():
+            # The held-out loss needs no logits, which would take vocabulary-sized
+            # memory.
             if only_loss:
-                nothing: Any = None
+                no_predictions: Any = None
                 output = EvalLoopOutput(
-                    nothing, label_ids=None, metrics={}, num_samples=len(rows)
+                    no_predictions, label_ids=None, metrics={}, num_samples=len(rows)
                 )
             else:
                 output = super().evaluation_loop(
                     dataloader, description, False, ignore_keys, metric_key_prefix
                 )
             losses = self._heldout(
-                self.plain_model, rows, metric_key_prefix, known=self.eval_dataset
+                self.plain_model,
+                rows,
+                metric_key_prefix,
+                eval_dataset=self.eval_dataset,
             )
             output.metrics.update(losses)  # type: ignore[union-attr]
+        # The Trainer's loop leaves the model in evaluation mode.
         self.plain_model.train(training)
         return output
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], *how: Any, **more: Any
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return logits and labels of a batch of packed rows, whose examples do not see
         each other.
@@ -329,14 +340,14 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Leave config, code, weights and tokenizer in a folder, each tensor in the
+        """Write config, code, weights and tokenizer to a folder, each tensor in the
         dtype that it came in.
 
         The folder loads with `AutoModelForCausalLM.from_pretrained(…,
         trust_remote_code=True)`, without fcsd.
         """
         if self.checkpoint_writer.is_saving:
-            return  # weights and optimiser are written together
+            return  # the checkpoint writer writes weights and optimiser together
         folder = Path(str(output_dir or self.args.output_dir))
         with self.scored_weights():
             replace_model(
@@ -353,7 +364,7 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the model as it is now; a checkpoint under its last name, once it has that."""
+        """Push the present model, and the checkpoint once it has its final name."""
         if self.checkpoint_writer.is_saving or self.args.hub_strategy == "end":
             return
         self.save_model(_internal_call=True)
@@ -370,17 +381,19 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             self._push_from_checkpoint(str(folder))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write the card that `fcsd push` writes, into `args.output_dir`; arguments are
+        """Write the model card of `fcsd push` to `args.output_dir`; the arguments are
         the Trainer's.
         """
         if self.is_world_process_zero():
-            said = inspect.signature(super().create_model_card).bind(*args, **kwargs)
-            write_trainer_card(self, said.arguments)
+            bound = inspect.signature(super().create_model_card).bind(*args, **kwargs)
+            write_trainer_card(self, bound.arguments)
 
 
 def _own_launch() -> Launch:
-    """Join what a launcher has started, which ends the other processes when one fails;
-    a script may go on after it.
+    """Join the processes that a launcher has started.
+
+    The launcher ends the others when one fails, so fcsd's own watch over them is
+    stopped: a script may have more to do after the training.
     """
     launch = join_launch()
     stop_watching()

@@ -1,7 +1,7 @@
-"""Carry out what a `Guard` decides on a trainer's steps: one is skipped, a run rewound,
-or ended well by a signal.
+"""Carry out a `Guard`'s decisions on a trainer's steps: skip a step, rewind the run, or
+end it cleanly after a signal.
 
-What is decided, and why, is in `fcsd.training.safety`.
+`fcsd.training.safety` takes the decisions and gives the reasons.
 """
 
 import math
@@ -38,32 +38,32 @@ _ECHO_S = 3.0
 
 
 def shield_workers(loader: Any) -> Any:
-    """Let a data loader's processes ignore a signal that was sent to all: they are
-    needed until the one that they help ends.
+    """Let a data loader's workers ignore a signal that was sent to all processes: the
+    trainer needs them until it ends itself.
     """
-    begin, trainer = loader.worker_init_fn, os.getpid()
+    worker_init, trainer = loader.worker_init_fn, os.getpid()
 
     def begin_shielded(worker: int) -> None:
         obey_only_parent(trainer)
-        if begin is not None:
-            begin(worker)
+        if worker_init is not None:
+            worker_init(worker)
 
-    # what accelerate puts around a loader begins no process itself
+    # accelerate's wrapper starts no workers; the loader inside it does.
     if loader.num_workers > 0:
         getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
     return loader
 
 
 class Signals:
-    """While the block runs, `received` is the number of the signal that asked for the
-    end; 0 when none has.
+    """Catch, within the block, the signals that ask for the end; `received` is the
+    number of the first one, 0 when there was none.
 
-    SIGTERM: the scheduler wants the machine back; SIGUSR1: its early warning, if it is
+    SIGTERM: the scheduler wants the machine back. SIGUSR1: its early warning, if it is
     asked for one (`sbatch --signal=USR1@300`), which ends accelerate's launcher at
-    once; SIGINT: Ctrl-C. A second one ends the process at once. A launcher passes on
-    what a terminal or a scheduler has sent to its processes as well, so what comes
-    within `_ECHO_S` of the first is the first again. Outside the main thread, where
-    Python handles no signals, they do what they always do.
+    once. SIGINT: Ctrl-C. A second signal ends the process at once. A launcher forwards
+    a signal that the terminal or the scheduler has sent to its processes as well, so a
+    signal within `_ECHO_S` of the first is taken for its echo. Outside the main thread,
+    where Python handles no signals, all keep their usual effect.
     """
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class Signals:
         if not self.received:
             self.received, self._at = number, time.monotonic()
             if os.environ.get("RANK", "0") == "0":
-                # `print` may not be entered twice, and the signal may have come in the
-                # middle of one.
+                # `print` is not reentrant, and the signal may have interrupted one.
                 name = signal.Signals(number).name
                 os.write(
                     2,
                     f"\n{name}: this step is the last one; once more ends at once\n".encode(),
                 )
         elif time.monotonic() - self._at > _ECHO_S:
+            # The second signal has the effect that it would have had without us.
             if number == signal.SIGINT:
                 raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
@@ -102,12 +102,12 @@ class Signals:
 
 
 class GuardedSteps:
-    """Lets a `Guard` decide on every step of a trainer, by figures that all ranks
+    """Let a `Guard` decide on every step of a trainer, from figures that all ranks
     share.
 
     signals: those that end the training. interrupted_by: the number of the signal that
-    ended it before its last step, on whichever rank it came. events_folder: of
-    `events.jsonl`.
+    ended it before its last step, on whichever rank it came. events_folder: where
+    `events.jsonl` is written.
     """
 
     def __init__(self, trainer: Any, guard: Guard, events_folder: Path):
@@ -115,8 +115,8 @@ class GuardedSteps:
         self.signals = Signals()
         self.interrupted_by = 0
         self.verdict: Verdict = "go"
-        self.is_written = True  # no rank is writing its part of a checkpoint
-        self._received = 0  # the signal of any rank, as known to all
+        self.is_written = True  # no rank is still writing its part of a checkpoint
+        self._received = 0  # the signal of any rank, agreed on by all
         self._logged_step = 0
         self._skipped_since_log = 0
         # this rank's share of the loss of the present step
@@ -128,16 +128,18 @@ class GuardedSteps:
     # ---- one step
 
     def begin(self) -> None:
+        # What is logged is a mean over the steps that were taken: a skipped step puts
+        # these sums back.
         self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
         self._step_loss = None
 
     def watched(self, loss: Tensor) -> Tensor:
-        """Watch a micro-batch's loss on its way to the backward pass; where it is not
-        finite, so will its gradient be.
+        """Add up a micro-batch's loss before its backward pass, and make sure that a
+        loss that is not finite has such a gradient.
 
-        A loss that is not finite may have a gradient that is. It gets one that is not,
-        which spreads wherever gradients of ranks and micro-batches are added up: the
-        norm of the gradient alone decides, under every engine.
+        A loss that is not finite may have a finite gradient. It is multiplied by NaN
+        here, which spreads wherever gradients of ranks and micro-batches are added up,
+        so that the norm of the gradient alone decides under every engine.
         """
         detached = loss.detach()
         self._step_loss = detached.float() + (
@@ -146,35 +148,39 @@ class GuardedSteps:
         return loss * torch.where(torch.isfinite(detached), 1.0, math.nan)
 
     def decide(self, norm: float) -> None:
-        """Decide on the step, whose gradient is whole, before the optimiser acts on it;
-        all ranks call this.
+        """Decide on the step once its gradient is complete, before the optimiser uses
+        it; all ranks call this.
         """
         assert self._step_loss is not None
-        guard, known = self.guard, len(self.guard.events)
-        more = self._step_loss.new_tensor(
+        # Everything that the ranks have to agree on goes through one gather a step:
+        # loss, norm, signal, and whether a thread is still writing a checkpoint.
+        guard, num_known_events = self.guard, len(self.guard.events)
+        step_figures = self._step_loss.new_tensor(
             [norm, self.signals.received, self.trainer.checkpoint_writer.at_work]
         )
-        figures = self._of_all_ranks(torch.stack([self._step_loss, *more]))
+        figures = self._of_all_ranks(torch.stack([self._step_loss, *step_figures]))
         losses, norms, received, at_work = zip(*figures, strict=True)
         self._received, self.is_written = int(max(received)), not any(at_work)
         step = self.trainer.state.global_step + 1
-        # The norm is that of all ranks, so all have the same; should they not, one that
-        # is not finite counts.
+        # The norm is over all ranks, so all have the same number. Should they differ, a
+        # single one that is not finite makes the mean so.
         self.verdict = guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
         if self.verdict == "rewind":
             self._rewind_to = self._checkpoint_before(guard.first_bad_step)
+            # No checkpoint is older than the trouble: the guard falls back.
             if self._rewind_to is None:
                 self.verdict = guard.instead_of_rewind()
         if self.verdict == "skip" or (
-            len(guard.events) > known and self.verdict == "go"
+            len(guard.events) > num_known_events and self.verdict == "go"
         ):
             self.say(guard.line(guard.events[-1]))
         self.write_events()
         if self.verdict == "stop":
             raise self._stopped(step)
-        if self.verdict != "go":  # take the step out of the means that are logged next
+        # Take the step out of the means that are logged next.
+        if self.verdict != "go":
             assert self._before_step is not None
             loss, meters = self._before_step
             self.trainer._tr_loss.copy_(loss)
@@ -182,14 +188,16 @@ class GuardedSteps:
             self._skipped_since_log += 1
 
     def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
-        """Gather (F,) figures of this rank as one list a rank, the same on all ranks."""
+        """Gather this rank's (F,) figures; return one list per rank, in rank order."""
         rows, trainer = figures[None], self.trainer
-        return (
-            trainer.accelerator.gather(rows) if trainer.args.world_size > 1 else rows
-        ).tolist()
+        if trainer.args.world_size > 1:
+            rows = trainer.accelerator.gather(rows)
+        return rows.tolist()
 
     def _weights_are_finite(self) -> bool:
-        """Tell whether all weights of all ranks are finite; each looks at its own shards."""
+        """Tell whether all weights are finite; each rank looks at its own shards."""
+        # No early exit: every rank does the same work and then takes part in the
+        # gather.
         finite = True
         for weight in self.trainer.model.parameters():
             finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
@@ -203,32 +211,34 @@ class GuardedSteps:
     def _stopped(self, step: int) -> UserError:
         event = self.guard.events[-1]
         if self.guard.weights_are_finite:
-            why = f"{not_finite(event)} for {event['steps']} steps in a row"
+            reason = f"{not_finite(event)} for {event['steps']} steps in a row"
         else:
-            why = f"{not_finite(event)}, nor are the weights"
+            reason = f"{not_finite(event)}, nor are the weights"
+        # The message names the last checkpoint, which may still be in the making.
         self.trainer.checkpoint_writer.finish()
-        kept = checkpoints(Path(self.trainer.args.output_dir))
+        saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (
             f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over"
             " these batches, "
         )
         return UserError(
-            f"training stopped before step {step}: {why}; the last checkpoint is"
-            f" {kept[-1] if kept else 'none'}; {pass_over if kept else ''}lower"
-            " train.learning_rate or check the data"
+            f"training stopped before step {step}: {reason}; the last checkpoint is"
+            f" {saved_checkpoints[-1] if saved_checkpoints else 'none'};"
+            f" {pass_over if saved_checkpoints else ''}lower train.learning_rate or"
+            " check the data"
         )
 
     def let_steps_be_skipped(self, optimizer: Any) -> None:
-        """Make `step` of this optimiser do nothing, and say so to the schedule, when
-        the guard does not let it pass.
+        """Replace `step` of this optimiser by one that does nothing unless the guard
+        lets the step pass, and that tells the schedule so.
         """
-        act = optimizer.step
+        take_step = optimizer.step
 
         def step(closure: Any = None) -> None:
-            # accelerate's word for a step that was skipped
+            # accelerate does not step the schedule when this is set.
             optimizer._is_overflow = self.verdict != "go"
             if self.verdict == "go":
-                act(closure)
+                take_step(closure)
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as what it wraps: else torch warns
         optimizer.step = step
@@ -241,8 +251,10 @@ class GuardedSteps:
         return bool(self._received)
 
     def listen(self) -> None:
-        """Learn of a signal that has come since the step, on whichever rank; all ranks
-        call this.
+        """Agree on a signal that arrived after the step on any rank; all ranks call
+        this.
+
+        A score may take hours, and `decide` has gathered the signals before it.
         """
         received = self._of_all_ranks(
             self.trainer._tr_loss.new_tensor([float(self.signals.received)])
@@ -250,7 +262,7 @@ class GuardedSteps:
         self._received = int(max(row[0] for row in received))
 
     def heed_signals(self) -> None:
-        """Let the training end with a checkpoint, where a signal asks for that."""
+        """End the training with a checkpoint where a signal asks for the end."""
         control = self.trainer.control
         if self._received and not control.should_training_stop:
             self.interrupted_by = self._received
@@ -258,20 +270,22 @@ class GuardedSteps:
             control.should_save = self.trainer.args.save_strategy != SaveStrategy.NO
 
     def reset_meters(self) -> None:
-        """Gather for the next log from here on."""
+        """Start the sums of the next log line."""
         self.trainer.meters.reset()
         self._logged_step, self._skipped_since_log = self.trainer.state.global_step, 0
 
     def leave_out_skipped(self, logs: dict[str, float]) -> int:
         """Make the loss in `logs` the mean over the steps that were not skipped, or
-        drop it; returns their number.
+        drop it where all were; return their number.
         """
+        # The Trainer has divided by all steps since the last log.
         steps = self.trainer.state.global_step - self._logged_step
         trained = steps - self._skipped_since_log
         if trained:
             logs["loss"] *= steps / trained
         else:
             del logs["loss"]
+        # The Trainer logs the norm of the last step, which may have been skipped.
         if not math.isfinite(logs.get("grad_norm", 0.0)):
             del logs["grad_norm"]
         return trained
@@ -279,25 +293,33 @@ class GuardedSteps:
     # ---- rewind
 
     def _checkpoint_before(self, step: int) -> Path | None:
-        def before() -> list[Path]:
-            kept = checkpoints(Path(self.trainer.args.output_dir))
-            return [path for path in kept if step_of(path) < step]
+        def earlier_checkpoints() -> list[Path]:
+            saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
+            return [path for path in saved_checkpoints if step_of(path) < step]
 
+        # Damaged checkpoints are passed over, so the list is longer than one.
         self.trainer.checkpoint_writer.finish()
         ranks = self.trainer.launch.ranks
-        return newest_whole(ranks.from_first(before), ranks, self.say)
+        return newest_whole(ranks.from_first(earlier_checkpoints), ranks, self.say)
 
     def rewind(self) -> bool:
-        """Go on from a checkpoint, where that is decided, with the data that comes
-        next: what the iterator has given stays behind. Tell whether it was."""
+        """Go back to a checkpoint if the guard decided so, and tell whether it did.
+
+        Weights, optimiser and schedule go back; the data does not. The iterator keeps
+        its position, so that the batches that did harm are passed over.
+        """
         if self._rewind_to is None:
             return False
         trainer, checkpoint = self.trainer, self._rewind_to
-        done = trainer.state.global_step
+        last_step = trainer.state.global_step
         state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self.guard.rewound(done, state.global_step, read_json(checkpoint / GUARD_FILE))
+        self.guard.rewound(
+            last_step, state.global_step, read_json(checkpoint / GUARD_FILE)
+        )
         self.say(self.guard.line(self.guard.events[-1]))
         self.write_events()
+        # Noted before anything is loaded: a run that is killed from here on continues
+        # from this checkpoint, with this count of rewinds.
         if trainer.is_world_process_zero():
             note_rewind(checkpoint, self.guard.state())
         trainer.accelerator.wait_for_everyone()
@@ -311,8 +333,9 @@ class GuardedSteps:
         self.reset_meters()
         self._rewind_to = None
         self.verdict = "go"
-        for what in ("training_stop", "epoch_stop", "save", "evaluate", "log"):
-            setattr(trainer.control, f"should_{what}", False)
+        # The callbacks' requests were made for the step that is undone.
+        for control_flag in ("training_stop", "epoch_stop", "save", "evaluate", "log"):
+            setattr(trainer.control, f"should_{control_flag}", False)
         return True
 
     # ---- record
@@ -323,7 +346,7 @@ class GuardedSteps:
             tqdm.write(line, file=sys.stderr)
 
     def write_events(self) -> None:
-        """Leave `events.jsonl` in its folder; nothing while nothing has happened."""
+        """Write `events.jsonl` if there are new events."""
         text = events_text(self.guard.events)
         if text != self._written and self.trainer.is_world_process_zero():
             write_text(self.events_folder / "events.jsonl", text)

@@ -1,4 +1,6 @@
-"""Loss on held-out text, as a score of a model in training: the same rows and tokens every time."""
+"""Measure the loss on held-out text as the score of a model in training, on the same
+rows and tokens every time.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,15 +23,16 @@ from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
 
 class HeldoutCE:
-    """Cross-entropy in nats per kept token on `rows` (of
-    `fcsd.data.dataset.build_dataset`), of a student in training, with its loss head. In
+    """The cross-entropy in nats per kept token on `rows` (of
+    `fcsd.data.dataset.build_dataset`) of a student in training, with its loss head. In
     a launch of several processes each has its share of the rows, and all of them call
     it.
     """
 
     def __init__(self, rows: Sequence[Any], launch: Launch):
         self.rows, self.launch = rows, launch
-        self.batches: list[Batch] | None = None  # of this rank
+        # this rank's share, prepared by the first call and reused by all others
+        self.batches: list[Batch] | None = None
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
         return read_rows(
@@ -43,8 +46,8 @@ class HeldoutCE:
 
     @torch.no_grad()
     def __call__(self, student: PreTrainedModel) -> Score:
-        """Compute the loss of `student` as it is now, and leave its training mode and
-        the random state as they were.
+        """Compute the present loss of `student`; its training mode and the random state
+        are restored.
 
         Raises UserError: no row has a token to predict, or rows are packed for a family
         that would mix their examples.
@@ -68,8 +71,8 @@ class HeldoutCE:
         return Score(sums, counts, higher_is_better=False)
 
     def _sum(self, student: Any, batch: Batch) -> Tensor:
-        """Compute the summed loss inside the student's forward pass, where the head is
-        whole under every engine.
+        """Compute the summed loss inside the student's forward pass, where every engine
+        has gathered the head.
         """
         keep, targets = next_token_targets(batch["labels"], batch["position_ids"])
         ids, positions = batch["input_ids"], batch["position_ids"]
@@ -79,19 +82,19 @@ class HeldoutCE:
         ]
 
     def _add_target(self, batch: Batch) -> None:
-        """Put what the student is compared with into a batch; of the data it is there."""
+        """Add the target of the comparison to a batch; labels are in it already."""
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
         return {"objective": CrossEntropyObjectiveConfig(name="ce"), "labels": targets}
 
 
 class HeldoutKL(HeldoutCE):
-    """KL(teacher || student) in nats per kept token on `rows`, of a student in training, with its loss head.
+    """KL(teacher || student) in nats per kept token on `rows`, for a student in
+    training with its loss head.
 
-    Of the teacher are kept its head and the (kept tokens, D) final hidden states of the
-    rows, these in main memory. `original` loads the model that the student is compared
-    with, for runs whose own teacher cannot be run on other rows (a cache), or that have
-    none (sft).
+    The teacher's head and its (kept tokens, D) final hidden states of the rows are
+    kept, the latter in main memory. `original` loads the model to compare with, for
+    runs whose teacher cannot be run on other rows (a cache), or that have none (sft).
     """
 
     def __init__(
@@ -109,11 +112,11 @@ class HeldoutKL(HeldoutCE):
     def set_teacher(
         self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False
     ) -> None:
-        """Use the teacher of the run, where it can be run; UserError where it cannot,
-        and the weights of another copy would have to be sharded over the ranks.
+        """Use the teacher of the run if it is a model that can be run.
 
-        under_autocast: the student is trained so, and a copy that is loaded has to
-        compute alike.
+        UserError: it is not, and the weights of another copy would have to be sharded
+        over the ranks. under_autocast: the student is trained under autocast, and a
+        copy that is loaded has to compute likewise.
         """
         self.under_autocast = under_autocast
         if isinstance(teacher, LiveTeacher):
@@ -126,8 +129,8 @@ class HeldoutKL(HeldoutCE):
             )
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
-        own = self.teacher
-        if own is None:
+        run_teacher = self.teacher
+        if run_teacher is None:
             self.teacher = ModelTeacher(
                 nn.Module.to(self.original(), self.launch.device)
             )
@@ -135,8 +138,9 @@ class HeldoutKL(HeldoutCE):
                 self.teacher.compute_as(student)
         batches = super()._prepare(student)
         assert self.teacher is not None
-        # one that was loaded for this does not stay
-        self.head, self.teacher = self.teacher.head, own
+        # A copy that was loaded for this pass is dropped; only its head is needed
+        # again.
+        self.head, self.teacher = self.teacher.head, run_teacher
         return batches
 
     def _add_target(self, batch: Batch) -> None:
@@ -153,11 +157,11 @@ class HeldoutKL(HeldoutCE):
 
 
 class HeldoutLosses:
-    """The held-out losses of a model that is trained: nats to its teacher, and of the
-    data where that is its objective.
+    """The held-out losses of a model in training: the KL to its teacher, and the
+    cross-entropy where the objective has no teacher.
 
-    compared: the teacher; None where nothing is compared with one. of_teacher: the
-    objective compares with it.
+    compared: the teacher; None where there is none. of_teacher: whether the objective
+    compares with it.
     """
 
     def __init__(self, compared: Teacher | None, launch: Launch, *, of_teacher: bool):
@@ -165,19 +169,26 @@ class HeldoutLosses:
         self._kept: dict[int, list[HeldoutCE]] = {}
 
     def __call__(
-        self, student: PreTrainedModel, rows: Sequence[Any], prefix: str, *, known: Any
+        self,
+        student: PreTrainedModel,
+        rows: Sequence[Any],
+        prefix: str,
+        *,
+        eval_dataset: Any,
     ) -> dict[str, float]:
-        """Measure `rows`; known: those that come again, or a dict of several, of which
-        the teacher is asked once.
+        """Measure `rows`; eval_dataset: the trainer's own rows, or a dict of them, for
+        which the teacher is run only once.
 
         Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one
         of the objective.
         """
         measures = self._kept.get(id(rows)) or self._measures(rows)
-        if any(
-            rows is own
-            for own in (known.values() if isinstance(known, Mapping) else [known])
-        ):
+        datasets = [eval_dataset]
+        if isinstance(eval_dataset, Mapping):
+            datasets = list(eval_dataset.values())
+        # Rows of a single call are not remembered: their id may be reused by other rows
+        # once they are gone. The trainer's own rows live as long as it does.
+        if any(rows is dataset for dataset in datasets):
             self._kept[id(rows)] = measures
         metrics: dict[str, float] = {}
         for measure in measures:
@@ -194,9 +205,9 @@ class HeldoutLosses:
     def _measures(self, rows: Sequence[Any]) -> list[HeldoutCE]:
         measures = [] if self.of_teacher else [HeldoutCE(rows, self.launch)]
         if self.compared is not None:
-            against = HeldoutKL(rows, _no_original, self.launch)
-            against.set_teacher(self.compared, sharded=self.launch.engine.shards)
-            measures.append(against)
+            heldout_kl = HeldoutKL(rows, _no_original, self.launch)
+            heldout_kl.set_teacher(self.compared, sharded=self.launch.engine.shards)
+            measures.append(heldout_kl)
         return measures
 
 

@@ -1,8 +1,8 @@
-"""What the steps of a training leave for the next line of its log.
+"""Gather the figures of the steps for the next line of the log.
 
-Quantiles are of a stream of positive numbers that no rank has to keep: counts in
-logarithmic bins, a factor of 10^(1/128) wide, so that a quantile is known to within 1
-%; counts of several batches and ranks are added up.
+Quantiles are taken over a stream of positive numbers that no rank has to store: they
+are counted in logarithmic bins, a factor of 10^(1/128) wide, which gives a quantile to
+within 1 %, and the counts of several batches and ranks are added up.
 """
 
 import contextlib
@@ -23,39 +23,42 @@ NUM_BINS = BINS_PER_DECADE * round(math.log10(LARGEST / SMALLEST))
 
 
 def bin_counts(values: Tensor) -> Tensor:
-    """Count (N,) values in (NUM_BINS + 2,) int64 bins; the first is all below
-    `SMALLEST`, the last all from `LARGEST`.
+    """Count (N,) values in (NUM_BINS + 2,) int64 bins; the first holds all below
+    `SMALLEST`, the last all from `LARGEST` on.
 
     No host synchronisation; NaN counts as larger than everything.
     """
-    place = (values.double().clamp(min=SMALLEST / 2) / SMALLEST).log10().mul(
+    bin_indices = (values.double().clamp(min=SMALLEST / 2) / SMALLEST).log10().mul(
         BINS_PER_DECADE
     ).floor() + 1
-    place = place.nan_to_num(nan=NUM_BINS + 1.0).clamp(0, NUM_BINS + 1).long()
+    bin_indices = (
+        bin_indices.nan_to_num(nan=NUM_BINS + 1.0).clamp(0, NUM_BINS + 1).long()
+    )
     counts = torch.zeros(NUM_BINS + 2, dtype=torch.int64, device=values.device)
-    return counts.scatter_add_(0, place, torch.ones_like(place))
+    return counts.scatter_add_(0, bin_indices, torch.ones_like(bin_indices))
 
 
 def quantile(counts: Tensor, q: float) -> float | None:
-    """Return the value of rank ceil(q * N) among the N counted ones, within 1 %; 0
-    below `SMALLEST`; None for N = 0.
+    """Return the value at rank ceil(q * N) of the N counted ones, within 1 %; 0 below
+    `SMALLEST`; None for N = 0.
     """
     cumulative = counts.cumsum(0)
     total = int(cumulative[-1])
     if total == 0:
         return None
     rank = max(1, math.ceil(q * total))
-    place = int(torch.searchsorted(cumulative, rank))
-    if place == 0:
+    bin_index = int(torch.searchsorted(cumulative, rank))
+    if bin_index == 0:
         return 0.0
-    if place == NUM_BINS + 1:
+    if bin_index == NUM_BINS + 1:
         return LARGEST
-    return SMALLEST * 10 ** ((place - 0.5) / BINS_PER_DECADE)
+    # the geometric middle of the bin
+    return SMALLEST * 10 ** ((bin_index - 0.5) / BINS_PER_DECADE)
 
 
 class Meters:
-    """Sums over the kept tokens of this rank since the last log; what is logged is over
-    those of all ranks.
+    """Sums over the kept tokens of this rank since the last log; the logged figures are
+    over those of all ranks.
 
     Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
         ce                          cross-entropy, nats, of the objectives sft and ce
@@ -80,7 +83,7 @@ class Meters:
         self.reset()
 
     def reset(self) -> None:
-        """Gather for the next log from here on."""
+        """Start the sums of the next log line."""
         self._sums: dict[str, Tensor] = {}  # this rank's part of each mean
         self._counts: Tensor | None = None  # this rank's tokens by their divergence
         # of all ranks: tokens of each expert, [layers, experts]
@@ -90,20 +93,24 @@ class Meters:
         self._since = time.perf_counter()
 
     def kept(self) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-        """Return sums, counts and pairs; all are replaced, never changed."""
+        """Return sums, counts and pairs for `go_back`; no tensor in them is ever
+        changed.
+        """
         return dict(self._sums), self._counts, self._pairs
 
-    def go_back(self, kept: Any) -> None:
-        self._sums, self._counts, self._pairs = kept
+    def go_back(self, snapshot: Any) -> None:
+        self._sums, self._counts, self._pairs = snapshot
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time within the block, in which nothing is trained, out of
+        """Exclude the time within the block, in which nothing is trained, from
         `tokens_per_second`; blocks may nest.
         """
-        before, start = self._since, time.perf_counter()
+        # The outer of two nested blocks overwrites the shift of the inner one, whose
+        # time it contains.
+        since, start = self._since, time.perf_counter()
         yield
-        self._since = before + time.perf_counter() - start
+        self._since = since + time.perf_counter() - start
 
     def add(self, name: str, value: Tensor) -> None:
         self._sums[name] = (
@@ -112,7 +119,7 @@ class Meters:
         )
 
     def add_statistics(self, outputs: Any, scale: Tensor) -> None:
-        """Add what a loss head gives of each token beside its loss."""
+        """Add the statistics that a loss head returns for each token."""
         divergence = outputs["divergence"]
         self.add(self.divergence, divergence.sum() * scale)
         self.add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
@@ -128,6 +135,7 @@ class Meters:
         """
         if not steps or not self._sums:
             return {}
+        # Sorted, because all ranks must stack the sums in the same order.
         names = sorted(self._sums)
         means = self._of_all(
             torch.stack([self._sums[name] for name in names]) / steps, "mean"
@@ -140,12 +148,12 @@ class Meters:
         )
 
     def add_loads(self, loads: Tensor | None) -> None:
-        """Add the tokens of each expert in a step, of all ranks, [layers, experts]."""
+        """Add the tokens of each expert in a step, over all ranks, [layers, experts]."""
         if loads is not None:
             self._loads = loads if self._loads is None else self._loads + loads
 
     def add_pairs(self, pairs: tuple[Tensor, Tensor] | None) -> None:
-        """Add the pairs of token and expert of a micro-batch, those dropped and all."""
+        """Add a micro-batch's pairs of token and expert: the dropped ones, and all."""
         if pairs is not None:
             added = torch.stack(pairs)
             self._pairs = added if self._pairs is None else self._pairs + added
@@ -160,9 +168,9 @@ class Meters:
         if self._loads is None:
             return {}
         loads = self._loads.double()
-        most = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()
+        max_over_mean = (loads.amax(1) / loads.mean(1).clamp(min=1e-9)).mean()
         return {
-            "load_max_over_mean": float(most),
+            "load_max_over_mean": float(max_over_mean),
             "dead_experts": float((loads == 0).sum()),
         }
 
@@ -186,6 +194,7 @@ class Meters:
 
     def refuse_all_clipped(self, logs: dict[str, float], step: int) -> None:
         """Raise UserError where every token's divergence is above the clip."""
+        # A clipped token has no gradient: such a training would stand still silently.
         if logs.get("clipped_share", 0.0) > 1 - 1e-6:
             median = logs[f"{self.divergence}_p50"]
             raise UserError(

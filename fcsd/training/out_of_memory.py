@@ -1,8 +1,8 @@
-"""Explain a training that is out of memory: which terms are the largest, and what to
+"""Explain an out-of-memory error of a training: the largest terms, and settings to
 change.
 
-What is held for good is counted from the models; the rest is what was there beyond it
-when most was.
+Memory that is held throughout is counted from the models; the rest is the difference
+from the peak.
 """
 
 import os
@@ -32,56 +32,61 @@ def explain_oom(
     max_length: int,
     device: torch.device,
 ) -> Iterator[None]:
-    """Turn an out-of-memory error of the block into a `UserError`: the largest terms of
-    this rank, and what to do.
+    """Turn an out-of-memory error in the block into a `UserError` with this rank's
+    largest terms and advice.
     """
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
+        # Devices, the host's allocator and system calls raise different classes.
         if not is_out_of_memory(error):
             raise
         terms = held(student, teacher)
         peak = peak_bytes(device)
+        # What the peak has beyond the counted terms is attributed to activations.
         if peak is not None:
             terms[REST] = max(0, peak - sum(terms.values()))
-        largest = sorted((number, name) for name, number in terms.items() if number)[
-            ::-1
-        ]
-        wanted = re.search(
+        sizes = [(number, name) for name, number in terms.items() if number]
+        largest = sorted(sizes, reverse=True)
+        requested = re.search(
             r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE
         )
-        more = f", and {wanted[1]} more were asked for" if wanted else ""
+        shortfall = f", and {requested[1]} more were asked for" if requested else ""
         numbers = ", ".join(f"{name} {size(number)}" for number, name in largest)
         changes = "; ".join(
             advice([name for _, name in largest], student, teacher, train, max_length)
         )
         raise UserError(
-            f"out of memory on {device}: a rank needs about {numbers}{more}. To need"
-            f" less: {changes}; `fcsd estimate RECIPE` says how much each brings"
+            f"out of memory on {device}: a rank needs about"
+            f" {numbers}{shortfall}. To need less: {changes}; `fcsd"
+            " estimate RECIPE` shows the effect of each"
         ) from error
 
 
 def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
-    """Count the bytes of this rank that stay from step to step: of its own shards,
+    """Count the bytes that this rank holds from step to step; those of its own shards
     where the models are sharded.
     """
+    # A teacher may share parameters with the student: these count once.
     trained = [p for p in student.parameters() if p.requires_grad]
-    own = {id(p) for p in student.parameters()}
+    student_ids = {id(p) for p in student.parameters()}
     module = (
         teacher.model
         if isinstance(teacher, ModelTeacher)
         else getattr(teacher, "head", None)
     )
-    others = (
+    teacher_parameters = (
         {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
     )
     gradients = sum(map(_local_bytes, trained))
     return {
         "student weights": sum(map(_local_bytes, student.parameters())),
         "gradients": gradients,
-        "optimizer states": 2 * gradients,
+        "optimizer states": 2 * gradients,  # AdamW's two moments
         "teacher weights": sum(
-            _local_bytes(p) for key, p in others.items() if key not in own
+            _local_bytes(p)
+            for key, p in teacher_parameters.items()
+            if key not in student_ids
         ),
     }
 
@@ -92,12 +97,15 @@ def _local_bytes(parameter: Any) -> int:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak: of the device, or of this process on a CPU; None where nobody counts."""
+    """Return the peak of the device, or of this process on a CPU; None if it is
+    unknown.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.is_file():
         return None
+    # VmHWM is the high-water mark of the resident memory, in KiB.
     lines = [
         line for line in status.read_text().splitlines() if line.startswith("VmHWM:")
     ]
@@ -111,8 +119,8 @@ def advice(
     train: TrainConfig,
     max_length: int,
 ) -> list[str]:
-    """List changes of the recipe or of the launch, those first that make the largest
-    terms smaller.
+    """List changes of the recipe or the launch, beginning with those that reduce the
+    largest terms.
     """
     sharded = any(
         hasattr(p, "ds_tensor") or hasattr(p, "device_mesh")
@@ -146,6 +154,8 @@ def advice(
     of_the_teacher = (
         ["teacher.backend: cache"] if isinstance(teacher, ModelTeacher) else []
     )
+    # Optimiser states and gradients shrink with the weights, so those share their
+    # advice.
     by_term = {
         REST: fewer_activations,
         "teacher weights": of_the_teacher + fewer_weights,

@@ -1,4 +1,4 @@
-"""Student, teacher and rows as a trainer wants them: the same steps for a recipe's run
+"""Prepare student, teacher and rows for a trainer, by the same steps for a recipe's run
 and for `FCSDTrainer`.
 """
 
@@ -26,10 +26,10 @@ from fcsd.training.teachers.lora import has_adapters
 
 @dataclass(frozen=True)
 class Ready:
-    """What a training begins with: models in memory, and packed rows.
+    """The inputs of a training: models in memory, and packed rows.
 
-    student: in the dtype that is saved. teacher: None where nothing is compared with
-    one. heldout: rows, or a dict of several.
+    student: in the dtype that is saved. teacher: None where there is none. heldout:
+    rows, or a dict of several.
     """
 
     student: PreTrainedModel
@@ -42,7 +42,7 @@ class Ready:
 def place_teacher(
     teacher: PreTrainedModel | Teacher | None, launch: Launch
 ) -> Teacher | None:
-    """Put a teacher's model where it is run: on this rank's device, or in shards over the ranks."""
+    """Place a teacher's model on this rank's device, or in shards over the ranks."""
     if teacher is None or isinstance(teacher, Teacher):
         return teacher
     if launch.engine.shards:
@@ -56,13 +56,17 @@ def prepare_student(
     train: TrainConfig,
     launch: Launch,
 ) -> None:
-    """Take it to the dtype of the training, freeze what the objective leaves as it is,
-    attach the loss head, and shard it where the engine shards. UserError where its
-    config asks for a loss that no training of ours has, or says that its weights are
-    quantised."""
+    """Cast a student to the dtype of the training, freeze the parts that the objective
+    keeps, attach the loss head, and shard it if the engine does.
+
+    UserError: its config asks for a loss that fcsd does not have, or says that its
+    weights are quantised.
+    """
     if reason := why_not_trained(said_quantisation(student.config.to_dict())):
         raise UserError(f"{type(student).__name__}: {reason}")
     refuse_loss_of_the_model(student.config, train)
+    # `shard_student` casts shards; adapters have their dtype already, and the weights
+    # under them stay as they are.
     if not launch.engine.shards_when_placed and not has_adapters(student):
         to_dtype(student, dtype_of(train.dtype))
     student.config.use_cache = False
@@ -70,6 +74,7 @@ def prepare_student(
         freeze_embeddings_and_head(student)
     if objective.freeze_routers:
         freeze_routers(student)
+    # Before the model is wrapped: the engines' hooks have to surround the loss head.
     attach_loss_head(student, objective.vocab_size)
     if launch.engine.shards:
         shard_student(student, launch, train)
@@ -78,22 +83,24 @@ def prepare_student(
 def compute_alike(
     teacher: Teacher | None, student: PreTrainedModel, *, under_autocast: bool
 ) -> None:
-    """Let a teacher that is run compute as its student does, so that equal weights give
-    equal numbers.
+    """Make a teacher that is run compute in its student's precision, so that equal
+    weights give equal numbers.
     """
     if under_autocast and isinstance(teacher, LiveTeacher):
         teacher.compute_as(student)
 
 
 def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
-    """Keep the input embeddings and the LM head as they are (paper Table 2, `KL embed.`)."""
+    """Keep the input embeddings and the LM head as they are (paper Table 2, `KL
+    embed.`).
+    """
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
 
 
 def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
-    """Return what makes batches of rows; for a teacher that looks at batches before
-    they are used, by a process of its own, one step ahead.
+    """Return the collator of rows; for a teacher that wants to see batches early it
+    runs in a worker process, a step ahead.
     """
     ahead = teacher.ahead if teacher is not None else None
     if ahead is None:
@@ -109,9 +116,10 @@ def check_vocabularies(
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
 ) -> None:
-    """Compare the vocabularies of student, teacher and tokenizer; UserError where they
-    differ, and the objective does not say up to which token they are the same.
+    """Raise UserError where the vocabularies of student, teacher and tokenizer differ,
+    unless the objective says how many tokens they share.
     """
+    # The head may have more rows than the tokenizer has tokens (padding), never fewer.
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
     rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
     if tokens is None and rows != size:

@@ -1,5 +1,5 @@
-"""Arguments and errors of the Python door in Python's words: names of other libraries,
-keys of a recipe.
+"""Translate for users of the Python API: names of other libraries to fcsd's arguments,
+and keys of a recipe in errors to arguments.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from fcsd.training.losses.objectives import OBJECTIVES
 _RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
 _PACKING = "`FCSDConfig(packing=…)`"
 _TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
-_OWN_ANSWERS = "nothing: answers are the data's"
+_OWN_ANSWERS = "not supported: off-policy only"
 _LORA = "the `lora` section of a recipe (`fcsd.run_stage`)"
 
 OTHER_NAMES = {
@@ -31,8 +31,8 @@ OTHER_NAMES = {
     "eval_packing": _PACKING,
     "padding_free": _PACKING,
     "packing_strategy": _PACKING,
-    "formatting_func": "nothing: map the data set before",
-    "data_collator": "nothing: rows are packed and collated by fcsd",
+    "formatting_func": "not supported: map the data set",
+    "data_collator": "not supported: fcsd packs and collates rows itself",
     "tokenizer": "`FCSDTrainer(processing_class=…)`",
     "chat_template_path": "the `chat_template` of `processing_class`",
     "peft_config": _LORA,
@@ -63,8 +63,8 @@ OTHER_NAMES = {
     "kd_temperature": "`FCSDConfig(temperature=…)`",
     "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
 }
-"""Arguments of TRL and axolotl that have another name here: name -> what it is here;
-docs/python.md shows it.
+"""Arguments of TRL and axolotl with another name here: name -> its counterpart, as in
+the table of docs/python.md.
 """
 
 _SECTIONS: dict[str, list[type[Strict]]] = {
@@ -77,7 +77,7 @@ _KEYS = "|".join(
     rf"{name}\.(?:{'|'.join(dict.fromkeys(key for record in records for key in record.model_fields))})"
     for name, records in _SECTIONS.items()
 )
-# Keys of a recipe whose argument has another name than the key.
+# Keys of a recipe whose argument is named differently.
 _ARGUMENTS = {
     "objective.name": "objective",
     "data.train": "train_dataset",
@@ -96,15 +96,17 @@ Class = TypeVar("Class", bound=type)
 
 @contextlib.contextmanager
 def python_words() -> Iterator[None]:
-    """Give an error that names keys of a recipe the names that the arguments of
-    `FCSDConfig` and `FCSDTrainer` have.
+    """Replace keys of a recipe in the text of an error by the names of arguments of
+    `FCSDConfig` and `FCSDTrainer`.
     """
     try:
         yield
     except UserError as error:
+        # A longer path (a key below this one, or a file name) is no argument: left
+        # alone.
         text = re.sub(rf"\b({_KEYS})\b(: true|: false)?(?![./])", _argument, str(error))
-        for phrase, here in _PHRASES.items():
-            text = text.replace(phrase, here)
+        for phrase, replacement in _PHRASES.items():
+            text = text.replace(phrase, replacement)
         error.args = (text,)
         raise
 
@@ -115,26 +117,29 @@ def _argument(match: re.Match[str]) -> str:
 
 
 def with_known_names(cls: Class) -> Class:
-    """Let the constructor of a class say in one line which argument it does not have,
-    and what it is called here.
+    """Make the constructor of a class name an unknown argument in one line, with its
+    counterpart here.
     """
     construct: Any = cls.__init__  # type: ignore[misc]
-    known = list(inspect.signature(construct).parameters)
+    parameters = list(inspect.signature(construct).parameters)
 
     @functools.wraps(construct)
     def construct_or_say(self: Any, *args: Any, **arguments: Any) -> None:
         for name in arguments:
-            if name not in known and name in OTHER_NAMES:
-                raise UserError(f"{cls.__name__}: {name}: is here {OTHER_NAMES[name]}")
-            if name not in known:
-                near = did_you_mean(name, known)
+            if name not in parameters and name in OTHER_NAMES:
+                counterpart = OTHER_NAMES[name]
+                if not counterpart.startswith("not supported"):
+                    counterpart = f"use {counterpart}"
+                raise UserError(f"{cls.__name__}: {name}: {counterpart}")
+            if name not in parameters:
+                near = did_you_mean(name, parameters)
                 raise UserError(
                     f"{cls.__name__}: {name}: no such"
                     f" argument{near if 'mean' in near else ''}"
                 )
         try:
             inspect.signature(construct).bind(self, *args, **arguments)
-        # a required one is missing, or there are too many without a name
+        # a required argument is missing, or there are too many positional ones
         except TypeError as error:
             raise UserError(
                 f"{cls.__name__}: {error}; give arguments by their names"

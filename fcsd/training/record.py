@@ -1,12 +1,13 @@
-"""What a training depends on, noted in its checkpoints: one is continued with the same
-settings and data alone.
+"""Record in each checkpoint the settings and data that a training depends on, and
+refuse to continue it with others.
 
 A recipe's stage compares settings and inputs before anything is loaded
-(`fcsd.base.artifact`); this is the same rule for what no recipe says: arguments of
-`FCSDTrainer`, the rows that it was given, and how a launch cuts a batch.
+(`fcsd.base.artifact`). This module applies the same rule to things that are in no
+recipe: the arguments of `FCSDTrainer`, its rows, and the way in which a launch cuts a
+batch.
 
-Not covered: the weights of a student that was given in memory, which are those of the
-checkpoint from there on.
+Not covered: the initial weights of a student that was given in memory, because a
+continuation takes those of the checkpoint.
 """
 
 import hashlib
@@ -30,14 +31,14 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.fcsd_config import FCSDConfig
 
 RECORD_FILE = "record.json"  # in each checkpoint
-_SAMPLED = 1024  # values of a parameter
+_SAMPLED = 1024  # values of a parameter in its fingerprint
 _ROWS_AT_ONCE = 1000
 
-# Arguments of ours that the weights do not depend on, or that stand here in other
-# words.
+# fcsd's arguments that the weights do not depend on, or that the record has in another
+# form.
 _LEFT_OUT = {
     *("on_bad_row", "dataset_num_proc", "safety", "trust_remote_code", "columns"),
-    *("layers", "attention", "mlp"),  # the connectivity of the model
+    *("layers", "attention", "mlp"),  # recorded as the model's connectivity
     # `cut_settings`
     *(
         "batch_size_tokens",
@@ -57,7 +58,8 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
         and value not in (None, {}, [])
     }
     if args.max_steps > 0:
-        settings.pop("num_train_epochs", None)  # has no part in it
+        settings.pop("num_train_epochs", None)  # has no effect then
+    # as a record that was written to a file and read again
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
 
@@ -65,12 +67,14 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
 def _cut_settings(
     args: FCSDConfig, train: TrainConfig, launch: Launch
 ) -> dict[str, Any]:
-    """Return the tokens of a step, and how they are cut where the weights depend on
-    that; args: fit to the engine.
+    """Return the tokens of a step, and how they are cut if the weights depend on that.
+
+    args: after `fit_to_engine`.
     """
     settings: dict[str, Any] = {
         "batch_size_tokens": args.rows_of_a_step(launch) * args.max_length
     }
+    # A capacity is one of a forward pass.
     if train.capacity_factor is not None:
         settings["per_device_train_batch_size"] = args.per_device_train_batch_size
     if train.depends_on_micro_batches:
@@ -80,8 +84,8 @@ def _cut_settings(
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Return a hash of names, shapes and some values of each parameter, in seconds for
-    a model of any size.
+    """Return a hash of the name, the shape and some values of each parameter, which
+    takes seconds for a model of any size.
     """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
@@ -95,12 +99,11 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 class TrainingRecord:
-    """What the weights of a training depend on: settings, and what identifies data and
-    models by name (`inputs`).
+    """The settings of a training that its weights depend on, and fingerprints of its
+    data and models (`inputs`).
 
-    It is made of the arguments as they are given, before an engine changes them.
-    of_recipe: its stage has noted and compared them, but for how a launch cuts the
-    batch.
+    It is made from the arguments as they were given, before an engine changes them.
+    of_recipe: the stage has recorded and compared all but the cut of the batch.
     """
 
     def __init__(
@@ -119,7 +122,7 @@ class TrainingRecord:
     def complete(
         self, student: Any, fingerprints: Callable[[], dict[str, str]]
     ) -> None:
-        """Add what is known once the arguments fit the engine, and there are model and data."""
+        """Add what depends on the engine, the model and the data, once these are ready."""
         self._fit = _given_settings(self.args)
         self._connectivity, self._fingerprints = (
             getattr(student.config, "farskip", None),
@@ -128,18 +131,23 @@ class TrainingRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings with which the training runs; arguments may have been set since
-        the trainer was made.
+        """The settings with which the training runs, including arguments that were set
+        after the trainer was made.
         """
+        # The arguments as given hold, so that another engine may continue. A value that
+        # differs from the fitted ones was changed by the user since then.
+        # The stage of a recipe has recorded and compared everything else.
         cut = _cut_settings(self.args, self.train, self.launch)
         if self.of_recipe:
             return cut
-        now = _given_settings(self.args)
+        current = _given_settings(self.args)
         changed = {
-            name for name in {*now, *self._fit} if now.get(name) != self._fit.get(name)
+            name
+            for name in {*current, *self._fit}
+            if current.get(name) != self._fit.get(name)
         }
-        later = {name: now.get(name) for name in changed}
-        return self._given | later | cut | {"connectivity": self._connectivity}
+        overrides = {name: current.get(name) for name in changed}
+        return self._given | overrides | cut | {"connectivity": self._connectivity}
 
     @cached_property
     def inputs(self) -> dict[str, str]:
@@ -151,25 +159,33 @@ class TrainingRecord:
         )
 
     def refuse_another(self, checkpoint: Path) -> None:
-        """Raise UserError where a checkpoint is one of another training; all ranks call this."""
+        """Raise UserError for a checkpoint of another training; all ranks call this."""
         self.launch.ranks.from_first(lambda: self._refuse_another(checkpoint))
 
     def _refuse_another(self, checkpoint: Path) -> None:
         record = read_json(checkpoint / RECORD_FILE)
-        before = record["inputs"]
-        known = {name: value for name, value in self.inputs.items() if name in before}
+        recorded_inputs = record["inputs"]
+        # An input that only one side knows cannot be compared.
+        common_inputs = {
+            name: value
+            for name, value in self.inputs.items()
+            if name in recorded_inputs
+        }
         changes = changed_settings(record["settings"], self.settings)
-        changes += differences({name: before[name] for name in known}, known)
+        changes += differences(
+            {name: recorded_inputs[name] for name in common_inputs}, common_inputs
+        )
         if changes:
             raise UserError(
-                f"{checkpoint}: was made with other settings ({'; '.join(changes)}); go"
-                " on with those, or begin another training, in another output folder"
+                f"{checkpoint}: was made with other settings ({'; '.join(changes)});"
+                " continue with those, or start another training in another output"
+                " folder"
             )
 
 
 def rows_fingerprint(rows: Any) -> str:
-    """Return a hash of all tokens, positions and labels of rows, in their order,
-    wherever they lie.
+    """Return a hash of the tokens, positions and labels of all rows in their order,
+    whatever container they are in.
     """
     digest = hashlib.sha256()
     if isinstance(rows, PackedRows):
@@ -182,7 +198,7 @@ def rows_fingerprint(rows: Any) -> str:
 
 
 def _in_order(rows: Any) -> Iterator[Any]:
-    # of `datasets`, which reads many at once faster than one by one
+    # A data set of `datasets` reads blocks much faster than single rows.
     if hasattr(rows, "with_format"):
         for block in rows.with_format("numpy").iter(_ROWS_AT_ONCE):
             for number in range(len(block["input_ids"])):

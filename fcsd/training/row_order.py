@@ -1,8 +1,8 @@
-"""The order in which a training reads its rows: whole steps in every epoch, each of
-which leaves out other rows.
+"""The order in which a training reads its rows: whole steps in every epoch, with other
+rows left out each time.
 
-What is never read is told before the first step, beside what has become of the examples
-(`fcsd.data.counts`).
+Before the first step the rows that are never read are reported, together with the fate
+of the examples (`fcsd.data.counts`).
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ class EpochRows(Sampler[int]):
 
     N rows give N // S steps of S rows; R = N % S are left out. Epoch 0 leaves out the
     last R, each later one the R before those (before row 0 comes row N - 1): R < N / 2,
-    so two epochs read every row. The others are numbered from 0, and `order` permutes
-    these numbers: where S divides N, an epoch reads what `order` says.
+    so two epochs read every row. The other rows are numbered from 0, and `order`
+    permutes these numbers: where S divides N, an epoch reads in the order of `order`.
 
     rows_of_a_step: over all ranks and accumulation steps. UserError where there are
     fewer rows.
@@ -50,7 +50,7 @@ class EpochRows(Sampler[int]):
 
     @classmethod
     def of(cls, rows: Any, rows_of_a_step: int, max_length: int) -> "EpochRows | None":
-        """Return the order of rows; None where there are none to train on."""
+        """Return the order of rows; None where there are no rows to train on."""
         return None if rows is None else cls(len(rows), rows_of_a_step, max_length)
 
     def __len__(self) -> int:
@@ -61,8 +61,8 @@ class EpochRows(Sampler[int]):
         return len(self) // self.rows_of_a_step
 
     def ordered_by(self, sampler: Any, data_seed: int | None) -> "EpochRows":
-        """Permute by `sampler`; a random one by this seed, or else torch's, and the
-        epoch, as accelerate would.
+        """Permute by `sampler`. A random one is seeded by `data_seed`, or else torch's
+        seed, and the epoch, as accelerate does it.
         """
         if type(sampler) is RandomSampler:
             sampler = SeedableRandomSampler(sampler.data_source, data_seed=data_seed)
@@ -70,7 +70,7 @@ class EpochRows(Sampler[int]):
         return self
 
     def part(self, rows: Any) -> Subset:
-        """Return rows in which the permuted numbers are indices, as in epoch 0."""
+        """Return the rows that the permuted numbers index: those of epoch 0."""
         return Subset(rows, range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:
@@ -80,6 +80,7 @@ class EpochRows(Sampler[int]):
         return iter(self._numbers(self.epoch).tolist())
 
     def _numbers(self, epoch: int) -> np.ndarray:
+        # A seeded sampler gives another permutation in each epoch; numbers do not.
         if hasattr(self.order, "set_epoch"):
             self.order.set_epoch(epoch)
         return (
@@ -87,7 +88,8 @@ class EpochRows(Sampler[int]):
         ) % self.num_rows
 
     def are_read(self, num_steps: int) -> np.ndarray:
-        """Tell which of the rows (N,) so many steps read."""
+        """Return a mask (N,) of the rows that so many steps read."""
+        # Two epochs read every row; with fewer, the rows of the first one or two count.
         are_read = np.full(self.num_rows, num_steps >= 2 * self.steps_of_an_epoch)
         for epoch in range(2 if not are_read.any() else 0):
             num_rows = (
@@ -99,8 +101,8 @@ class EpochRows(Sampler[int]):
 
 
 def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
-    """Return one line of what becomes of the examples of rows in a training of so many
-    steps, and warnings.
+    """Describe in a line the fate of the examples in a training of so many steps; add
+    warnings.
     """
     are_read, unit = order.are_read(num_steps), "examples"
     if isinstance(rows, PackedRows):
@@ -113,7 +115,7 @@ def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
             counts.sentence(counts.usable - used),
             *counts.warnings(rows.layout.max_length),
         ]
-    else:  # what they were made from is not known
+    else:  # the examples that these rows were made from are not known
         counts, in_rows, used = (
             ExampleCounts(order.num_rows),
             order.num_rows,
@@ -123,6 +125,8 @@ def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
         lines = [
             f"{in_rows:,} rows that were packed already: {in_rows - used:,} never used"
         ]
+    # Rows that no epoch reaches are a loss of data; those that this training merely
+    # ends before are not.
     behind = in_rows - used if num_steps >= order.steps_of_an_epoch else 0
     if counts.usable - used > behind:
         lines[0] += " (the training ends before them)"
@@ -135,8 +139,8 @@ def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
 
 
 class ReadsWholeSteps(Trainer):
-    """The part of a trainer that reads its rows in the order of `row_order`, and tells
-    what it never reads.
+    """The part of a trainer that reads its rows in the order of `row_order`, and
+    reports those that it never reads.
 
     row_order: None where there are no rows to train on.
     """
@@ -145,9 +149,9 @@ class ReadsWholeSteps(Trainer):
     guarded: Any
 
     def show_rows(self, number: int = 3) -> None:
-        """Print the text of the first `number` rows to train on: what carries loss is
+        """Print the text of the first `number` rows to train on. Tokens with loss are
         in [[double brackets]], or in reverse video on a terminal; special tokens are
-        written out, padding is left out.
+        written out, and padding is left out.
 
         Raises UserError: nothing to train on; a number below 1.
         """
@@ -161,6 +165,8 @@ class ReadsWholeSteps(Trainer):
         rows = self.train_dataset if train_dataset is None else train_dataset
         if self.row_order is None:
             return super()._get_train_sampler(rows)
+        # The Trainer's sampler permutes the rows of epoch 0; `ordered_by` shifts its
+        # numbers in later epochs.
         sampler = super()._get_train_sampler(self.row_order.part(rows))
         return self.row_order.ordered_by(sampler, self.args.data_seed)
 
@@ -170,8 +176,8 @@ class ReadsWholeSteps(Trainer):
             return len(self.row_order)
         return super().num_examples(dataloader)
 
-    def _prepare_for_training(self, max_steps: int, *more: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, *more)
+    def _prepare_for_training(self, max_steps: int, *args: Any) -> Any:
+        prepared = super()._prepare_for_training(max_steps, *args)
         if self.row_order is not None and self.is_world_process_zero():
             for line in data_lines(self.train_dataset, self.row_order, max_steps):
                 self.guarded.say(f"data: {line}")

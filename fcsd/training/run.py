@@ -1,14 +1,14 @@
-"""One training run in one folder: from models and rows to a checkpoint, through any
+"""One training run in one folder: from models and rows to a checkpoint, across any
 number of restarts.
 
     folder/checkpoints/checkpoint-N   for an exact continuation; until `remove_checkpoints`
     folder/best/step-N                the weights with the best early-stopping score; likewise
     folder/tensorboard/               event files, when `report_to` asks for them
-    folder/history.jsonl              what was logged: loss, kl, learning rate, tokens per second
-    folder/events.jsonl               skipped steps, spikes and rewinds; not there when there were none
+    folder/history.jsonl              the log: loss, kl, learning rate, tokens per second
+    folder/events.jsonl               skipped steps, spikes and rewinds, if there were any
     folder/scores.json                early-stopping scores by step
     folder/adapter/                   the adapters of a LoRA student, in peft's format
-    folder/model/                     what the run leaves; of a LoRA student with the adapters merged into the weights
+    folder/model/                     the result; for a LoRA student with the adapters merged into the weights
 
 A run may be continued by another number of processes, and by another engine
 (`fcsd.parallel.state`).
@@ -59,27 +59,25 @@ from fcsd.training.teachers.lora import leave_adapters
 
 
 def train(run: TrainingRun) -> dict[str, Any]:
-    """Train, or continue, and leave `folder/model`.
+    """Train, or continue, and write `folder/model`.
 
     Returns:
-        The facts that a manifest keeps: steps, last losses, best step and score.
+        The facts for a manifest: steps, last losses, best step and score.
 
     Raises:
-        UserError: batch that cannot be cut, too few rows, a loss that stays not finite,
-            a disk that is full, out of memory.
+        UserError: a batch that cannot be cut, too few rows, a loss that stays not
+            finite, a full disk, or out of memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
     engine = run.launch.engine
     by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(
-        run.train, run.objective, engine, by_heldout_kl=by_heldout_kl
-    )
+    refuse_what_cannot_be_sharded(run.objective, engine, by_heldout_kl=by_heldout_kl)
     with engine_environment(engine, run.launch.device):
         return _train(run)
 
 
 def _train(run: TrainingRun) -> dict[str, Any]:
-    stops, bar = None, ProgressBar(run.description, run.remaining)
+    stopping, bar = None, ProgressBar(run.description, run.remaining)
     try:
         trainer = FCSDTrainer(
             Ready(run.student, run.teacher, run.tokenizer, run.rows),
@@ -90,6 +88,8 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             ],
             launch=run.launch,
         )
+        # Events and scores belong to the run, not to its checkpoints, which are
+        # removed.
         trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
         if isinstance(run.score, HeldoutKL):
             sharded = run.launch.engine.shards
@@ -102,23 +102,29 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         )
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
-            stops = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
-            trainer.add_callback(stops)
-        done = newest_usable(run.folder / "checkpoints", run.launch.ranks)
-        if done is not None:
+            stopping = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
+            trainer.add_callback(stopping)
+        checkpoint = newest_usable(run.folder / "checkpoints", run.launch.ranks)
+        if checkpoint is not None:
             trainer.guarded.say(
-                f"{run.description}: continuing from {done}{_other_rows(done, run)}"
+                f"{run.description}: continuing from {checkpoint}"
+                f"{_other_rows(checkpoint, run)}"
             )
         with trainer.guarded.signals:
-            trainer.train_from(done)
+            trainer.train_from(checkpoint)
+    # Raised by the score that begins a run; a later failure ends the training with a
+    # checkpoint first, and is raised below.
     except ScoreFailure as failure:
         raise _not_scored(trainer, run, failure) from failure.__cause__
     finally:
         bar.close()
-    if stops is not None and stops.failure is not None:
-        raise _not_scored(trainer, run, stops.failure) from stops.failure.__cause__
+    if stopping is not None and stopping.failure is not None:
+        raise _not_scored(
+            trainer, run, stopping.failure
+        ) from stopping.failure.__cause__
     if trainer.guarded.interrupted_by:
         raise _interrupted(trainer, run)
+    # Damage is found before results name a best step. The last weights are in memory.
     settle_best(trainer, run, last_step=trainer.state.global_step)
     results = _results(trainer, run)
     if trainer.is_world_process_zero():
@@ -130,8 +136,10 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             trainer.guarded.say(run.stopper.summary())
             if (warning := run.stopper.no_gain()) is not None:
                 trainer.guarded.say(warning)
+    # Last, because it casts the student to the dtype that is saved.
     if run.save_model:
         _leave_model(trainer, run)
+    # The next stage runs in the same process: release the device.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
     if trainer.deepspeed is not None:
@@ -140,7 +148,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
 
 
 def _arguments(run: TrainingRun) -> FCSDConfig:
-    """Say the recipe's sections in arguments of the trainer."""
+    """Translate the recipe's sections into arguments of the trainer."""
     check_reporters(run.train)
     by_deepspeed = run.launch.engine.uses_deepspeed
     on_cpu = run.launch.device.type == "cpu"
@@ -151,7 +159,7 @@ def _arguments(run: TrainingRun) -> FCSDConfig:
         output_dir=str(run.folder / "checkpoints"),
         run_name=run.description,
         max_length=run.max_length,
-        # accelerate knows DeepSpeed on devices only
+        # accelerate cannot combine DeepSpeed with use_cpu
         use_cpu=on_cpu and not by_deepspeed,
         ddp_backend="gloo" if on_cpu and by_deepspeed else None,
         activation_checkpointing=checkpoints_activations(run.train, run.student),
@@ -176,22 +184,25 @@ def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
 
 
 def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
-    before = TrainerState.load_from_json(
+    earlier_rows = TrainerState.load_from_json(
         str(checkpoint / "trainer_state.json")
     ).train_batch_size
-    now, _ = micro_batches(run.train, run.max_length, run.launch.ranks.size)
-    if before in (None, now):
+    current_rows, _ = micro_batches(run.train, run.max_length, run.launch.ranks.size)
+    if earlier_rows in (None, current_rows):
         return ""
     return (
-        f", with {now} instead of {before} rows in a forward pass, which changes the"
-        " order of float sums"
+        f", with {current_rows} instead of {earlier_rows} rows in a forward pass, which"
+        " changes the order of float sums"
     )
 
 
 def remove_checkpoints(folder: Path, launch: Launch) -> None:
-    """Remove what only a continuation needs. All ranks call this, when the run is noted
-    as finished: a run that is killed before that goes on from its checkpoints, and one
-    that is killed here has nothing left to do."""
+    """Remove the files that only a continuation needs.
+
+    All ranks call this once the run is recorded as finished. A run that is killed
+    before that continues from its checkpoints, and one that is killed here has nothing
+    left to do.
+    """
     if launch.first:
         shutil.rmtree(folder / "best", ignore_errors=True)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -199,8 +210,9 @@ def remove_checkpoints(folder: Path, launch: Launch) -> None:
 
 
 def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """Write event files beside the checkpoints, whose folder the Trainer's own callback
-    would use and does not stay.
+    """Return the callback that writes event files to the run's folder.
+
+    The Trainer's own would write them to that of the checkpoints, which is removed.
     """
     if "tensorboard" not in run.train.report_to:
         return []
@@ -227,8 +239,8 @@ def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
 def _not_scored(
     trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure
 ) -> BaseException:
-    """Return what ends a run whose score failed, in one line; print the traceback of an
-    error nobody has foreseen.
+    """Return the error that ends a run whose score failed; print the traceback of an
+    unexpected error.
     """
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
@@ -256,14 +268,19 @@ def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
 
 
 def _last_kept(run: TrainingRun) -> str:
-    kept = checkpoints(run.folder / "checkpoints")
-    return str(kept[-1]) if kept else "the beginning, no checkpoint was written"
+    saved_checkpoints = checkpoints(run.folder / "checkpoints")
+    return (
+        str(saved_checkpoints[-1])
+        if saved_checkpoints
+        else "the beginning, no checkpoint was written"
+    )
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
-    """Write `folder/model`: the best weights if there was a score, else the last (or
-    their average). All ranks call this.
+    """Write `folder/model`: the best weights if there was a score, else the last ones
+    (or their average). All ranks call this.
     """
+    # Without shards the first rank alone needs the weights, for it writes them.
     first, engine = trainer.is_world_process_zero(), run.launch.engine
     if (
         run.stopper is not None
@@ -271,7 +288,8 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
         and (first or engine.shards)
     ):
         best = best_folder(run, run.stopper.best_step)
-        if best.is_dir():  # else it is the last step's, which the model has
+        # Without the folder the best weights are the last step's, which the model has.
+        if best.is_dir():
             read_state(
                 best,
                 run.student,
@@ -283,7 +301,7 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
         with new_folder(run.folder / "adapter") as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
-        # in place, for a device that has no room for both
+        # in place, because the device may not hold both copies
         cast(run.student, trainer.saved_dtypes.tensors)
     with (
         new_folder(run.folder / "model") if first else nullcontext(run.folder)
@@ -302,7 +320,8 @@ _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line with step, time left, loss and tokens per second, on the first rank.
+    """One line on the first rank with step, time left, loss and tokens per second.
+
     remaining: as in `TrainingRun`.
     """
 
@@ -314,7 +333,7 @@ class ProgressBar(TrainerCallback):
         self._first_step = 0
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.is_world_process_zero:
             self._first_step = state.global_step
@@ -326,43 +345,44 @@ class ProgressBar(TrainerCallback):
             )
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any
+        self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.bar is not None and "tokens_per_second" in logs:
-            shown = {name: nats(logs[name]) for name in _SHOWN if name in logs}
-            shown["tok/s"] = f"{logs['tokens_per_second']:.0f}"
-            done = (state.global_step - self._first_step) / max(
+            postfix = {name: nats(logs[name]) for name in _SHOWN if name in logs}
+            postfix["tok/s"] = f"{logs['tokens_per_second']:.0f}"
+            done_share = (state.global_step - self._first_step) / max(
                 1, state.max_steps - self._first_step
             )
-            if self.remaining is not None and (time := self.remaining(done)):
-                shown["all stages"] = f"{time} left"
-            self.bar.set_postfix(shown, refresh=False)
+            if self.remaining is not None and (time := self.remaining(done_share)):
+                postfix["all stages"] = f"{time} left"
+            self.bar.set_postfix(postfix, refresh=False)
 
     def close(self) -> None:
-        """End the line, also after an error: what is printed next begins a new one."""
+        """End the line, also after an error, so that the next text starts a new one."""
         if self.bar is not None:
             self.bar.close()
 
 
 class NoCheckpointAtTheEnd(TrainerCallback):
-    """Leave the checkpoint of the last step out, where nothing but the loss curve is
-    wanted of a training.
+    """Skip the checkpoint of the last step, for a training whose loss curve is its only
+    result.
     """
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **more: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step >= state.max_steps:
             control.should_save = False
 
 
 def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
+    # One line of fcsd's own replaces the Trainer's bar and its printed dicts.
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(bar)

@@ -1,22 +1,23 @@
 """Guard a long run against steps that go wrong: skip, report, rewind, or stop.
 
 A step whose loss or gradient is not finite is skipped, on all ranks: weights, optimiser
-and schedule are as if it had not been, the data moves on, and the step counts towards
-`max_steps` (as in transformers, DeepSpeed and Megatron, whose iteration counters
-include skipped steps). More than `max_skipped_steps` of them in a row end the run: one
-bad batch in a week is no reason to stop, weights or data that give nothing else are.
+and schedule are as if it had never happened, the data moves on, and the step counts
+towards `max_steps` (as in transformers, DeepSpeed and Megatron, whose iteration
+counters include skipped steps). More than `max_skipped_steps` of them in a row end the
+run: one bad batch in a week is no reason to stop, weights or data that give nothing
+else are.
 
-A spike is a loss far above the usual one. What is usual is the median of the last
-`spike_window` finite losses, and how far they stray the median of their distances from
-it: a mean and a standard deviation, as in OLMo-core's SkipStepOptimizer, are pulled up
-by the very spike, and one NaN among them makes every later comparison false.
+A spike is a loss far above the usual one. The usual loss is the median of the last
+`spike_window` finite losses, and their spread is the median of their distances from it:
+a mean and a standard deviation, as in OLMo-core's SkipStepOptimizer, are pulled up by
+the spike itself, and one NaN among them makes every later comparison false.
 
-With `max_rewinds`, a spike that lasts, or too many skipped steps in a row, sends the
-run back to the newest checkpoint from before them, and on with the batches behind them
-(PaLM, arXiv 2204.02311, section 5.1).
+With `max_rewinds`, a lasting spike or too many skipped steps in a row send the run back
+to the newest checkpoint before them, and on with the batches after them (PaLM, arXiv
+2204.02311, section 5.1).
 
-Every decision is taken from figures that all ranks have, so that all ranks take the
-same.
+Every decision is based on figures that all ranks share, so that all of them decide
+alike.
 """
 
 import json
@@ -29,17 +30,19 @@ from typing import Any, Literal
 from fcsd.training.config import SafetyConfig
 
 Verdict = Literal["go", "skip", "rewind", "stop"]
-_FEWEST_LOSSES = 16  # before this many, or the whole window, nothing is called a spike
-# of the usual loss: an even curve makes no spike of the next wiggle
+# There is no spike before so many losses, or a full window if that is smaller.
+_FEWEST_LOSSES = 16
+# As a share of the usual loss: on an even curve a wiggle is no spike.
 _LEAST_SPREAD = 0.02
 
 
 class SpikeDetector:
-    """Tells losses that are far above the usual one.
+    """Detect losses that are far above the usual one.
 
     A loss is an outlier when loss > m + threshold * max(1.4826 MAD, 0.02 |m|), where m is the median of the last
     `window` losses and MAD the median of their absolute distances from m; 1.4826 MAD is the standard deviation of
-    normal noise. The outliers enter the window too: where the loss stays up, this becomes the usual one.
+    normal noise. Outliers enter the window, too: a loss that stays high
+    becomes the usual one.
     """
 
     def __init__(self, window: int, threshold: float | None):
@@ -48,12 +51,12 @@ class SpikeDetector:
 
     @property
     def usual(self) -> float:
-        """The median of the window; NaN of none."""
+        """The median of the window; NaN for an empty one."""
         return median(self.losses) if self.losses else math.nan
 
     @property
     def limit(self) -> float:
-        """The loss above which a step is an outlier; infinite while too few are known."""
+        """The loss above which a step is an outlier; infinite with too few losses."""
         if self.threshold is None or len(self.losses) < min(
             _FEWEST_LOSSES, self.losses.maxlen or 0
         ):
@@ -63,18 +66,18 @@ class SpikeDetector:
         return usual + self.threshold * max(spread, _LEAST_SPREAD * abs(usual))
 
     def add(self, loss: float) -> bool:
-        """Note a finite loss; true when it is an outlier among those before it."""
+        """Add a finite loss; return whether it is an outlier among the previous ones."""
         outlier = loss > self.limit
         self.losses.append(loss)
         return outlier
 
 
 class Guard:
-    """Decides on every step before the optimiser acts on it, and keeps the record.
+    """Decide on every step before the optimiser uses its gradient, and keep the record.
 
-    skipped_steps, rewinds: in the whole run. passed_steps: batches that rewinds have
-    passed over, counted in steps: the data is that many steps ahead of the step's
-    number. events: one dict a row of skipped steps, a spike, a rewind.
+    skipped_steps, rewinds: counts of the whole run. passed_steps: batches that rewinds
+    have passed over, counted in steps; the data is so many steps ahead of the step's
+    number. events: one dict for each row of skipped steps, spike and rewind.
     """
 
     def __init__(self, settings: SafetyConfig):
@@ -95,20 +98,22 @@ class Guard:
         grad_norm: float,
         weights_are_finite: Callable[[], bool] = lambda: True,
     ) -> Verdict:
-        """Decide what is to be done with a step, before the optimiser acts on it.
+        """Decide on a step before the optimiser uses its gradient.
 
-        step: its number, from 1; losses: each rank's part of the step's loss, whose
-        mean it is; grad_norm: over all ranks; weights_are_finite: asked where a row of
-        skipped steps begins, and answered alike on all ranks.
+        step: its number, from 1. losses: the loss of each rank; that of the step is
+        their mean. grad_norm: over all ranks. weights_are_finite: called where a row of
+        skipped steps begins; its answer is the same on all ranks.
 
-        Returns: "go"; "skip"; "rewind", after which the caller says `rewound` or asks
+        Returns: "go"; "skip"; "rewind", after which the caller calls `rewound` or
         `instead_of_rewind`; "stop".
         """
         if not (math.isfinite(grad_norm) and all(map(math.isfinite, losses))):
             return self._skip(step, losses, grad_norm, weights_are_finite)
         self.skipped_in_a_row = 0
         loss = math.fsum(losses) / len(losses)
+        # Read before this loss enters the window.
         usual, limit = self.detector.usual, self.detector.limit
+        # One usual loss ends a spike.
         if not self.detector.add(loss):
             self._spike = None
             return "go"
@@ -119,6 +124,8 @@ class Guard:
             self.events.append(self._spike)
         self._spike["steps"] += 1
         self._spike["peak"] = max(self._spike["peak"], loss)
+        # Asked at one step of the spike only: where a rewind is not possible then, the
+        # spike is left to run its course.
         if self._spike["steps"] == self.settings.spike_steps and self._may_rewind:
             return "rewind"
         return "go"
@@ -144,6 +151,8 @@ class Guard:
                 rank for rank, loss in enumerate(losses) if not math.isfinite(loss)
             ],
         }
+        # A row of skipped steps is one event, which its later steps update. Whether the
+        # weights are finite is asked once, since skipped steps do not change them.
         if self.skipped_in_a_row == 1:
             self.events.append(
                 {
@@ -153,6 +162,7 @@ class Guard:
                 }
             )
         self._row.update(facts)
+        # Weights that are not finite make every later step fail: skipping cannot help.
         if (
             self.weights_are_finite
             and self.skipped_in_a_row <= self.settings.max_skipped_steps
@@ -169,8 +179,8 @@ class Guard:
 
     @property
     def weights_are_finite(self) -> bool:
-        """The finding at the beginning of the present row of skipped steps; true when
-        there is none.
+        """Whether the weights were finite when the present row of skipped steps began;
+        true when there is no such row.
         """
         return self.skipped_in_a_row == 0 or self._row["weights_are_finite"]
 
@@ -180,18 +190,18 @@ class Guard:
 
     @property
     def first_bad_step(self) -> int:
-        """The step with which the trouble began that is to be rewound."""
+        """The step with which the trouble began that a rewind has to undo."""
         return (
             self._row["step"] if self.skipped_in_a_row else (self._spike or {})["step"]
         )
 
     def instead_of_rewind(self) -> Verdict:
-        """Decide what is to be done where there is no checkpoint from before the trouble."""
+        """Decide on the step where there is no checkpoint from before the trouble."""
         return "stop" if self.skipped_in_a_row else "go"
 
     def rewound(self, done: int, checkpoint_step: int, saved: dict[str, Any]) -> None:
-        """Note a rewind from behind step `done` to a checkpoint whose guard had the
-        state `saved`.
+        """Record a rewind from the end of step `done` to a checkpoint whose guard had
+        the state `saved`.
         """
         cause = "skipped" if self.skipped_in_a_row else "spike"
         passed = done - checkpoint_step
@@ -201,13 +211,14 @@ class Guard:
         self.rewinds += 1
         self.passed_steps += passed
         self.skipped_in_a_row, self._spike = 0, None
+        # The usual loss is again that of the checkpoint; counts and events stay.
         self.detector.losses.clear()
         self.detector.losses.extend(saved["losses"])
 
     # ---- the record
 
     def report(self) -> dict[str, int]:
-        """Report what happened, by name; nothing where nothing did."""
+        """Return the counts that are not 0, by name."""
         spikes = sum(event["event"] == "spike" for event in self.events)
         counts = {
             "skipped_steps": self.skipped_steps,
@@ -217,7 +228,7 @@ class Guard:
         return {name: count for name, count in counts.items() if count}
 
     def line(self, event: dict[str, Any]) -> str:
-        """Put an event into words."""
+        """Describe an event in a line."""
         if event["event"] == "skipped":
             return (
                 f"step {event['step'] + event['steps'] - 1}: skipped,"
@@ -227,17 +238,16 @@ class Guard:
         if event["event"] == "spike":
             return (
                 f"step {event['step']}: the loss is {event['loss']:.4g}, usual is"
-                f" {event['usual']:.4g}, and up to {event['limit']:.4g} would be no"
-                " spike"
+                f" {event['usual']:.4g}; a loss above {event['limit']:.4g} is a spike"
             )
         return (
             f"step {event['step']}: back to the checkpoint of step {event['to_step']},"
-            f" and on with the data behind the {event['passed_steps']} steps in between"
+            f" and on with the data after the {event['passed_steps']} steps in between"
             f" (rewind {self.rewinds} of at most {self.settings.max_rewinds})"
         )
 
     def state(self) -> dict[str, Any]:
-        """Return what an exact continuation needs, as plain data."""
+        """Return the state for an exact continuation, as plain data."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.skipped_in_a_row,
@@ -266,7 +276,9 @@ def events_text(events: list[dict[str, Any]]) -> str:
 
 
 def not_finite(event: dict[str, Any]) -> str:
-    """Say what of a skipped step was not finite: `the loss of rank 1 (nan) is not finite`."""
+    """Say whether loss or gradient of a skipped step was not finite, and on which
+    ranks.
+    """
     if event["ranks"]:
         ranks = ", ".join(map(str, event["ranks"][:8])) + (
             ", …" if len(event["ranks"]) > 8 else ""
@@ -279,5 +291,5 @@ def not_finite(event: dict[str, Any]) -> str:
 
 
 def _plain(value: float) -> float | str:
-    """Replace what JSON has not: NaN and the infinities."""
+    """Replace values that JSON lacks, NaN and the infinities, by text."""
     return value if math.isfinite(value) else str(value)

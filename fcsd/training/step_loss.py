@@ -1,7 +1,7 @@
 """The loss of an optimiser step, micro-batch by micro-batch.
 
-It is the sum over all kept tokens, of all ranks and accumulation steps, divided by
-their number, so it does not depend on how a batch is cut.
+It is the sum over the kept tokens of all ranks and micro-batches, divided by their
+number, so it does not depend on how a batch is cut.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ from fcsd.training.teachers.base import Teacher
 
 
 class StepLoss:
-    """What `objective` says of a student, and of the teacher that it is compared with;
-    `meters` notes the parts.
+    """The value of `objective` for a student and the teacher that it is compared with;
+    `meters` collects its parts.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StepLoss:
         self.objective: ObjectiveConfig = objective
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance
-        self.dropping: Dropping | None = None  # while it trains
+        self.dropping: Dropping | None = None  # set within `capped`
         self.terms = (
             AuxiliaryLosses(objective, student, 1)
             if objective.has_hidden_terms
@@ -48,13 +48,13 @@ class StepLoss:
         self.meters = Meters(accelerator, objective.logged, objective.clip)
         # the micro-batches of the step that is under way
         self._prepared: list[Batch] = []
-        # of the terms beside the divergence, in that step
+        # of the auxiliary losses in that step
         self._coefficients: dict[str, float] = {}
 
     @contextmanager
     def capped(self, student: nn.Module, train: TrainConfig) -> Iterator[None]:
-        """Give the student's experts their capacity, if they have one, in the training
-        passes inside.
+        """Limit the student's experts to their capacity, if one is set, in the training
+        passes within the block.
         """
         if train.capacity_factor is None:
             yield
@@ -69,14 +69,17 @@ class StepLoss:
                 self.dropping = None
 
     def forget(self) -> None:
-        """Let go of the teacher's hidden states of the last step, which transformers'
-        loop holds until the next.
+        """Release the teacher's hidden states of the last step.
+
+        transformers' loop holds the batches until it has those of the next step.
         """
         for batch in self._prepared:
             batch.pop("teacher_hidden", None)
 
     def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
+        # An auxiliary loss needs a pass of the teacher for each micro-batch anyway
+        # (`__call__`), which gives the hidden states, too.
         self._coefficients = (
             self.terms.coefficients(step) if self.terms is not None else {}
         )
@@ -97,6 +100,7 @@ class StepLoss:
         )
         tokens = sum(batch["input_ids"].numel() for batch in batches)
         routed = sum(int(counted_tokens(batch).sum()) for batch in batches)
+        # one reduction for all three numbers
         counts = torch.tensor([int(count), tokens, routed], device=device)
         if self.accelerator.num_processes > 1:
             counts = self.accelerator.reduce(counts, "sum")
@@ -118,11 +122,12 @@ class StepLoss:
         if self.teacher is not None:
             if terms is not None:
                 # One micro-batch at a time: the block outputs of a whole step would not
-                # fit.
+                # fit into memory.
                 hidden, of_teacher = self.teacher.hidden_and_captured(inputs, terms)
             else:
                 hidden = inputs["teacher_hidden"]
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
+        # Hooks record streams and routes of this one forward pass.
         with ExitStack() as stack:
             captured = (
                 stack.enter_context(terms.captured(model))
@@ -146,11 +151,13 @@ class StepLoss:
             )
         if self.dropping is not None:
             self.meters.add_pairs(self.dropping.take())
-        # Gradients are averaged over ranks, the mean is over the tokens of all ranks.
+        # The engines average gradients over the ranks, but the loss is the mean over
+        # the tokens of all ranks: the factor undoes that average.
         scale = self.accelerator.num_processes / torch.clamp(
             torch.as_tensor(num_kept), min=1
         )
         loss = outputs["loss"] * scale
+        # With a teacher the log shows the divergence before clipping.
         if self.teacher is None:
             self.meters.add(self.objective.logged, loss)
         else:
@@ -166,6 +173,6 @@ class StepLoss:
         return loss, outputs
 
     def end_step(self) -> None:
-        """Note the loads of a step that was taken, and move the biases of the routers."""
+        """Record the loads of a step that was taken, and move the routers' biases."""
         if self.balance is not None:
             self.meters.add_loads(self.balance.end_step())

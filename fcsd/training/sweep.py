@@ -2,10 +2,10 @@
 learning rate at the best batch size.
 
 Every candidate trains the same number of steps from the same weights on the same data
-order; the choice is by the mean training loss over the last steps. A finished candidate
+order, and the lowest mean training loss over the last steps wins. A finished candidate
 is never trained again.
 
-What a training logged is read back here, too.
+The readers of a finished training's logs are here, too.
 """
 
 import json
@@ -25,8 +25,8 @@ from fcsd.training.config import SweepConfig, TrainConfig
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
-    """Return the logged points of a finished run, oldest first; raises UserError for a
-    damaged file.
+    """Return the logged points of a finished run, oldest first; UserError for a damaged
+    file.
     """
     check_outputs(folder, "history.jsonl")
     path, advice = (
@@ -62,7 +62,7 @@ def read_scores(folder: Path) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One run of the sweep; `folder` is its name below the sweep's folder."""
+    """One run of the sweep; `folder` is its name within the sweep's folder."""
 
     stage: str  # the key that varies: "batch_size_tokens" or "learning_rate"
     batch_size_tokens: int
@@ -73,8 +73,8 @@ class Candidate:
         return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
-        """Return the training section of this candidate: every step is logged, nothing
-        else differs from `base`.
+        """Return the training section of this candidate: `base` with its batch size and
+        rate, the sweep's steps, and every step logged.
         """
         changes = {
             "batch_size_tokens": self.batch_size_tokens,
@@ -89,8 +89,8 @@ class Candidate:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the lowest loss, of equal ones the first; UserError where no
-    row has a finite one.
+    """Return the row with the lowest loss, the first among equal ones; UserError where
+    no row has a finite loss.
     """
     finite = [row for row in rows if row["loss"] is not None]
     if not finite:
@@ -109,11 +109,11 @@ def run_sweep(
     remove_checkpoints: Callable[[Path], None],
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Run what is missing of both stages and leave `sweep.json` and `sweep.md` in
-    `folder`; all ranks call this.
+    """Run the missing candidates of both stages and write `sweep.json` and `sweep.md`
+    to `folder`; all ranks call this.
 
-    run_candidate(candidate, train, folder) trains and leaves `history.jsonl`;
-    remove_checkpoints(folder) is called when its result is on disk. Returns
+    run_candidate(candidate, train, folder) trains and writes `history.jsonl`;
+    remove_checkpoints(folder) is called when its result is on the disk. Returns
     `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
 
@@ -121,32 +121,37 @@ def run_sweep(
         stage: str, batch_size_tokens: int, learning_rate: float
     ) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)
-        place = folder / candidate.folder
-        if not ranks.from_first(lambda: (place / "result.json").is_file()):
+        candidate_folder = folder / candidate.folder
+        # Only the first rank looks at the disk, so that all ranks take the same branch.
+        if not ranks.from_first(lambda: (candidate_folder / "result.json").is_file()):
             train, diverged = candidate.train(base, sweep), False
             try:
-                run_candidate(candidate, train, place)
+                run_candidate(candidate, train, candidate_folder)
             except UserError as error:
                 if "not finite" not in str(error):
                     raise
-                # a candidate that diverges has lost, it does not end the sweep
+                # A candidate that diverges loses; it does not end the sweep.
                 diverged = True
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
             ranks.from_first(
                 lambda: _note_losses(
-                    place, 0 if diverged else train.max_steps, last_steps
+                    candidate_folder, 0 if diverged else train.max_steps, last_steps
                 )
             )
-        remove_checkpoints(place)
-        again = f"remove {place} to train this candidate again"
-        score = ranks.from_first(lambda: read_sealed(place / "result.json", again))
-        # loss null: diverged
+        remove_checkpoints(candidate_folder)
+        advice = f"remove {candidate_folder} to train this candidate again"
+        score = ranks.from_first(
+            lambda: read_sealed(candidate_folder / "result.json", advice)
+        )
+        # a loss of null means that it diverged
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}
 
     first = [
         measured("batch_size_tokens", size, base.learning_rate)
         for size in sweep.batch_size_tokens
     ]
+    # The second stage repeats the best candidate of the first if its rate is listed;
+    # its result is then on the disk already.
     batch_size_tokens = best(first)["batch_size_tokens"]
     second = [
         measured("learning_rate", batch_size_tokens, rate)
@@ -171,22 +176,22 @@ def run_sweep(
     return result
 
 
-def _note_losses(place: Path, num_steps: int, last_steps: int) -> None:
-    """Leave `result.json` of a candidate that was trained for num_steps; 0: it diverged."""
-    points = read_history(place) if num_steps else []
-    # A step that was skipped has no point; one that ends so is diverging.
+def _note_losses(folder: Path, num_steps: int, last_steps: int) -> None:
+    """Write `result.json` of a candidate that was trained for num_steps; 0: diverged."""
+    points = read_history(folder) if num_steps else []
+    # A skipped step has no point, so a run whose last step has none was diverging.
     losses = [point["loss"] for point in points if points[-1]["step"] == num_steps]
-    # Not a number when any of them is not, so that a diverged run never wins.
+    # NaN if any of them is, so that a diverged run never wins.
     loss = fmean(losses[-last_steps:]) if losses else math.nan
-    place.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_sealed(
-        place / "result.json",
+        folder / "result.json",
         {"loss": loss if math.isfinite(loss) else None, "losses": losses},
     )
 
 
 def last_text(result: Mapping[str, Any]) -> str:
-    """Name what a candidate's loss is a mean over: `100 steps`."""
+    """Name the range of a candidate's mean loss: `100 steps`."""
     same = (
         "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
     )
@@ -194,7 +199,7 @@ def last_text(result: Mapping[str, Any]) -> str:
 
 
 def choice_text(result: Mapping[str, Any]) -> str:
-    """Name what a sweep chose: `chosen: 131072 tokens, learning rate 4e-05`."""
+    """Describe a sweep's choice: `chosen: 131072 tokens, learning rate 4e-05`."""
     return (
         f"chosen: {result['batch_size_tokens']} tokens, learning rate"
         f" {result['learning_rate']:g}"
@@ -202,10 +207,12 @@ def choice_text(result: Mapping[str, Any]) -> str:
 
 
 def edges(result: Mapping[str, Any]) -> list[str]:
-    """Return a warning for each of the two values that is the best at an end of what
-    was tried: the best of all may lie beyond. One that diverged is beyond."""
+    """Return a warning for each of the two values that is best at an end of those
+    tried: a better one may lie beyond.
+    """
+    # Candidates that diverged count as tried, and thus as an end.
     warnings = []
-    for key, what in (
+    for key, label in (
         ("batch_size_tokens", "batch size"),
         ("learning_rate", "learning rate"),
     ):
@@ -213,20 +220,20 @@ def edges(result: Mapping[str, Any]) -> list[str]:
         value = result[key]
         if len(tried) < 2 or value not in (min(tried), max(tried)):
             continue
-        word, more = (
+        superlative, comparative = (
             ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
         )
-        shown = value if isinstance(value, int) else f"{value:g}"
+        value_text = value if isinstance(value, int) else f"{value:g}"
         warnings.append(
-            f"warning: the best {what}, {shown}, is the {word} of those tried; a {more}"
-            f" one may be better: add one to sweep.{key} (with another output_dir)"
-            " before the long training."
+            f"warning: the best {label}, {value_text}, is the {superlative} of those"
+            f" tried; a {comparative} one may be better: add one to sweep.{key} (with"
+            " another output_dir) before the long training."
         )
     return warnings
 
 
 def sweep_table(result: dict[str, Any]) -> str:
-    """Format a Markdown table of all candidates, the choice marked."""
+    """Format all candidates as a Markdown table, with the choice marked."""
     lines = [
         (
             f"Mean training loss over the last {last_text(result)}, {result['steps']}"

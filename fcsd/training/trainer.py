@@ -1,9 +1,9 @@
-"""The training loop: `transformers.Trainer` with the objectives of the paper, from
-which a run goes on exactly.
+"""The training loop: `transformers.Trainer` with the objectives of the paper, and with
+checkpoints from which a run continues exactly.
 
-What an objective is, what happens when a step goes wrong, and how a checkpoint is
-written are parts of their own: `fcsd.training.step_loss`, `guarded` and `checkpoints`.
-Here they are put into the Trainer's places.
+The objective, the reaction to a step that goes wrong and the writing of a checkpoint
+live in `fcsd.training.step_loss`, `guarded` and `checkpoint_writer`. This module hooks
+them into the Trainer's methods.
 """
 
 import sys
@@ -29,7 +29,7 @@ from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import learning_rate_schedule, note_parts, own_optimizer
+from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.record import TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
@@ -37,41 +37,47 @@ from fcsd.training.teachers.base import Teacher
 
 
 class _Steps(TrainerCallback):
-    """Notes when this rank is in a step, so that one that hangs is noticed, and does
-    what is done once a step, behind the optimiser and before anything is logged, scored
-    or saved of it; comes before callbacks that take hours.
+    """Mark the time that this rank spends in a step, so that a hang is noticed, and do
+    the work that is due once a step: after the optimiser, and before the step is
+    logged, scored or saved.
+
+    It is the first callback, because later ones may take hours.
     """
 
     def __init__(self, trainer: "DistillTrainer"):
         self.trainer = trainer
 
-    def on_step_begin(self, *args: Any, **more: Any) -> None:
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         in_step()
 
     on_substep_end = on_step_begin
 
-    def on_step_end(self, *args: Any, **more: Any) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         in_step(False)  # weights are updated
         guarded = self.trainer.guarded
+        # Loads of a skipped step must not move the routers' biases: its weights did not
+        # move, either.
         if guarded.verdict == "go":
             self.trainer.step_loss.end_step()
+        # All ranks learnt in `decide` that no thread is writing any more, so all of
+        # them give the checkpoint its name in the same step.
         if guarded.is_written:
             self.trainer.checkpoint_writer.finish()
 
 
 class DistillTrainer(Trainer):
-    """Minimises an `Objective` over packed rows, while a `Guard` decides on every step:
-    what `FCSDTrainer` stands on.
+    """Minimise an `Objective` over packed rows, while a `Guard` decides on every step;
+    the base class of `FCSDTrainer`.
 
     The model must carry a loss head (`fcsd.training.losses.head.attach_loss_head`).
-    `teacher` is needed for the objectives that compare with one. `sections` say beyond
-    what `args` can say what is minimised, what moves the weights, and what becomes of a
-    step that goes wrong; `record` what a checkpoint says that it was made from. What is
-    logged is in `fcsd.training.meters`.
+    `teacher` is needed for the objectives that compare with one. `sections` hold the
+    settings that `args` have no field for: the objective, the training and the reaction
+    to a step that goes wrong. `record` is written into each checkpoint and states its
+    settings and data. `fcsd.training.meters` lists the logged figures.
     """
 
-    # `compute_loss` divides by the number of kept tokens of the whole step, see the
-    # module's docstring.
+    # `compute_loss` divides by the number of kept tokens of the whole step, so the
+    # Trainer must not divide by the number of micro-batches again.
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -88,15 +94,17 @@ class DistillTrainer(Trainer):
         self.launch, self.engine, self.record = launch, launch.engine, record
         self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
+        # torch's autocast has no rule for the grouped matmuls of the experts.
         if args.bf16:
             autocast_experts()
-        # Else the Trainer refuses to write checkpoints; ours are not its.
+        # The Trainer would refuse to write checkpoints of such a model; fcsd writes its
+        # own, so the flag is set for the constructor alone.
         args.save_only_model = self.engine.spreads_experts
         kwargs["callbacks"] = [_Steps(self), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
-        # The name is `Trainer`'s for a model that came sharded: accelerate wraps the
-        # optimiser only.
+        # With this flag, which the Trainer sets for a model that was loaded in shards,
+        # accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
         balance = (
             Balance(sections.train, model, self.accelerator)
@@ -116,11 +124,11 @@ class DistillTrainer(Trainer):
             self.average = WeightAverage(
                 self, decay, skipped=lambda: self.guarded.verdict != "go"
             )
-            # before the one that scores, which is added later
+            # The callback that scores is added later, and thus sees the new average.
             self.add_callback(self.average)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        if not self.engine.shards:  # whose parts are where they belong
+        if not self.engine.shards:  # shards are on their devices already
             super()._move_model_to_device(model, device)
 
     # ---- one step
@@ -131,6 +139,8 @@ class DistillTrainer(Trainer):
         """Return a step's micro-batches, with the teacher's hidden states, and its
         number of kept tokens.
         """
+        # The batches of the last step are still referenced by the Trainer's loop: free
+        # the teacher's hidden states before those of this step are computed.
         self.step_loss.forget()
         self.guarded.begin()
         batches, num_kept = super().get_batch_samples(
@@ -152,34 +162,37 @@ class DistillTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Compute this micro-batch's share of the step's mean loss, in nats per kept token."""
+        """Compute this micro-batch's share of the step's mean loss, in nats per kept
+        token.
+        """
         assert num_items_in_batch is not None
         loss, outputs = self.step_loss(model, inputs, num_items_in_batch)
         loss = self.guarded.watched(loss)
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        # Called once a step, when its gradient is whole and before the optimiser acts
-        # on it; under DeepSpeed, whose engine skips a step with a norm that is not
-        # finite by itself, afterwards.
+        # The Trainer calls this once a step, when the gradient is complete and before
+        # the optimiser uses it. Under DeepSpeed it comes after the optimiser, but that
+        # engine itself skips a step whose norm is not finite.
         norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
         self.guarded.decide(norm)
         return norm
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # Called behind a step, and once more behind the last one of an epoch: what is
-        # done once is in `_Steps`.
+        # The Trainer calls this after a step, and once more after the last step of an
+        # epoch; `_Steps` does what must happen only once.
         if self.control.should_training_stop:
-            # the last step is on record whatever logging_steps is
+            # the last step is logged whatever logging_steps is
             self.control.should_log = True
+        # After a rewind the figures of this step belong to no line of the log.
         if self.guarded.rewind():
             return
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the parts of the loss, the throughput and what was guarded against to
-        what the Trainer logs.
+        """Add the parts of the loss, the throughput and the guard's counts to the
+        Trainer's figures.
         """
         if "loss" in logs:
             logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
@@ -190,7 +203,7 @@ class DistillTrainer(Trainer):
         super().log(logs, start_time)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # the score that began this run may have ended it
+        # The score before the first step may have ended the run.
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -198,17 +211,19 @@ class DistillTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         self.note_training()
-        # What `Trainer` would load, and when, depends on the engine; `restore` is the
-        # same for all.
+        # None: the Trainer would load a checkpoint at a time that depends on the
+        # engine, in that engine's format. `restore` below is the same for all engines.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
             max_steps, train_dataloader, None
         )
+        # DeepSpeed's engine steps the optimiser itself, and skips by itself, too.
         if self.is_deepspeed_enabled:
             begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
         else:
             self.guarded.let_steps_be_skipped(self.optimizer)
         if self.step_loss.terms is not None:
             self.step_loss.terms.steps = max_steps
+        # Only now is there an optimiser to load the state into.
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))
             self.checkpoint_writer.known.add(Path(resume_from_checkpoint).name)
@@ -216,8 +231,9 @@ class DistillTrainer(Trainer):
         return prepared
 
     def note_training(self) -> None:
-        """Let the config say that these are no longer an original's weights; those of a
-        regular model are one's.
+        """Mark the config of a rewired model: its weights are no longer the original's.
+
+        A regular model needs no mark, for it is an original itself.
         """
         config = self.plain_model.config
         if (getattr(config, "farskip", None) or {}).get("layers"):
@@ -229,6 +245,7 @@ class DistillTrainer(Trainer):
         try:
             with self.step_loss.capped(self.plain_model, self.settings):
                 return super().train(*args, **kwargs)
+        # Also for signals: a thread may still be writing a checkpoint.
         except BaseException as error:
             self.checkpoint_writer.leave(error)
             raise
@@ -240,8 +257,8 @@ class DistillTrainer(Trainer):
         return super()._finalize_training(*args)
 
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's; its processes outlive a signal that the scheduler or
-        Ctrl-C has sent to all.
+        """Return the Trainer's loader, with workers that outlive a signal which the
+        scheduler or Ctrl-C sends to all processes.
         """
         return shield_workers(super().get_train_dataloader())
 
@@ -251,6 +268,8 @@ class DistillTrainer(Trainer):
         """Plan as the Trainer does, with room for data that rewinds skip: `max_steps`
         ends the run, not an epoch.
         """
+        # The first number is that of the epochs: unbounded, since a rewind passes over
+        # rows, and the run may need more epochs than its steps suggest.
         _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = (
             super().set_initial_training_values(args, dataloader)
         )
@@ -264,9 +283,12 @@ class DistillTrainer(Trainer):
         return self.state.global_step + self.guard.passed_steps
 
     def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, *more: Any
+        self, max_steps: int, steps_per_epoch: int, *args: Any
     ) -> tuple[int, int]:
-        super()._init_training_state(max_steps, steps_per_epoch, *more)
+        # The Trainer would skip as many batches as there were steps. After rewinds more
+        # were read, so the position is computed here from all steps of data.
+        super()._init_training_state(max_steps, steps_per_epoch, *args)
+        # The user asks not to skip: the epoch begins anew.
         if self.args.ignore_data_skip:
             return self.state.global_step // steps_per_epoch, 0
         epoch, steps = divmod(self.steps_of_data, steps_per_epoch)
@@ -275,17 +297,16 @@ class DistillTrainer(Trainer):
     # ---- optimiser
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make AdamW as the Trainer does, or what `settings` ask for."""
-        trained: Any = self.model if model is None else model
-        decayed = self.get_decay_parameter_names(trained)
-        plain = self.settings.optimizer == "adamw" and self.settings.layer_lr_ratio == 1
-        if self.optimizer is None and not plain:
-            adamw = self.get_optimizer_cls_and_kwargs(self.args, trained)
-            self.optimizer = own_optimizer(trained, self.settings, decayed, *adamw)
+        """Make the Trainer's optimiser; with expert parallelism, note which of its
+        groups decay.
+        """
         optimizer = super().create_optimizer(model)
-        # The Trainer has one group a mesh of those that decay, and of the others.
-        if self.engine.spreads_experts and plain:
-            note_parts(optimizer, trained, decayed)
+        # Parameters on different meshes are in different groups. A checkpoint stores
+        # the two groups of one process, so each group notes which of them it belongs
+        # to.
+        if self.engine.spreads_experts:
+            trained: Any = self.model if model is None else model
+            note_parts(optimizer, trained, self.get_decay_parameter_names(trained))
         return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -297,22 +318,15 @@ class DistillTrainer(Trainer):
             self._created_lr_scheduler = True
         return self.lr_scheduler
 
-    def _get_learning_rate(self) -> float:
-        rate: float = super()._get_learning_rate()
-        optimizer: Any = self.optimizer
-        return rate / optimizer.param_groups[0].get("lr_scale", 1.0)
-
     # ---- checkpoints
 
     def scored_weights(self) -> AbstractContextManager[None]:
-        """Give the model within the block the weights that are scored and kept: with
+        """Give the model, within the block, the weights that are scored and saved: with
         ema_decay their average.
         """
-        return (
-            self.average.applied()
-            if self.average and self.average.average
-            else nullcontext()
-        )
+        if self.average is None or not self.average.average:
+            return nullcontext()
+        return self.average.applied()
 
     @property
     def plain_model(self) -> Any:
@@ -331,7 +345,7 @@ class DistillTrainer(Trainer):
         restore_beside(self, checkpoint)
 
     def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:
-        """Load the weights, and their average; optimizer: None where none is at work yet."""
+        """Load the weights and their average; optimizer: None before there is one."""
         read_state(
             checkpoint,
             self.plain_model,
@@ -342,14 +356,15 @@ class DistillTrainer(Trainer):
         restore_beside(self, checkpoint)
 
     def _get_output_dir(self, trial: Any) -> str:
+        # Only what belongs to a checkpoint goes to the temporary folder.
         folder = super()._get_output_dir(trial)
         return (
             str(Path(folder) / PARTIAL) if self.checkpoint_writer.is_saving else folder
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint beside, then rename it, then drop the oldest: a
-        checkpoint that can be seen is whole.
+        """Write the checkpoint under a temporary name, rename it, then drop the oldest:
+        a checkpoint that has its name is complete.
         """
         save = super()._save_checkpoint
         self.checkpoint_writer.write(
@@ -367,17 +382,17 @@ class DistillTrainer(Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Do nothing: `restore` does it, once there is an optimiser."""
+        """Do nothing: `restore` loads the checkpoint once there is an optimiser."""
 
     def restore_progress(self, checkpoint: Path) -> None:
-        """Load the stopper as it was; the time that was spent stays spent."""
+        """Load the stopper's state; the time that it has counted is kept."""
         if self.stopper is not None:
             self.stopper.load(read_json(checkpoint / STOPPER_FILE))
 
 
 def _use_one_device(args: TrainingArguments) -> None:
-    """Train on one device, which is what a process has; transformers would copy the
-    model to all that it sees.
+    """Train on one device per process; transformers would replicate the model on every
+    visible device.
     """
     if args.n_gpu > 1:
         print(

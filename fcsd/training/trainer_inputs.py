@@ -1,5 +1,5 @@
-"""Models and data of `FCSDTrainer`, made ready: models in memory, or paths of
-checkpoints; converted already, or not; data sets, streams and lists.
+"""Prepare models and data of `FCSDTrainer`: models in memory or paths of checkpoints,
+converted already or not; data sets, streams and lists.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ from fcsd.training.teachers.base import Teacher
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
-    """Return the model to train, with its connectivity; one in memory is converted in
-    place where that is asked for.
+    """Return the model to train, with its connectivity; a model in memory is converted
+    in place if `layers` is set.
 
     Raises:
-        UserError: it is not converted, and `layers` does not say how; it is converted
-            otherwise than `layers` says.
+        UserError: it is not converted and `layers` is not set; it is converted, but not
+            as `layers` says.
     """
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
@@ -59,19 +59,22 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
             f"model: {kind_of(model)}; a transformers model or the path of a checkpoint"
             f" is needed{hint}"
         )
+    # A model that is converted already must have the connectivity that is asked for.
     connectivity = args.connectivity()
-    own = getattr(model.config, "farskip", None)
-    if own is None:
+    current_field = getattr(model.config, "farskip", None)
+    if current_field is None:
         if connectivity is None:
             raise _not_converted(type(model).__name__)
         convert_model(model, connectivity)
     elif connectivity is not None:
-        wanted = connectivity.field(moe_mask(model.config, family_of(model.config)))
-        if wanted != own:
+        requested_field = connectivity.field(
+            moe_mask(model.config, family_of(model.config))
+        )
+        if requested_field != current_field:
             raise UserError(
                 f"{type(model).__name__}: this model is already converted with"
-                f" {field_text(own)}, but {field_text(wanted)} is asked for; leave"
-                " layers out to train it as it is, or convert it first"
+                f" {field_text(current_field)}, but {field_text(requested_field)} is"
+                " asked for; leave layers out to train it as it is, or convert it first"
             )
     return model
 
@@ -84,28 +87,28 @@ def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedMo
     return load_for_launch(checkpoint, launch, connectivity, bf16=args.bf16)
 
 
-def _not_converted(what: str) -> UserError:
+def _not_converted(name: str) -> UserError:
     return UserError(
-        f"{what}: is not converted; set layers in FCSDConfig (for example"
+        f"{name}: is not converted; set layers in FCSDConfig (for example"
         " layers='last:90%'), or convert it with fcsd.convert (layers='none' trains"
         " the regular model)"
     )
 
 
 def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
-    """Check, before anything is loaded or tokenized, what models and arguments say; the
-    student may be its own teacher.
+    """Check models and arguments before anything is loaded or tokenized; without a
+    teacher a copy of the student becomes one.
 
     Raises UserError: rows do not fit the positions of a model; a copy of the student
-    would not be the original; it is said how to load a model that is not loaded.
+    would not be the original; arguments for loading a model that is not loaded.
     """
-    for each, is_teacher in ((model, False), (teacher, True)):
-        _check_loading(each, args, "teacher" if is_teacher else "model")
-        if isinstance(each, str | Path):
-            source = find_model(args.model_config(str(each), teacher=is_teacher))
+    for candidate, is_teacher in ((model, False), (teacher, True)):
+        _check_loading(candidate, args, "teacher" if is_teacher else "model")
+        if isinstance(candidate, str | Path):
+            source = find_model(args.model_config(str(candidate), teacher=is_teacher))
             check_positions(source, args.max_length, tell=launch.first)
-        elif isinstance(each, PreTrainedModel):
-            check_positions(each, args.max_length, tell=launch.first)
+        elif isinstance(candidate, PreTrainedModel):
+            check_positions(candidate, args.max_length, tell=launch.first)
     if teacher is None and args.sections().objective.has_teacher:
         _check_own_teacher(model, args)
 
@@ -113,10 +116,12 @@ def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> 
 def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
     argument = "teacher_model_init_kwargs" if name == "teacher" else "model_init_kwargs"
     if getattr(args, argument) and not isinstance(model, str | Path):
-        given = "was left out" if model is None else f"is a {type(model).__name__}"
+        description = (
+            "was left out" if model is None else f"is a {type(model).__name__}"
+        )
         raise UserError(
             f"FCSDConfig: {argument}: is for a {name} that is given by its path, and"
-            f" {name} {given}; leave it out, or give the path"
+            f" {name} {description}; leave it out, or give the path"
         )
 
 
@@ -127,9 +132,9 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
             str(model),
             read_config(find_model(args.model_config(str(model))).folder)[0],
         )
-    if (how := changed_by(config)) is not None:
+    if (change := changed_by(config)) is not None:
         raise UserError(
-            f"teacher: {name} was {how} already, so that a copy of it is not the"
+            f"teacher: {name} was {change} already, so that a copy of it is not the"
             " original; give the original as teacher=, a model or its path"
         )
 
@@ -137,9 +142,11 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 def teacher_of(
     teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch
 ) -> Any:
-    """Return the model to compare with, or the `Teacher` of the caller; for None a
-    regular copy of the student. UserError where it is the student itself.
+    """Return the model to compare with, or the caller's `Teacher`; for None a regular
+    copy of the student. UserError where it is the student itself.
     """
+    # The student is not trained yet, so its weights are the original's. `check_models`
+    # has refused one that was trained or calibrated.
     if teacher is None:
         original = copy.deepcopy(student)
         unconvert_model(original)
@@ -156,9 +163,11 @@ def teacher_of(
 
 
 class TrainerInputs:
-    """Models and data of the constructor. bad_rows: with `args.on_bad_row` "skip" the
-    examples that were left out. given: what a card says of them. UserError for an
-    engine that a training in a script cannot have.
+    """Models and data of the constructor.
+
+    bad_rows: the examples that were left out, with `args.on_bad_row` "skip". given: the
+    names of models and data for a card. UserError for an engine that a training in a
+    script cannot use.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
@@ -166,7 +175,7 @@ class TrainerInputs:
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.given = Given()
-        # of a model that is given by its path
+        # set for a model that is given by its path
         self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
@@ -175,8 +184,9 @@ class TrainerInputs:
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """Keep accelerate from sharding, and name arguments in errors; a recipe's run
-        does the one, and has keys.
+        """Keep accelerate from sharding the model, and name arguments in errors.
+
+        A recipe's run enters `engine_environment` itself, and its errors name keys.
         """
         with python_words(), engine_environment(self.launch.engine, self.launch.device):
             yield
@@ -190,8 +200,8 @@ class TrainerInputs:
         *,
         knows_metrics: bool,
     ) -> Ready:
-        """Load, convert and tokenize; data: to train on, held out. knows_metrics: more
-        than losses are measured.
+        """Load, convert and tokenize; data: to train on, held out. knows_metrics:
+        whether there are metrics besides the losses.
         """
         args, launch = self.args, self.launch
         has_teacher = args.sections().objective.has_teacher
@@ -199,7 +209,8 @@ class TrainerInputs:
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
             self._checkpoint = find_model(args.model_config(str(model)))
-        # The data are checked before a model is loaded from a path.
+        # The data are checked before a model is loaded from a path, which may take
+        # long.
         student = (
             None if isinstance(model, str | Path) else student_of(model, args, launch)
         )
@@ -228,14 +239,18 @@ class TrainerInputs:
         return Ready(student, teacher, self._tokenizer, rows, heldout)
 
     def fingerprints(self, rows: Any) -> dict[str, str]:
-        """Identify rows and models, as far as they are known, on the first rank."""
-        known = {"train_dataset": rows_fingerprint(rows)}
+        """Return fingerprints of rows and models, as far as they are known, on the
+        first rank.
+        """
+        fingerprints = {"train_dataset": rows_fingerprint(rows)}
         if self._checkpoint is not None:
-            known["model"] = self._checkpoint.weights
-        return known | ({"teacher": self._teacher} if self._teacher is not None else {})
+            fingerprints["model"] = self._checkpoint.weights
+        return fingerprints | (
+            {"teacher": self._teacher} if self._teacher is not None else {}
+        )
 
     def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
-        """Return rows in order; of a dict of data sets a dict of them."""
+        """Return the rows of a data set in order; for a dict of data sets a dict."""
         if isinstance(data, Mapping):
             return {
                 key: self.heldout_rows(value, f"{name} {key!r}")
@@ -244,8 +259,8 @@ class TrainerInputs:
         return self._rows(data, name, BadRows(setting=None), shuffle=False)
 
     def rows_of_call(self, data: Any, name: str, held: Any = None) -> Any:
-        """Return rows of what `evaluate` or `predict` is given; held: the constructor's
-        data, for None or a name.
+        """Return the rows of the data given to `evaluate` or `predict`; held: those of
+        the constructor, which None or a name refers to.
         """
         if data is None and held is None:
             raise UserError(f"{name}: None; the data to measure are needed")
@@ -256,6 +271,7 @@ class TrainerInputs:
         if data is None:
             return None
         args = self.args
+        # A stream is read as far as the training goes, and no further.
         num_rows = None
         if name == "train_dataset" and isinstance(data, IterableDataset):
             if args.max_steps <= 0:
@@ -279,7 +295,7 @@ class TrainerInputs:
             or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
         )
-        # of those to train on it is told which are never used, too
+        # For training rows `row_order.data_lines` reports this with the unused rows.
         if not shuffle and self.launch.first:
             tell_examples(rows, name, always=False)
         return rows
@@ -294,21 +310,22 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
             "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or"
             " use a recipe"
         )
-    refuse_what_cannot_be_sharded(sections.train, sections.objective, launch.engine)
+    refuse_what_cannot_be_sharded(sections.objective, launch.engine)
     if args.batch_size_tokens is not None:
         cut = micro_batches(sections.train, args.max_length, launch.ranks.size)
         refuse_another_cut(args, *cut, launch.ranks.size)
 
 
 def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
-    """Raise UserError where the best model is to be chosen by a loss that the
-    evaluation of `heldout` does not give.
+    """Raise UserError where `metric_for_best_model` is a loss that the evaluation of
+    `heldout` does not give.
     """
     metric = args.metric_for_best_model
     if metric is None or heldout is None or not is_loss(metric):
         return
     losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
     losses += ["kl"] if teacher is not None else []
+    # The Trainer prefixes the losses of a dict of data sets with their names.
     names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]
     measured = [
         f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)
@@ -333,7 +350,10 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
 def check_kinds(
     teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
 ) -> None:
-    """Raise UserError where an argument of the constructor is something else than it takes."""
+    """Raise UserError where an argument of the constructor has another type than
+    needed.
+    """
+    # The frequent mix-ups get a hint; all else a type and the expected one.
     hint = (
         " (fcsd.load gives a model and its tokenizer)"
         if isinstance(teacher, tuple)

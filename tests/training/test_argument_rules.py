@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError
@@ -63,7 +62,6 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
             "the schedule 'linear' cannot be made with {'num_cycles': 2} .*unexpected keyword argument 'num_cycles'",
         ),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "the schedule 'cosine_with_min_lr' cannot be made with {}"),
-        ({"optimizer": "muon", "optim": "adafactor"}, "optim: 'adafactor' has no meaning with optimizer 'muon'"),
         ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' has no meaning here; rows are of one"),
         ({"include_for_metrics": ["loss"]}, "include_for_metrics: 'loss' has no meaning here"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches and dispatch_batches"),
@@ -89,7 +87,6 @@ def test_arguments_of_which_one_overrules_the_other_are_refused(
         {"lr_scheduler_type": "step", "lr_scheduler_kwargs": {"milestones": [0.5]}, "warmup_steps": 2},
         {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 0.2}, "max_steps": 9},
         {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"factor": 0.5}, "eval_strategy": "epoch"},
-        {"optimizer": "muon", "optim": "adamw_torch"},
         {"balance_loss_over": "batch", "balance_loss_coefficient": 0.1},
         {"dataloader_drop_last": True, "per_device_eval_batch_size": 4, "max_grad_norm": 0.5},
     ],
@@ -212,15 +209,3 @@ def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_
         match=r"^FCSDConfig: teacher_model_init_kwargs: .* and teacher was left out",
     ):
         trainer({"teacher_model_init_kwargs": {"dtype": "bfloat16"}})
-    given = torch.optim.SGD(model.parameters(), lr=1.0)
-    with pytest.raises(
-        UserError,
-        match=r"^optimizer: 'muon' has no meaning beside optimizers, whose groups",
-    ):
-        trainer({"optimizer": "muon"}, optimizers=(given, None))
-    kind = (torch.optim.SGD, {"lr": 1.0})
-    with pytest.raises(
-        UserError,
-        match=r"^layer_lr_ratio: 2\.0 has no meaning beside optimizer_cls_and_kwargs",
-    ):
-        trainer({"layer_lr_ratio": 2.0}, optimizer_cls_and_kwargs=kind)

@@ -209,7 +209,7 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
     said = capsys.readouterr().err
     assert (
         f"{checkpoint}: is damaged ({name} " in said
-        and "it is set aside, and the training goes on" in said
+        and "it is set aside, and the training continues" in said
     )
     assert (
         said.count("is damaged") == 1

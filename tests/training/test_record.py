@@ -81,7 +81,6 @@ def first(
         ({"seed": 7}, "seed: 42 -> 7"),
         ({"objective": "sft"}, 'objective: "ce" -> "sft"'),
         ({"optim": "sgd"}, 'optim: "adamw_torch_fused" -> "sgd"'),
-        ({"optimizer": "muon"}, 'optimizer: "adamw" -> "muon"'),
         ({"ema_decay": 0.9}, r"ema_decay: null -> 0\.9"),
         ({"dtype": "bfloat16"}, 'dtype: "float32" -> "bfloat16"'),
         ({"layers": "none"}, r"connectivity\.layers: \[0\] -> \[\]"),
@@ -103,8 +102,8 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
     with pytest.raises(
         UserError,
         match=(
-            rf"checkpoint-3: was made with other settings \({message}.*; go on with"
-            r" those, or begin"
+            rf"checkpoint-3: was made with other settings \({message}.*; continue"
+            r" with those, or start"
         ),
     ) as caught:
         trainer.train(resume_from_checkpoint=True)

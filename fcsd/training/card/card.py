@@ -1,8 +1,7 @@
-"""The model card of a checkpoint: what it is, how it was made and how it is loaded, in
-one text for all who write one.
+"""The model card of a checkpoint: its nature, its making and how to load it, in one
+text for all commands that write a card.
 
-Not covered: what was measured on it; those who know it hand it over in words
-(`fcsd.report.publish.card`).
+Not covered: measurements; `fcsd.report.publish.card` passes them as text.
 """
 
 import importlib.metadata
@@ -38,9 +37,10 @@ def card_of(
     """Write the card: what FarSkip is, which layers, results with their settings,
     recipe, limits, how to load.
 
-    result: the words of what was measured, as the template names them. index: the same
+    result: the measurements as text, under the names of the template. index: the same
     as metadata.
     """
+    # A multimodal model has another auto class, and is loaded with a processor.
     heads = [
         name
         for name in facts.config.get("auto_map", {})
@@ -132,10 +132,9 @@ def _objective(training: Mapping[str, Any]) -> str:
 
 
 def _training(facts: Facts) -> str:
-    training = facts.training
-    if (calibrated := _calibrated(facts)) and (
-        training is None or not _has_steps(training)
-    ):
+    training, calibrated = facts.training, _calibrated(facts)
+    # The cases without a recorded training come first.
+    if calibrated and (training is None or not _has_steps(training)):
         sources = measured = ""
         if training is not None:
             sources = _sources(training["settings"])
@@ -153,19 +152,26 @@ def _training(facts: Facts) -> str:
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
     inputs, lora = training.get("inputs", {}), settings.get("lora")
-    own = inputs.get("teacher", inputs.get("original")) == inputs.get("original")
+    teacher_is_original = inputs.get("teacher", inputs.get("original")) == inputs.get(
+        "original"
+    )
     teacher = training.get(
         "teacher",
-        "the original checkpoint" if own else "another checkpoint than the original",
+        "the original checkpoint"
+        if teacher_is_original
+        else "another checkpoint than the original",
     )
+    # Without a teacher the objective has its own opening sentence.
     objective = _objective(training)
     fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{objective}`"
-    begin = OBJECTIVES[objective].trained.get(objective, fcsd)
+    opening = OBJECTIVES[objective].trained.get(objective, fcsd)
+    # Cross-entropy may also be the objective of a distillation stage.
     if training["stage"] != "pretrain":
-        begin = begin.replace(" from scratch", "")
+        opening = opening.replace(" from scratch", "")
     lines = [
-        f"{begin}, {results.get('steps', 0)} steps of {train.get('batch_size_tokens')}"
-        f" tokens, learning rate {train.get('learning_rate', 0):g}"
+        f"{opening}, {results.get('steps', 0)} steps of"
+        f" {train.get('batch_size_tokens')} tokens, learning rate"
+        f" {train.get('learning_rate', 0):g}"
         + (f", LoRA of rank {lora['r']} merged into the weights." if lora else ".")
     ]
     if results.get("best_step") is not None:
@@ -203,7 +209,7 @@ def _training(facts: Facts) -> str:
 
 
 def _calibrated(facts: Facts) -> str:
-    """Say how a calibration changed the weights; "" where there was none."""
+    """Describe how a calibration changed the weights; "" where there was none."""
     entry = facts.config.get(CALIBRATED)
     if entry is None:
         return ""
@@ -215,7 +221,7 @@ def _calibrated(facts: Facts) -> str:
 
 
 def _paths(settings: Mapping[str, Any]) -> list[str]:
-    """List the data sets that a model was trained on; one may give several splits."""
+    """List the data sets that a model was trained on, each once."""
     return list(
         dict.fromkeys(
             str(source["path"]) for source in settings.get("data", {}).get("train", [])
@@ -231,7 +237,7 @@ def _sources(settings: Mapping[str, Any]) -> str:
 
 
 def public_name(location: str) -> str:
-    """Return the Hub id of a data set or model, or the last name of a local path: a
-    card names no place.
+    """Return the Hub id of a data set or model, or the last part of a local path, so
+    that a card shows no directories.
     """
     return location if hub_id(location) else Path(location).name

@@ -1,4 +1,4 @@
-"""What a model card says, and what it inherits from the original."""
+"""The facts of a model card, and those that it inherits from the original's."""
 
 import re
 import sys
@@ -16,7 +16,7 @@ from fcsd.base.files import check_regular, read_json
 from fcsd.model.connectivity.checkpoint import files_like
 
 CARD = "README.md"
-# stands in a card for the repository id as long as there is none
+# placeholder for the repository id in a card
 HERE = "path/to/this/folder"
 
 
@@ -29,15 +29,15 @@ class Facts:
     """The facts that a card states.
 
     name, where: title, and the repository id or `HERE`. config: config.json of the
-    checkpoint. base: hub id of the original, or None. licence: `license`,
+    checkpoint. base: Hub id of the original, or None. licence: `license`,
     `license_name`, `license_link`, as far as they are known. training: manifest of the
-    stage that left the checkpoint (`distill`, `convert`, `pretrain`), or what
-        `fcsd.training.card.trainer` says in its place; None: not known.
-    untrained: whether the weights are known to be those of the original. chat: whether
-    the tokenizer has a chat template. tags: beside those that every card has. result,
-    comparison: what `fcsd evaluate` measured on the checkpoint, and `scores.compare`
-    with the original. figures: file beside the card -> caption. report: whether
-    `report.md` of the run lies beside the card.
+    stage that wrote the checkpoint (`distill`, `convert`, `pretrain`), or its
+    substitute from `fcsd.training.card.trainer`; None: not known. untrained: whether
+    the weights are known to be those of the original. chat: whether the tokenizer has a
+    chat template. tags: in addition to those of every card. result, comparison: the
+    result of `fcsd evaluate` for the checkpoint, and that of `scores.compare` with the
+    original. figures: file beside the card -> caption. report: whether `report.md` of
+    the run lies beside the card.
     """
 
     name: str
@@ -62,8 +62,8 @@ def hub_id(text: str) -> str | None:
 
 
 def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a stage's manifest says of the original: `path` and `revision`; {}
-    where it says nothing.
+    """Return `path` and `revision` of the original from a stage's manifest; {} if it
+    has none.
     """
     origin: dict[str, Any] = record.get("settings", {}).get("model") or record.get(
         "results", {}
@@ -72,8 +72,8 @@ def origin_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded_origin(folder: Path) -> tuple[str, str | None] | None:
-    """Return path and revision of the original of a checkpoint folder, where the stage
-    that left it says so.
+    """Return path and revision of the original of a checkpoint folder, if the stage
+    that wrote it has recorded them.
     """
     origin = origin_of(
         read_manifest(folder.parent if folder.name == "model" else folder)
@@ -107,7 +107,8 @@ def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
         )
     except UserError:
         raise
-    # offline, no such repository, no card: said below, with what to do
+    # Offline, no such repository, no card: a card without a licence can still be
+    # written.
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         text = without_credentials(f"the card of {base} cannot be read: {reason}")
@@ -116,27 +117,29 @@ def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, Any]:
-    """Return what a card says of the licence: what is stated, or what the original's card says."""
+    """Return a card's licence fields: the stated licence, or those of the original's
+    card.
+    """
     if stated is not None:
         return {"license": stated}
     return {key: inherited[key] for key in LICENCE_KEYS if key in inherited}
 
 
 def with_linked_licence(facts: Facts, folder: Path) -> Facts:
-    """Give the licence a link that leads to the file beside the original's card, unless
-    that is in the folder.
+    """Make the licence link point to the file in the original's repository, unless the
+    folder has a copy.
     """
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return facts
-    there = (
+    absolute_link = (
         f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
     )
-    return replace(facts, licence={**facts.licence, "license_link": there})
+    return replace(facts, licence={**facts.licence, "license_link": absolute_link})
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Tell whether the tokenizer in a checkpoint folder can put a conversation into words."""
+    """Tell whether the tokenizer in a checkpoint folder has a chat template."""
     if (folder / "chat_template.jinja").is_file():
         return True
     file = folder / "tokenizer_config.json"
@@ -144,8 +147,8 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def front_matter(card: Path) -> dict[str, Any]:
-    """Read the metadata of a model card; {} where it has none, UserError where it is no
-    mapping in YAML.
+    """Read the metadata of a model card; {} if there is none, UserError if it is no
+    YAML mapping.
     """
     check_regular(card)
     try:

@@ -1,5 +1,5 @@
-"""The model card of what an `FCSDTrainer` has trained, which `create_model_card` and
-`push_to_hub` write.
+"""The model card of a model that an `FCSDTrainer` has trained, for `create_model_card`
+and `push_to_hub`.
 
 Not covered: results of `fcsd evaluate`, which `fcsd push` adds.
 """
@@ -30,7 +30,7 @@ from fcsd.training.card.facts import (
 )
 
 TAGS = ("farskip", "fcsd")
-"""What a model on the Hub is tagged with."""
+"""Tags of a model on the Hub."""
 
 _NO_PLACE = ("tasks", "dataset_args")
 _FILE_FORMATS = (
@@ -48,10 +48,10 @@ _FILE_FORMATS = (
 
 @dataclass(frozen=True)
 class Given:
-    """What a card says of the arguments of a trainer.
+    """The arguments of a trainer as a card names them.
 
-    model: the path or Hub id of the model, or ""; teacher: the same, None where the
-    teacher is the original; data: names of the training data, as far as they are known.
+    model: the path or Hub id of the model, or "". teacher: the same; None where the
+    teacher is the original. data: names of the training data, as far as they are known.
     """
 
     model: str = ""
@@ -60,7 +60,9 @@ class Given:
 
 
 def given(model: Any, teacher: Any, data: Any) -> Given:
-    """Look at the arguments of a trainer before anything is loaded or converted."""
+    """Read the names from a trainer's arguments, before anything is loaded or
+    converted.
+    """
     return Given(
         _name_of(model),
         None if teacher is None else _name_of(teacher),
@@ -78,6 +80,7 @@ def dataset_names(data: Any) -> tuple[str, ...]:
     """Return the Hub ids that a data set was loaded from, or the name of its builder;
     () where it has none.
     """
+    # The builder of plain files is named after their format, which names no data set.
     info = getattr(data, "info", None)
     files = getattr(info, "download_checksums", None) or {}
     matches = [
@@ -91,15 +94,15 @@ def dataset_names(data: Any) -> tuple[str, ...]:
 
 
 def _origin(model: str) -> tuple[str, str | None] | None:
-    """Return path and revision of the original that a model was made from: itself, if
-    nothing else is recorded.
+    """Return path and revision of the original that a model was made from: the model
+    itself if nothing else is recorded.
     """
     if not model:
         return None
     folder = Path(model)
-    if (
-        cached := re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", model)
-    ) is not None:
+    # A path in the cache of the Hub contains repository and revision.
+    cached = re.search(r"models--([\w.-]+?)--([\w.-]+)/snapshots/(\w+)$", model)
+    if cached is not None:
         return f"{cached[1]}/{cached[2]}", cached[3]
     if not folder.is_dir():
         return model, None
@@ -113,58 +116,62 @@ def _origin(model: str) -> tuple[str, str | None] | None:
     return (named, None) if isinstance(named, str) else (model, None)
 
 
-def write_trainer_card(trainer: Any, said: Mapping[str, Any]) -> None:
+def write_trainer_card(trainer: Any, arguments: Mapping[str, Any]) -> None:
     """Write `README.md` into the output folder of an `FCSDTrainer`.
 
-    said: arguments of `transformers.Trainer.create_model_card`, which come before what
-    is known.
+    arguments: those of `transformers.Trainer.create_model_card`, which override the
+    facts of the training.
 
     Raises:
         UserError: an argument that has no place on the card.
     """
-    if unknown := [name for name in _NO_PLACE if said.get(name) is not None]:
+    if unknown := [name for name in _NO_PLACE if arguments.get(name) is not None]:
         raise UserError(
             f"create_model_card: {unknown[0]}: has no place on the card; leave it out,"
             f" or edit {CARD}"
         )
     folder = Path(str(trainer.args.output_dir))
     facts = _facts(
-        trainer, {name: value for name, value in said.items() if value is not None}
+        trainer, {name: value for name, value in arguments.items() if value is not None}
     )
     write_text(folder / CARD, str(card_of(with_linked_licence(facts, folder))))
 
 
-def _facts(trainer: Any, said: Mapping[str, Any]) -> Facts:
+def _facts(trainer: Any, arguments: Mapping[str, Any]) -> Facts:
     config = trainer.plain_model.config
+    # The saved config names the model's code, which the one in memory may not yet do.
     values = config.to_dict()
     values.setdefault("auto_map", auto_map(family_of(config)))
     where = trainer.hub_model_id or trainer.args.hub_model_id
-    known = trainer.inputs.given if trainer.inputs is not None else Given()
-    origin = _origin(known.model)
-    base = said.get("finetuned_from") or (
+    inputs = trainer.inputs.given if trainer.inputs is not None else Given()
+    origin = _origin(inputs.model)
+    base = arguments.get("finetuned_from") or (
         hub_id(origin[0]) if origin is not None else None
     )
+    # The original's card comes first, that of a stated base model second.
     inherited: dict[str, Any] = {}
     for path, revision in dict.fromkeys(
         [*filter(None, [origin]), *([(base, None)] if base else [])]
     ):
         inherited = inherited or inherited_by(path, revision)
     return Facts(
-        name=said.get("model_name")
+        name=arguments.get("model_name")
         or (where or Path(str(trainer.args.output_dir)).absolute().name).split("/")[-1],
         where=where or HERE,
         config=values,
         base=base,
-        licence=licence_of(inherited, said.get("license")),
-        language=tuple(_listed(said.get("language")) or inherited.get("language", [])),
+        licence=licence_of(inherited, arguments.get("license")),
+        language=tuple(
+            _listed(arguments.get("language")) or inherited.get("language", [])
+        ),
         training=_training(
             trainer,
-            known,
-            _listed(said.get("dataset")) + _listed(said.get("dataset_tags")),
+            inputs,
+            _listed(arguments.get("dataset")) + _listed(arguments.get("dataset_tags")),
         ),
         untrained=trainer.state.global_step == 0 and changed_by(config) is None,
         chat=bool(getattr(trainer.processing_class, "chat_template", None)),
-        tags=(*TAGS, *_listed(said.get("tags"))),
+        tags=(*TAGS, *_listed(arguments.get("tags"))),
     )
 
 
@@ -172,14 +179,15 @@ def _listed(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value or [])
 
 
-def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | None:
-    """Say in the words of a stage's manifest how the weights were trained; None where
-    they were not.
+def _training(trainer: Any, inputs: Given, data: list[str]) -> dict[str, Any] | None:
+    """Describe the training in the form of a stage's manifest; None where there were no
+    steps.
     """
     state, args = trainer.state, trainer.args
     if not state.global_step:
         return None
-    objective, origin = trainer.step_loss.objective, _origin(known.model)
+    # The notes are sentences for facts that a stage's manifest has no field for.
+    objective, origin = trainer.step_loss.objective, _origin(inputs.model)
     notes = []
     if origin is not None and hub_id(origin[0]) is None:
         notes.append(f"It was made from `{public_name(origin[0])}`.")
@@ -188,6 +196,7 @@ def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | N
             f"The checkpoint of step {state.best_global_step} was chosen by"
             f" `{args.metric_for_best_model}`."
         )
+    # Only a measurement of the very weights that are saved belongs on the card.
     last = next(
         (entry for entry in reversed(state.log_history) if "eval_kl" in entry), None
     )
@@ -210,15 +219,15 @@ def _training(trainer: Any, known: Given, data: list[str]) -> dict[str, Any] | N
                 ),
                 "learning_rate": args.learning_rate,
             },
-            "data": {"train": [{"path": name} for name in data or known.data]},
+            "data": {"train": [{"path": name} for name in data or inputs.data]},
         },
         "results": {"steps": state.global_step},
         "notes": notes,
     }
     if trainer.inputs is not None:
         training["results"]["bad_rows"] = trainer.inputs.bad_rows.summary()
-    if known.teacher is not None and _origin(known.teacher) != origin:
-        name = _origin(known.teacher)
+    if inputs.teacher is not None and _origin(inputs.teacher) != origin:
+        name = _origin(inputs.teacher)
         training["teacher"] = (
             f"`{public_name(name[0])}`"
             if name is not None

@@ -1,5 +1,5 @@
-"""Balance the loads of the experts while training: by a loss, or by the bias that some
-routers choose with.
+"""Balance the loads of the experts during training: by a loss, or by the bias that some
+routers add to their scores for the choice.
 
 T tokens, E experts, c_e of whose K T choices are of expert e, p the softmax of the
 router's logits:
@@ -12,14 +12,14 @@ are those of one example (`sequence`, the mean over examples weighted by their t
 so that it does not depend on how a batch is cut) or of the whole step (`batch`): f is
 then counted over all ranks and over the micro-batches of the step so far (Qiu et al.,
 arXiv 2501.11873), and is that of the whole step where it has one micro-batch. With more
-it depends on how the batch is cut, by rows of a forward pass and by ranks: the choices
-of all are known behind the last pass, and to know them before the first gradient takes
-one more forward pass of the student. Padding, and text behind the last token with loss
-of a row, does not count.
+it depends on how the batch is cut, by rows of a forward pass and by ranks: all choices
+are known only after the last pass, and knowing them before the first gradient would
+take one more forward pass of the student. Padding, and text after a row's last token
+with loss, do not count.
 
-Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): behind each step the bias of an
-expert that had more than the mean of its layer falls by the rate, that of one that had
-less rises.
+Without a loss (DeepSeek-V3, arXiv 2412.19437, 2.1.2): after each step the bias of an
+expert that had more than the mean of its layer falls by the rate, and that of one that
+had less rises.
 
 Not covered: routers that choose by other scores than logits get the loss of the softmax
 of their logits, as in transformers; text between examples is none.
@@ -49,40 +49,45 @@ def balance_loss(
     examples: Tensor,
     num_examples: int,
 ) -> Tensor:
-    """Return T times the loss of one layer, the sum over examples of their tokens times
-    their loss; 0 for no token.
+    """Return T times the loss of one layer: the sum over examples of their loss times
+    their tokens; 0 without tokens.
 
-    probabilities: (T, E) of the router. experts: (T, K) that each token goes to. share:
-    (E,) f of the whole step; None: that of each example. examples: (T,) number of each
-    token's example.
+    probabilities: (T, E) of the router. experts: (T, K), those that each token goes to.
+    share: (E,), f of the whole step; None: f is taken for each example. examples: (T,),
+    the number of each token's example.
     """
     num_experts, top_k = probabilities.shape[-1], experts.shape[-1]
     if share is not None:
         return (probabilities.sum(0) * share).sum()
-    places = examples[:, None] * num_experts + experts
-    counts = torch.bincount(places.flatten(), minlength=num_examples * num_experts)
+    # Each example has its own f: one bin for each pair of example and expert.
+    pair_indices = examples[:, None] * num_experts + experts
+    counts = torch.bincount(
+        pair_indices.flatten(), minlength=num_examples * num_experts
+    )
     lengths = torch.bincount(examples, minlength=num_examples).clamp(min=1)
-    each = (
+    example_shares = (
         counts.view(num_examples, num_experts)
         * num_experts
         / (top_k * lengths[:, None])
     )
-    return (probabilities * each[examples]).sum()
+    return (probabilities * example_shares[examples]).sum()
 
 
 def counted_tokens(batch: Batch) -> Tensor:
-    """Tell which tokens (B, T) count: all up to the last one with loss of their row."""
+    """Return a mask (B, T) of the tokens that count: in each row all up to the last one
+    with loss.
+    """
     with_loss = batch["labels"] != NO_LOSS
     return with_loss.flip(1).cumsum(1).flip(1) > 0
 
 
 def refuse_loss_of_the_model(config: Any, train: TrainConfig) -> None:
-    """Raise UserError where a model's config asks for transformers' own loss of the
-    routers, which no training of ours has, and `train` for none in its place.
+    """Raise UserError where a model's config asks for transformers' own router loss,
+    which fcsd does not compute, and `train` sets no loss in its place.
     """
     asked = any(
-        getattr(each, "output_router_logits", False) is True
-        for each in (config, config.get_text_config())
+        getattr(model_config, "output_router_logits", False) is True
+        for model_config in (config, config.get_text_config())
     )
     if asked and train.balance_loss_coefficient is None:
         raise UserError(
@@ -108,20 +113,20 @@ class Balance:
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
         self.biases = _biases(student) if self.bias_rate is not None else []
-        # Choices of the step that is under way, over all ranks, [layers, experts].
+        # Choices of the present step, over all ranks, [layers, experts].
         self.loads: Tensor | None = None
-        self.num_tokens = 1  # that count, of that step and all ranks
+        self.num_tokens = 1  # counted ones of that step, over all ranks
 
     @contextmanager
     def recorded(self, model: nn.Module) -> Iterator[Recording]:
-        """Record what the routers of a forward pass do in the block."""
+        """Record the routers' choices in a forward pass within the block."""
         with recording(
             unwrapped(model), with_gradient=self.coefficient is not None
         ) as record:
             yield record
 
     def begin_step(self, num_tokens: int) -> None:
-        """Count the loads of a step, which has as many tokens that count."""
+        """Start counting the loads of a step with so many counted tokens."""
         self.loads, self.num_tokens = None, max(num_tokens, 1)
 
     def add(self, routed: list[Routed], batch: Batch) -> Tensor:
@@ -130,15 +135,16 @@ class Balance:
         """
         counted = counted_tokens(batch)
         flat = counted.flatten()
+        # Position 0 begins an example; the examples of a batch are numbered through.
         examples = (batch["position_ids"] == 0).flatten().cumsum(0)[flat] - 1
-        kept = [
+        counted_routes = [
             Routed(experts[flat], logits.view(len(flat), -1)[flat])
             for experts, logits in routed
         ]
         loads = torch.stack(
             [
-                torch.bincount(one.experts.flatten(), minlength=router.num_experts)
-                for one, router in zip(kept, self.routers, strict=True)
+                torch.bincount(route.experts.flatten(), minlength=router.num_experts)
+                for route, router in zip(counted_routes, self.routers, strict=True)
             ]
         )
         if self.accelerator.num_processes > 1:
@@ -147,22 +153,26 @@ class Balance:
         total = flat.new_zeros((), dtype=torch.float32)
         if self.coefficient is None:
             return total
-        number = int(examples.max()) + 1 if len(examples) else 0
-        for layer, one in enumerate(kept):
-            dtype = torch.promote_types(one.logits.dtype, torch.float32)
+        num_examples = int(examples.max()) + 1 if len(examples) else 0
+        for layer, route in enumerate(counted_routes):
+            dtype = torch.promote_types(route.logits.dtype, torch.float32)
             share = None
+            # f of the step so far, this micro-batch included.
             if self.over == "batch":
                 share = self.loads[layer].to(dtype)
                 share = share * len(share) / share.sum().clamp(min=1)
             total = total + balance_loss(
-                one.logits.to(dtype).softmax(-1), one.experts, share, examples, number
+                route.logits.to(dtype).softmax(-1),
+                route.experts,
+                share,
+                examples,
+                num_examples,
             )
         return total
 
     def share(self, routed: list[Routed], batch: Batch, meters: Meters) -> Tensor:
-        """Return what a micro-batch adds to the loss of its step; gradients are
-        averaged over ranks.
-        """
+        """Return a micro-batch's contribution to the loss of its step."""
+        # The engines average gradients over the ranks; the factor undoes that.
         value = (
             self.add(routed, batch) * self.accelerator.num_processes / self.num_tokens
         )
@@ -173,14 +183,16 @@ class Balance:
 
     @torch.no_grad()
     def end_step(self) -> Tensor | None:
-        """Move the biases that experts are chosen with, by the loads of the step; return these."""
+        """Move the biases of the choice according to the step's loads; return the
+        loads.
+        """
         if self.loads is not None and self.bias_rate is not None:
             for bias, load in zip(self.biases, self.loads.float(), strict=True):
                 bias += (self.bias_rate * (load.mean() - load).sign()).to(bias)
         return self.loads
 
     def state(self) -> list[list[float]]:
-        """Return the biases of all layers, which are no trained parameters."""
+        """Return the biases of all layers: the optimiser does not have them."""
         return [bias.float().tolist() for bias in self.biases]
 
     @torch.no_grad()
@@ -190,7 +202,9 @@ class Balance:
 
 
 def _biases(student: nn.Module) -> list[Tensor]:
-    """Return the tensor of each MoE layer that is added to the scores for the choice alone."""
+    """Return the bias of each MoE layer that is added to the scores for the choice
+    alone.
+    """
     owner, tensors = unwrapped(student), []
     for router in find_routers(student):
         block = owner.get_submodule(router.name.rpartition(".")[0])

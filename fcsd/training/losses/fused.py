@@ -2,24 +2,24 @@
 chunks of tokens.
 
 The logits of a 150k vocabulary outweigh everything else in a distillation step, so they
-are never kept: the logits of a chunk (full rows, of student and teacher) give its loss
-and, in closed form, its gradient, and are dropped.
+are never stored: the logits of a chunk (full rows, of student and teacher) give its
+loss and, in closed form, its gradient, and are dropped.
 
     z = logit_scale * (hidden @ weight.T + bias)
     y = softcap * tanh(z / softcap)     (y = z without a softcap)
 
-What is computed from y is in `fcsd.training.losses.objectives`.
+`fcsd.training.losses.objectives` defines the functions of y.
 
-Four matmuls a chunk (8 D V operations a token; six with a frozen head), none of them
-again in the backward pass.
+A chunk takes four matmuls (8 D V FLOPs a token; six with a frozen head), none of which
+is repeated in the backward pass.
 
 Precision. Logits are float32 whatever the inputs are: the gradient is a difference of
 two nearly equal softmaxes once the student is close to the teacher, and logits rounded
 to bfloat16 leave an error of 23 % in it at 5e-3 nats a token. On devices whose matmul
-takes half-precision inputs and leaves float32 (CUDA) the inputs stay as they are and
+takes half-precision inputs and returns float32 (CUDA) the inputs keep their dtype, and
 the gradient of the logits is rounded for the two gradient matmuls (an error of 2e-3,
-whatever the KL); elsewhere inputs are widened first. Head gradients are accumulated in
-float32. float64 inputs stay float64 throughout.
+whatever the KL); elsewhere the inputs are widened first. Head gradients are accumulated
+in float32. float64 inputs stay float64 throughout.
 
 No collective, no host synchronisation, no data-dependent shape.
 """
@@ -34,19 +34,19 @@ from torch.autograd.function import once_differentiable
 from fcsd.base.errors import UserError
 from fcsd.training.losses.objectives import MEASURES, ObjectiveConfig
 
-# Memory for the logits of a chunk where the caller names none, and the fewest tokens in
-# a chunk of a trainable head: every chunk reads and writes the (V, D) gradient, and
-# with fewer tokens that traffic costs more than the matmuls. On a CPU small tiles stay
-# near the caches.
+# The default memory for the logits of a chunk, and the fewest tokens in a chunk of a
+# trainable head: every chunk reads and writes the (V, D) gradient, and with fewer
+# tokens that traffic costs more than the matmuls. On a CPU small tiles fit the caches
+# better.
 CHUNK_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 30}
 FEWEST_TOKENS = {"cpu": 192, "accelerator": 1024}
 
 
 class Kernels:
-    """The matmuls of the loss, and what else depends on the device: their operands'
-    dtype and the chunks' size.
+    """The device-dependent parts of the loss: the matmuls, the dtype of their operands
+    and the size of the chunks.
 
-    A subclass may run or count them otherwise, as `fcsd.planning.cost.trace` does.
+    A subclass may run or count them differently, as `fcsd.planning.cost.trace` does.
     """
 
     def chunk_tokens(
@@ -56,7 +56,7 @@ class Kernels:
         device: torch.device,
         trains_head: bool,
     ) -> int:
-        """Choose how many tokens a chunk has."""
+        """Choose the number of tokens in a chunk."""
         if chunk_bytes is not None:
             return max(1, chunk_bytes // bytes_per_token)
         kind = "cpu" if device.type == "cpu" else "accelerator"
@@ -82,7 +82,9 @@ class Kernels:
             torch.mm(a, b, out=out)
 
     def addmm(self, accumulator: Tensor, a: Tensor, b: Tensor) -> None:
-        """Compute accumulator += a @ b, without rounding the result to the inputs' dtype."""
+        """Compute accumulator += a @ b, without rounding the result to the inputs'
+        dtype.
+        """
         if self.widens(a.device, a.dtype):
             torch.addmm(accumulator, a, b, out_dtype=torch.float32, out=accumulator)
         else:
@@ -93,12 +95,12 @@ KERNELS = Kernels()
 
 
 class TokenStatistics(NamedTuple):
-    """Figures of each of N tokens, at the temperature of the objective; none of them
-    has a gradient.
+    """Figures of each of N tokens, at the temperature of the objective and without
+    gradients.
 
     divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement:
-    (N,) bool, whether the student's most probable token is the teacher's; of several
-    that are equally probable the first one counts, in both.
+    (N,) bool, whether the student's most probable token is the teacher's; among equally
+    probable ones the first counts, in both.
     """
 
     divergence: Tensor
@@ -108,8 +110,9 @@ class TokenStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """What gives one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias,
-    and what its family does to them (`fcsd.model.families.structure.head_scaling`)."""
+    """The inputs of one model's logits: (N, D) hidden states, (V, D) weight, (V,) bias,
+    and its family's scaling (`fcsd.model.families.structure.head_scaling`).
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -118,6 +121,7 @@ class Head:
     softcap: float | None = None
 
     def check(self, whose: str, vocab_size: int | None) -> None:
+        """Raise UserError where the shapes do not fit together."""
         hidden, weight, bias = self.hidden, self.weight, self.bias
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             raise UserError(
@@ -150,28 +154,29 @@ def fused_linear_loss(
 
     Args:
         student: with gradients.
-        target: what an objective with a teacher compares with, the teacher's constants,
-            of another width maybe; else labels (N,), integer token ids in 0 …
-            vocab_size-1, every one of which counts (there is no ignore index: leave out
-            the tokens without loss).
-        objective: its measure, temperature and clip.
-        vocab_size: the heads' rows from here on are padding: no part of either
+        target: for an objective with a teacher its `Head`, without gradients and
+            possibly of another width; else labels (N,), integer token ids in 0 …
+            vocab_size-1, all of which count (there is no ignore index: leave out the
+            tokens without loss).
+        objective: selects the measure, temperature and clip.
+        vocab_size: rows of the heads from here on are padding: not part of either
             distribution, and without gradient. Needed when the heads differ. None: all
             rows are tokens.
-        statistics: give the second result too, None otherwise; with a teacher.
-        chunk_bytes: memory for the logits of one chunk with all temporaries; at least
-            one token is taken. None: 1 GiB on an accelerator (at least 1024 tokens if
-            the head trains), 32 MiB (192) on a CPU.
-        kernels: what runs the matmuls.
+        statistics: whether to return them, None otherwise; needs a teacher.
+        chunk_bytes: memory for the logits of one chunk with all temporaries; a chunk
+            has at least one token. None: 1 GiB on an accelerator (at least 1024 tokens
+            if the head trains), 32 MiB (192) on a CPU.
+        kernels: runs the matmuls.
 
-    Returns: a scalar, nats; float32 (float64 for float64 inputs). 0, not NaN, for N =
-    0, and still a node of the graph with zero gradients, so that no rank misses a
+    Returns: a scalar in nats; float32 (float64 for float64 inputs). For N = 0 it is 0,
+    not NaN, and still a node of the graph with zero gradients, so that no rank misses a
     collective. A non-finite logit gives a non-finite loss or gradient. The gradients
-    are scaled in place: a retained graph is differentiated once, a second time is an
-    error.
+    are scaled in place, so a retained graph can be differentiated only once; a second
+    time is an error.
 
     Raises: UserError when the vocabularies differ, or the shapes do not fit together.
     """
+    # A wrong shape would otherwise show as an opaque error of a kernel.
     student.check("student", vocab_size)
     num_tokens, size = student.hidden.shape[0], student.weight.shape[0]
     if isinstance(target, Tensor):
@@ -196,6 +201,7 @@ def fused_linear_loss(
     task = _Task(
         student, target, objective, vocab_size or size, statistics, chunk_bytes, kernels
     )
+    # Autograd sees the three tensors that get gradients; all else travels in the task.
     loss, *rows = _FusedLinearLoss.apply(
         student.hidden, student.weight, student.bias, task
     )
@@ -216,8 +222,8 @@ class _Task:
 
 
 class _Logits:
-    """What the softmax of one model is taken of, by chunks of tokens: without the
-    head's padding, over temperature.
+    """The logits of one model over the temperature, by chunks of tokens, without the
+    head's padding.
     """
 
     def __init__(self, head: Head, task: _Task):
@@ -236,21 +242,21 @@ class _Logits:
 
     @property
     def factor(self) -> float:
-        """Derivative of the result by what the matmul gave; `slope` times as much with
-        a softcap.
+        """The derivative of the result by the matmul's output; with a softcap `slope`
+        times as much.
         """
         return self.logit_scale / self.temperature
 
     def of(self, begin: int, end: int, out: Tensor) -> Tensor:
-        """Compute them for tokens begin … end-1, into (end-begin, V) `out`."""
+        """Compute the logits of tokens begin … end-1 into (end-begin, V) `out`."""
         self.kernels.mm(self.hidden[begin:end], self.weight.t(), out)
         if self.bias is not None:
             out.add_(self.bias)
-        before = (
-            self.factor if self.softcap is None else self.logit_scale / self.softcap
-        )
-        if before != 1.0:
-            out.mul_(before)
+        # Scaling and temperature are one multiplication; with a softcap the temperature
+        # comes after the tanh.
+        scale = self.factor if self.softcap is None else self.logit_scale / self.softcap
+        if scale != 1.0:
+            out.mul_(scale)
         return (
             out
             if self.softcap is None
@@ -258,22 +264,23 @@ class _Logits:
         )
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Compute the derivative of the softcap, elementwise, from what `of` gave; None
-        where it is 1.
+        """Compute the elementwise derivative of the softcap from the result of `of`;
+        None without a softcap, where it is 1.
         """
         if self.softcap is None:
             return None
+        # d/dz softcap·tanh(z/softcap) = 1 - tanh², and `logits` hold tanh·softcap/T.
         return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1.0)
 
 
 def _operand_dtype(head: Head, kernels: Kernels) -> torch.dtype:
-    """Return the one dtype of the matmuls' operands."""
+    """Return the common dtype of the matmuls' operands."""
     device, dtype = (
         head.hidden.device,
         torch.promote_types(head.hidden.dtype, head.weight.dtype),
     )
     if torch.is_autocast_enabled(device.type) and dtype == torch.float32:
-        # what the head alone would be given
+        # the dtype that autocast would give the head alone
         dtype = torch.get_autocast_dtype(device.type)
     return (
         dtype
@@ -290,10 +297,10 @@ def _log_softmax_(x: Tensor, work: Tensor) -> None:
 
 
 class _Sums:
-    """The loss sum, its gradients and the tokens' statistics, added up chunk by chunk
-    in buffers of their own.
+    """The loss sum, its gradients and the tokens' statistics, accumulated chunk by
+    chunk in buffers of their own.
 
-    wants: whether hidden states, weight and bias get a gradient.
+    wants: whether hidden states, weight and bias need a gradient.
     """
 
     def __init__(self, task: _Task, wants: tuple[bool, ...]):
@@ -316,10 +323,13 @@ class _Sums:
         chunk = task.kernels.chunk_tokens(row_bytes, task.chunk_bytes, device, wants[1])
         self.chunk = min(chunk, num_tokens)
 
+        # Tiles are allocated once and reused by every chunk.
         def new(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
         self.loss = torch.zeros((), dtype=dtype, device=device)
+        # The padding rows of the head keep a gradient of 0; hidden states are covered
+        # completely by the chunks.
         self.grad_hidden = new(*head.hidden.shape) if wants[0] else None
         self.grad_weight = new(*head.weight.shape).zero_() if wants[1] else None
         self.grad_bias = new(head.weight.shape[0]).zero_() if wants[2] else None
@@ -327,26 +337,27 @@ class _Sums:
         self.per_token: list[Tensor] = []
         if task.statistics:
             agreement = torch.empty(num_tokens, dtype=torch.bool, device=device)
+            # in the order of TokenStatistics
             self.per_token = [new(num_tokens), new(num_tokens), agreement]
 
     def add(self, begin: int, end: int) -> None:
         tiles = [tile[: end - begin] for tile in self.tiles]
         s = self.student.of(begin, end, tiles[0])
         slope = self.student.slope(s) if any(self.wants) else None
-        # Of the logits: rounding may make their logarithms of probabilities equal.
+        # Taken from the logits, because rounding may make log-probabilities equal.
         best = s.max(-1).indices if self.task.statistics else None
         _log_softmax_(s, tiles[-1])
         d = self._compare(begin, end, s, best, tiles)
         if slope is not None:
             d.mul_(slope)
-            del slope
+            del slope  # frees a tile before the gradient matmuls
         self._add_gradient(begin, end, d)
 
     def _compare(
         self, begin: int, end: int, s: Tensor, best: Tensor | None, tiles: list[Tensor]
     ) -> Tensor:
-        """Add the loss of (n, V) log p_s, which is overwritten, and return the gradient
-        of the logits.
+        """Add the loss of (n, V) log p_s, which are overwritten, and return the
+        gradient of the logits.
 
         best: (n,) the student's most probable tokens, for statistics.
         """
@@ -357,6 +368,8 @@ class _Sums:
                 objective, s, self.task.target[begin:end, None], [], False
             )
         else:
+            # tiles: 0 the student's log-probabilities, 1 the teacher's, 2 the teacher's
+            # probabilities; the last one is scratch until it is needed.
             t = self.teacher.of(begin, end, tiles[1])
             agreement = t.max(-1).indices == best if best is not None else None
             _log_softmax_(t, tiles[-1])
@@ -366,13 +379,14 @@ class _Sums:
             )
             if statistics:
                 assert entropy is not None and agreement is not None
-                for whole, part in zip(
+                for buffer, figures in zip(
                     self.per_token, (value, entropy, agreement), strict=True
                 ):
-                    whole[begin:end] = part
+                    buffer[begin:end] = figures
         if objective.clip is None:
             self.loss += value.sum()
         else:
+            # A clipped token adds a constant to the loss, and thus no gradient.
             self.loss += value.clamp(max=objective.clip).sum()
             d.mul_((value <= objective.clip).unsqueeze(1))
         return d
@@ -385,6 +399,7 @@ class _Sums:
             self.grad_bias[:size] += d.sum(0)
         if self.grad_hidden is None and self.grad_weight is None:
             return
+        # Both matmuls take operands of one dtype (see the module's docstring).
         d = d.to(self.student.weight.dtype)
         if self.grad_hidden is not None:
             kernels.mm(d, self.student.weight, self.grad_hidden[begin:end])
@@ -395,8 +410,8 @@ class _Sums:
 
 
 class _FusedLinearLoss(torch.autograd.Function):
-    """The loss sum of N tokens; gradients are computed in the forward pass, scaled in
-    the backward pass.
+    """The loss sum of N tokens; its gradients are computed in the forward pass and
+    scaled in the backward pass.
     """
 
     @staticmethod
@@ -404,8 +419,7 @@ class _FusedLinearLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, task: _Task
     ) -> tuple[Tensor, ...]:
         sums, num_tokens = _Sums(task, ctx.needs_input_grad[:3]), hidden.shape[0]
-        # Inside an autocast region the matmuls below would be rounded to bfloat16
-        # again.
+        # Autocast would round the results of the matmuls below to bfloat16 again.
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, num_tokens, max(sums.chunk, 1)):
                 sums.add(begin, min(begin + sums.chunk, num_tokens))
@@ -417,7 +431,7 @@ class _FusedLinearLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-        # In place: the buffers are ours, and one is as large as the head. A second pass
+        # In place, because one of the buffers is as large as the head. A second pass
         # over a retained graph is refused by autograd, which sees that a saved tensor
         # changed.
         grads = [

@@ -1,8 +1,8 @@
-"""Makes head and loss one module.
+"""Make head and loss one module.
 
-A loss computed outside the model from `lm_head.weight` would miss the hooks by which
-FSDP2 and ZeRO-3 gather a parameter and reduce its gradient, and DDP's forward. So the
-head itself computes the loss, and the model's own forward calls it:
+A loss computed outside the model from `lm_head.weight` would bypass the hooks by which
+FSDP2 and ZeRO-3 gather a parameter and reduce its gradient, and DDP's forward.
+Therefore the head itself computes the loss, and the model's own forward calls it:
 
     attach_loss_head(model)
     teacher_hidden = final_hidden(teacher, input_ids, position_ids, keep)
@@ -11,8 +11,8 @@ head itself computes the loss, and the model's own forward calls it:
 
 (`output_head(teacher)` for any family.)
 
-Parameters, modules and names stay what they are; without `objective` the model is the
-model that it was.
+Parameters, modules and names do not change; without `objective` the model behaves as
+before.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ class LossOutput(ModelOutput):
     """The output of a model with a loss head in training: the loss sum, or (N, D)
     hidden states.
 
-    Beside a divergence's sum, of each of the N tokens: see
-    `fcsd.training.losses.fused.TokenStatistics`.
+    A divergence also has the figures of each of the N tokens
+    (`fcsd.training.losses.fused.TokenStatistics`).
     """
 
     loss: Tensor | None = None
@@ -60,11 +60,11 @@ class LossOutput(ModelOutput):
 
 @dataclass
 class Target:
-    """The target that the head compares its logits with. Not a pytree node: no wrapper
-    casts or moves its tensors.
+    """The target that the head compares its logits with. It is no pytree node, so that
+    no wrapper casts or moves its tensors.
 
-    labels: (N,), of an objective without a teacher. teacher_hidden: (N, D').
-    teacher_head: with gathered `weight`, `bias`.
+    labels: (N,), for an objective without a teacher. teacher_hidden: (N, D').
+    teacher_head: has gathered `weight` and `bias`.
     """
 
     objective: ObjectiveConfig
@@ -75,12 +75,12 @@ class Target:
     def __post_init__(self) -> None:
         of_teacher = self.teacher_hidden is not None and self.teacher_head is not None
         if not (of_teacher if self.objective.has_teacher else self.labels is not None):
-            needed = (
+            required = (
                 "teacher_hidden and teacher_head"
                 if self.objective.has_teacher
                 else "labels"
             )
-            raise ValueError(f"objective {self.objective.name!r}: needed is {needed}")
+            raise ValueError(f"objective {self.objective.name!r} needs {required}")
 
 
 class LossHead(nn.Linear):
@@ -103,8 +103,8 @@ class LossHead(nn.Linear):
         teacher: Any = target.teacher_head
         compared: Any = target.labels
         if teacher is not None:
-            # A teacher without a loss head of its own is the original of the student:
-            # the same family.
+            # A teacher without a scaling of its own is the student's original, of the
+            # same family.
             scaling = (
                 getattr(teacher, name, getattr(self, name))
                 for name in ("logit_scale", "softcap")
@@ -141,22 +141,25 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
     vocab_size: rows of the head from here on are padding and enter no loss; None: as
     its configuration says.
 
-    The training forward takes input_ids, position_ids (B, T); attention_mask, None when
-        rows are packed keep: which positions enter the loss, (B, T) bool, or (N,) int64
-        indices into the B * T positions (no host
-              synchronisation on an accelerator); None: all. Position t predicts token
-              t+1 (`fcsd.data.batches.next_token_targets`).
-        objective: one of `fcsd.training.losses.objectives`, with what a `Target` of it
-              needs; "hidden" for the (N, D) final hidden states themselves
+    The training forward takes
+        input_ids, position_ids: (B, T).
+        attention_mask: None when rows are packed.
+        keep: the positions that enter the loss, (B, T) bool, or (N,) int64 indices into
+            the B * T positions (no host synchronisation on an accelerator); None: all.
+            Position t predicts token t+1 (`fcsd.data.batches.next_token_targets`).
+        objective: one of `fcsd.training.losses.objectives`, with the fields of its
+            `Target`; "hidden" for the (N, D) final hidden states themselves
     and returns a `LossOutput` whose `loss` is a sum over the N positions, in nats.
 
-    Raises: UserError when the model has no head that is a Linear, or no body to give
-    hidden states.
+    Raises: UserError when the head of the model is no Linear, or it has no body that
+    returns hidden states.
     """
     head, _ = head_and_body(model)
     if isinstance(head, LossHead):
         return
     logit_scale, softcap = head_scaling(model.config)
+    # The class is exchanged in place: the module object, its name and its parameters,
+    # which may be tied, stay the same.
     patched: Any = head
     patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
     patched.logit_scale, patched.softcap = logit_scale, softcap
@@ -164,10 +167,11 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
         unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
     )
 
+    # An instance attribute may hide the class's forward already; detaching restores it.
     family_forward = model.forward
     model.__dict__["_forward_before_loss_head"] = model.__dict__.get("forward")
 
-    # The family's signature stays visible: generate and the Trainer look at it.
+    # `wraps` keeps the family's signature, which `generate` and the Trainer inspect.
     @functools.wraps(getattr(family_forward, "__func__", family_forward))
     def forward(
         self: nn.Module, *args: Any, objective: Any = None, **kwargs: Any
@@ -180,21 +184,21 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
 
 
 def detach_loss_head(model: nn.Module) -> None:
-    """Undo `attach_loss_head`; nothing happens to a model that has none."""
+    """Undo `attach_loss_head`; do nothing to a model without a loss head."""
     head = output_head(model)
     if not isinstance(head, LossHead):
         return
     head.__class__ = head._replaced  # type: ignore[assignment]
     del head.logit_scale, head.softcap, head.vocab_size
-    earlier = model.__dict__.pop("_forward_before_loss_head")
+    own_forward = model.__dict__.pop("_forward_before_loss_head")
     del model.__dict__["forward"]
-    if earlier is not None:
-        model.__dict__["forward"] = earlier
+    if own_forward is not None:
+        model.__dict__["forward"] = own_forward
 
 
 @contextlib.contextmanager
 def loss_head(model: nn.Module, vocab_size: int | None = None) -> Iterator[None]:
-    """Let a model have a loss head within the block; one that is there already stays."""
+    """Give a model a loss head within the block; one that it already has stays."""
     attached = isinstance(output_head(model), LossHead)
     if not attached:
         attach_loss_head(model, vocab_size)
@@ -219,6 +223,7 @@ def _training_forward(
     hidden = body_hidden(model, input_ids, position_ids, attention_mask, keep)
     if compared is None:
         return LossOutput(hidden=hidden)
+    # Called as a module, so that the head's own hooks run.
     loss, statistics = head_and_body(model)[0](hidden, compared)
     return LossOutput(
         loss=loss, **(statistics._asdict() if statistics is not None else {})
@@ -232,8 +237,8 @@ def body_hidden(
     attention_mask: Tensor | None,
     keep: Tensor | None,
 ) -> Tensor:
-    """Compute the (N, D) hidden states after the final norm of the kept positions, past
-    the model's own forward.
+    """Compute the (N, D) hidden states of the kept positions after the final norm,
+    bypassing the model's own forward.
     """
     config = model.config
     may_be_packed = attention_mask is None and position_ids is not None
@@ -243,9 +248,9 @@ def body_hidden(
         and position_ids is not None
         and "flash" in (config._attn_implementation or "")
     ):
-        # transformers hands position ids to the variable-length kernels for a single
-        # row only, and would let packed examples see each other in a batch of several.
-        # Every row starts at position 0, so one long row is the same.
+        # transformers passes position ids to the variable-length kernels for a single
+        # row only, and would let packed examples see each other in a batch of several
+        # rows. Every row starts at position 0, so one long row is equivalent.
         input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
     elif may_be_packed and packing_of(config) == "given_masks":
         shape = torch.empty(
@@ -279,11 +284,11 @@ def final_hidden(
     position_ids: Tensor | None,
     keep: Tensor | None,
 ) -> Tensor:
-    """Compute the (N, D) hidden states after the final norm of the kept positions: all
-    that a teacher's head needs.
+    """Compute the (N, D) hidden states of the kept positions after the final norm, the
+    input of a teacher's head.
 
-    A model with a loss head is called as a whole, so that its root's FSDP or ZeRO hooks
-    run.
+    A model with a loss head is called as a whole, so that the FSDP or ZeRO hooks of its
+    root run.
     """
     if isinstance(output_head(model), LossHead):
         return model(
@@ -296,7 +301,9 @@ def final_hidden(
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Compute the logits (…, V) of final hidden states (…, D), as the model's own forward does."""
+    """Compute the logits (…, V) of final hidden states (…, D), as the model's own
+    forward does.
+    """
     logits = output_head(model)(hidden)
     scale, softcap = head_scaling(model.config)
     logits = logits if scale == 1 else logits * scale
@@ -304,19 +311,22 @@ def head_logits(model: Any, hidden: Tensor) -> Tensor:
 
 
 def batch_hidden(model: nn.Module, batch: Batch) -> Tensor:
-    """Compute `final_hidden` of the positions of a batch that have something to predict."""
+    """Compute `final_hidden` of the positions of a batch that predict a token with
+    loss.
+    """
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
     return final_hidden(model, batch["input_ids"], batch["position_ids"], keep)
 
 
 def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> None:
-    """Raise UserError when rows (B, T) hold several examples, which this model would
-    let see each other.
+    """Raise UserError when rows (B, T) hold several examples and this model would let
+    them see each other.
     """
     config = unwrapped(model).config
     if packing_of(config) != "leaks":
         return
-    begins = (position_ids[:, 1:] == 0).cumsum(1)  # padding, too, begins at 0
+    # Padding begins at position 0, too, but has no token with loss.
+    begins = (position_ids[:, 1:] == 0).cumsum(1)
     if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
         raise UserError(
             f"model type '{base_model_type(config.model_type)}' lets packed examples"

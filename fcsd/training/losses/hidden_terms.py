@@ -1,5 +1,4 @@
-"""Compare beside the distributions: streams inside the layers, and the routers'
-choices.
+"""Auxiliary losses: compare the streams inside the layers, and the routers' choices.
 
 Each term is a sum over the kept tokens, so that a step's mean does not depend on how
 its batch is cut.
@@ -44,7 +43,7 @@ _ONE_BY_ONE = (
 
 @dataclass
 class Captured:
-    """The captures of one forward pass: `streams`, each (B, T, D) or (B T, D);
+    """The tensors captured in one forward pass: `streams`, each (B, T, D) or (B T, D);
     `routers`, logits (B T, E).
     """
 
@@ -68,10 +67,13 @@ def squared_distance(
 def relative_distance(
     student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None
 ) -> Tensor:
-    """Sum over kept tokens of the mean over points of |x_k - t_k|^2 / |t_k|^2; arguments as `squared_distance`."""
+    """Sum over kept tokens of the mean over points of |x_k - t_k|^2 / |t_k|^2;
+    arguments as `squared_distance`.
+    """
     shares = []
     for x, t in zip(student, teacher, strict=True):
         distance, norm = _squares(x, t, keep)
+        # A zero vector of the teacher would divide by 0.
         shares.append((distance / norm.clamp(min=torch.finfo(norm.dtype).tiny)).sum())
     return torch.stack(shares).mean()
 
@@ -88,19 +90,23 @@ def _squares(
 def router_divergence(
     student: Sequence[Tensor], teacher: Sequence[Tensor], keep: Tensor | None
 ) -> Tensor:
-    """Sum over kept tokens of the mean over layers of KL(softmax(t) || softmax(s)), in nats; logits (…, E) a layer."""
+    """Sum over kept tokens of the mean over layers of KL(softmax(t) || softmax(s)), in
+    nats; logits (…, E) a layer.
+    """
     sums = []
     for s, t in zip(student, teacher, strict=True):
         dtype = torch.promote_types(s.dtype, torch.float32)
-        own = kept(s, keep).to(dtype).log_softmax(-1)
-        theirs = kept(t.detach(), keep).to(dtype).log_softmax(-1)
-        sums.append((theirs.exp() * (theirs - own)).sum())
+        student_log_probs = kept(s, keep).to(dtype).log_softmax(-1)
+        teacher_log_probs = kept(t.detach(), keep).to(dtype).log_softmax(-1)
+        sums.append(
+            (teacher_log_probs.exp() * (teacher_log_probs - student_log_probs)).sum()
+        )
     return torch.stack(sums).mean()
 
 
 def student_routers(model: nn.Module) -> list[Router]:
-    """Find the routers that an objective compares or freezes; UserError where there is
-    not one for each MoE layer.
+    """Find the routers that an objective compares or freezes; UserError unless there is
+    one for each MoE layer.
     """
     try:
         return find_routers(model)
@@ -112,11 +118,11 @@ def student_routers(model: nn.Module) -> list[Router]:
 
 
 class AuxiliaryLosses:
-    """The terms of `objective` for one student, which has its connectivity; `steps` is
-    the length of the training.
+    """The terms of `objective` for one student, whose connectivity is set already;
+    `steps` is the length of the training.
 
     Raises:
-        UserError: the student has no such points, or no routers that are known.
+        UserError: the student has no such points, or no known routers.
     """
 
     def __init__(self, objective: ObjectiveConfig, student: nn.Module, steps: int):
@@ -127,11 +133,11 @@ class AuxiliaryLosses:
             student_routers(student)
 
     def coefficients(self, step: int) -> dict[str, float]:
-        """Return by name of the term its coefficient in optimiser step 0, 1, …; a term
-        that has ended is left out.
+        """Return the coefficient of each term in optimiser step 0, 1, …; a term that
+        has ended is left out.
 
-        With l2_until u of S steps that of l2 falls linearly: l2_coefficient · (1 - step
-        / (u S)).
+        With l2_until u of S steps the one of l2 falls linearly:
+        l2_coefficient · (1 - step / (u S)).
         """
         by_term = {}
         if self.objective.l2_coefficient is not None:
@@ -152,35 +158,41 @@ class AuxiliaryLosses:
         names: Sequence[str],
     ) -> dict[str, Tensor]:
         """Compute the terms with these names, sums over the kept tokens."""
-        for own, theirs, what in (
+        # Points are compared pairwise: a teacher with other layers or widths has none.
+        for student_tensors, teacher_tensors, kind in (
             (student.streams, teacher.streams, "decoder layers"),
             (student.routers, teacher.routers, "routers"),
         ):
-            if len(own) != len(theirs):
+            if len(student_tensors) != len(teacher_tensors):
                 raise UserError(
-                    f"the student shows {len(own)} {what} and the teacher"
-                    f" {len(theirs)}: {_ONE_BY_ONE}"
+                    f"the student shows {len(student_tensors)} {kind} and the teacher"
+                    f" {len(teacher_tensors)}: {_ONE_BY_ONE}"
                 )
-            for one, other in zip(own, theirs, strict=True):
-                if one.shape[-1] != other.shape[-1]:
+            for student_tensor, teacher_tensor in zip(
+                student_tensors, teacher_tensors, strict=True
+            ):
+                if student_tensor.shape[-1] != teacher_tensor.shape[-1]:
                     raise UserError(
-                        f"the student's {what} give {one.shape[-1]} numbers a token and"
-                        f" the teacher's {other.shape[-1]}: {_ONE_BY_ONE}"
+                        f"the student's {kind} give {student_tensor.shape[-1]}"
+                        " numbers a token and"
+                        f" the teacher's {teacher_tensor.shape[-1]}: {_ONE_BY_ONE}"
                     )
         distance = relative_distance if self.objective.l2_relative else squared_distance
-        of = {
+        term_functions = {
             "l2": lambda: distance(student.streams, teacher.streams, keep),
             "router_kl": lambda: router_divergence(
                 student.routers, teacher.routers, keep
             ),
         }
-        return {name: of[name]() for name in names}
+        return {name: term_functions[name]() for name in names}
 
     @contextmanager
     def captured(self, model: nn.Module) -> Iterator[Captured]:
-        """Collect the points and the router logits of one forward pass of student or
-        teacher, gradients with them.
+        """Capture the points and router logits of one forward pass of student or
+        teacher, with their gradients.
         """
+        # Modules are called in the order of the layers, so the lists of student and
+        # teacher correspond.
         captured = Captured()
         inner = unwrapped(model)
 
@@ -194,15 +206,15 @@ class AuxiliaryLosses:
                 out[index] if isinstance(out, tuple) else out
             )
 
-        after: list[tuple[nn.Module, After]] = [
+        hooks: list[tuple[nn.Module, After]] = [
             (module, add_stream) for module in self._modules(inner)
         ]
         if self.with_routers:
-            after += [
+            hooks += [
                 (router.module, add_logits(router.logits_index))
                 for router in student_routers(inner)
             ]
-        with hooked(after=after):
+        with hooked(after=hooks):
             yield captured
 
     def _modules(self, model: nn.Module) -> list[nn.Module]:
@@ -210,6 +222,7 @@ class AuxiliaryLosses:
             return []
         family = family_of(getattr(model, "config", None))
         stack = decoder_layers(model, family)
+        # For "blocks" and "merges" the point is the output of the layer itself.
         chosen = [stack[k] for k in self.layers]
         if self.objective.l2_points != "sublayers":
             return chosen
@@ -221,7 +234,7 @@ class AuxiliaryLosses:
 
 
 def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
-    """List the indices of the layers that have a point of l2."""
+    """List the indices of the layers with a point of l2."""
     if objective.l2_coefficient is None:
         return []
     family = family_of(getattr(student, "config", None))
@@ -229,6 +242,7 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
     points = objective.l2_points
     if points == "blocks":
         return list(range(len(stack)))
+    # A layer without a plan is regular.
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]
     if points == "merges":
         layers = [k for k, plan in enumerate(plans) if plan is not None and plan.carry]

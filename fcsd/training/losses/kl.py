@@ -1,12 +1,13 @@
-"""KL(teacher || student) on held-out text, row by row: the figure that distillation minimises, on unseen rows.
+"""KL(teacher || student) on held-out text, row by row: the figure that distillation
+minimises, on unseen rows.
 
-One walk over the rows for a training that scores itself (`fcsd.training.heldout`) and
-for the evaluation of finished checkpoints: `read_rows` has the teacher's final hidden
-states of this rank's rows, `sums_by_row` the student's KL on them. What gives the
-hidden states, and what the KL of one row, is the caller's.
+A training that scores itself (`fcsd.training.heldout`) and the evaluation of finished
+checkpoints share this code: `read_rows` collects the teacher's final hidden states of
+this rank's rows, `sums_by_row` the student's KL on them. The caller supplies the
+functions that compute hidden states and the KL of a row.
 
-Rows may be walked in parts, cut between their examples, so that attention costs what
-the text needs, not the square of a row's length.
+Rows may be split between their examples, so that attention costs no more than the
+examples need, and not the square of a row's length.
 """
 
 import contextlib
@@ -41,9 +42,9 @@ from fcsd.training.losses.objectives import KLObjectiveConfig
 AroundRow = Callable[[int], contextlib.AbstractContextManager[None]]
 
 PART_TOKENS = {"cpu": 512, "accelerator": 4096}
-"""The longest part of a row that holds several examples. On a CPU a pass is fastest, by
-the token, from 256 to 512 tokens; accelerators want many, and compute long attention
-fast."""
+"""The longest part of a row with several examples. On a CPU a pass is fastest per token
+at 256 to 512 tokens; accelerators need many, and compute long attention fast.
+"""
 
 
 def read_rows(
@@ -57,30 +58,31 @@ def read_rows(
     bar: str | None = None,
     around_row: AroundRow | None = None,
 ) -> list[Batch]:
-    """Collate this rank's rows, one a batch, for `prepare` to add `teacher_hidden`
+    """Collate this rank's rows, one per batch, and let `prepare` add `teacher_hidden`
     (kept tokens, D).
 
-    All ranks call this. Behind its own come the rows that a rank in lockstep runs only
-    because others have more.
+    All ranks call this. A rank in lockstep appends dummy rows to its own where others
+    have more.
 
     Args:
-        model: the one that the rows must not be packed too tightly for.
-        device: where `prepare` is given them; they come back in main memory.
-        trim: cut off the padding behind the last token with loss.
+        model: refuses packed rows if its family would mix their examples.
+        device: that of the batches for `prepare`; they are returned in main memory.
+        trim: cut off the padding after the last token with loss.
         bar: description of the progress bar; None: no bar.
-        around_row: given a row's number, the block in which it is prepared; not for the
-            rows of a rank in lockstep that only others need.
+        around_row: returns the context in which the row of a number is prepared; not
+            used for dummy rows.
 
     Raises:
-        UserError: packed rows for a family that would let the examples in them see each
+        UserError: packed rows for a family that would let their examples see each
             other.
     """
     batches: list[Batch] = []
 
     def own_share() -> None:
-        own = ranks.deal(range(len(rows)))
-        numbers = [*own, *[0] * ranks.idle_passes(len(rows))]
-        for place, number in enumerate(_with_bar(numbers, bar, ranks)):
+        own_rows = ranks.deal(range(len(rows)))
+        # Row 0 serves as the dummy: any row makes the pass run.
+        numbers = [*own_rows, *[0] * ranks.idle_passes(len(rows))]
+        for position, number in enumerate(_with_bar(numbers, bar, ranks)):
             batch = {
                 name: value.to(device)
                 for name, value in Collator()([rows[number]]).items()
@@ -88,7 +90,7 @@ def read_rows(
             if trim:
                 batch = trim_padding(batch)
             refuse_packing(model, batch["labels"], batch["position_ids"])
-            with _around(around_row, own, place):
+            with _around(around_row, own_rows, position):
                 prepare(batch)
             batches.append({name: value.cpu() for name, value in batch.items()})
 
@@ -106,17 +108,17 @@ def sums_by_row(
     bar: str | None = None,
     around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each of `num_rows` rows its loss summed over tokens, and its kept
-    tokens; the same on all ranks.
+    """Return the loss of each of `num_rows` rows, summed over tokens, and the number of
+    its kept tokens; the same on all ranks.
 
-    batches: this rank's, of `read_rows`; loss_sum: the summed loss of one of them, on
-    `device`.
+    batches: this rank's, from `read_rows`. loss_sum: computes the summed loss of one of
+    them, on `device`.
     """
 
     def own_share() -> list[tuple[float, int]]:
-        sums, own = [], ranks.deal(range(num_rows))
-        for place, batch in enumerate(_with_bar(batches, bar, ranks)):
-            with _around(around_row, own, place):
+        sums, own_rows = [], ranks.deal(range(num_rows))
+        for position, batch in enumerate(_with_bar(batches, bar, ranks)):
+            with _around(around_row, own_rows, position):
                 total = loss_sum(
                     {name: value.to(device) for name, value in batch.items()}
                 )
@@ -126,19 +128,20 @@ def sums_by_row(
                     len(next_token_targets(batch["labels"], batch["position_ids"])[1]),
                 )
             )
-        return sums[: len(own)]
+        return sums[: len(own_rows)]  # without the dummy rows
 
     by_rank = ranks.share(own_share)
+    # `deal` gives row r to rank r % size.
     pairs = [by_rank[row % ranks.size][row // ranks.size] for row in range(num_rows)]
     return [total for total, _ in pairs], [count for _, count in pairs]
 
 
 def _around(
-    around_row: AroundRow | None, own: Sequence[int], place: int
+    around_row: AroundRow | None, own_rows: Sequence[int], position: int
 ) -> contextlib.AbstractContextManager[None]:
-    if around_row is None or place >= len(own):
+    if around_row is None or position >= len(own_rows):
         return contextlib.nullcontext()
-    return around_row(own[place])
+    return around_row(own_rows[position])
 
 
 def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
@@ -148,15 +151,16 @@ def _with_bar(values: Sequence[Any], bar: str | None, ranks: Ranks) -> Any:
 
 
 def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndarray]]:
-    """Cut a row between its examples into parts of at most `num_tokens` tokens, or of
-    one longer example.
+    """Split a row between its examples into parts of at most `num_tokens` tokens, or of
+    a single longer example.
 
-    What lies behind the last token with loss is left out: no token that counts sees it.
+    Tokens after the last one with loss are left out: no token that counts sees them.
     """
     columns = {name: np.asarray(row[name]) for name in ROW_FEATURES}
     with_loss = np.flatnonzero(columns["labels"] != NO_LOSS)
     length = int(with_loss[-1]) + 1 if len(with_loss) else 1
     begins = np.flatnonzero(columns["position_ids"][1:length] == 0) + 1
+    # Greedy: a part is closed at the last boundary before it would become too long.
     cuts = [0]
     for begin, end in itertools.pairwise([*begins.tolist(), length]):
         if end - cuts[-1] > num_tokens:
@@ -169,11 +173,11 @@ def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndar
 
 @dataclass(frozen=True)
 class Original:
-    """The batches of `read_rows` and the head of the original, which then need not be
-    in memory beside the model.
+    """The batches of `read_rows` and the original's head: with them the original need
+    not be in memory together with the model.
 
-    part_rows: of all ranks' batches, in order, the number of the row that each is a
-    part of.
+    part_rows: for the batches of all ranks, in order, the number of the row that each
+    is a part of.
     """
 
     batches: list[Batch]
@@ -193,12 +197,13 @@ def read_original(
 ) -> Original:
     """Run the original over this rank's share of `rows`; all ranks call this.
 
-    in_parts: walk rows in parts (`row_parts`), for models in which a token's output
-        depends on its example alone, not on what else is in the batch, and without
-        `around_row`. around_row and errors: as of `read_rows`.
+    in_parts: split rows (`row_parts`); for models in which a token's output depends on
+    its example alone, not on the rest of the batch, and without `around_row`.
+    around_row and errors: as for `read_rows`.
     """
     device = input_device(original)
     parts, part_rows = list(rows), list(range(len(rows)))
+    # Parts are dealt to the ranks like rows; `part_rows` remembers where they belong.
     if in_parts:
         num_tokens = PART_TOKENS["cpu" if device.type == "cpu" else "accelerator"]
         by_row = [row_parts(row, num_tokens) for row in rows]
@@ -218,6 +223,7 @@ def read_original(
             bar="the original's hidden states",
             around_row=around_row,
         )
+        # The head is gathered while the original is still in memory.
         return Original(
             batches, part_rows, whole_head(original, device).cpu(), original.config
         )
@@ -226,11 +232,15 @@ def read_original(
 def kl_sum(
     teacher: tuple[Tensor, nn.Linear, Any], student: tuple[Tensor, nn.Linear, Any]
 ) -> Tensor:
-    """Return KL(teacher || student) summed over tokens; both as final hidden states (N, D), head and config."""
+    """Return KL(teacher || student) summed over tokens.
+
+    teacher, student: final hidden states (N, D), head and config.
+    """
     teacher_head, student_head = (
         Head(hidden, head.weight, head.bias, *head_scaling(config))
         for hidden, head, config in (teacher, student)
     )
+    # Padding rows of the head are no tokens: their logits are arbitrary.
     vocab_size = unpadded_vocab_size(student[2])
     return fused_linear_loss(
         student_head, teacher_head, KLObjectiveConfig(), vocab_size=vocab_size
@@ -247,7 +257,9 @@ def kl_by_row(
     ranks: Ranks = ALONE,
     around_row: AroundRow | None = None,
 ) -> tuple[list[float], list[int]]:
-    """Return for each row the sum of KL(original || model) in nats, and its kept tokens; the same on all ranks."""
+    """Return the sum of KL(original || model) in nats of each row, and its kept tokens;
+    the same on all ranks.
+    """
     device = input_device(model)
     heads = original.head.to(device), whole_head(model, device)
 
@@ -267,6 +279,7 @@ def kl_by_row(
             bar=bar,
             around_row=around_row,
         )
+    # Parts of a row are added up again: rows are the independent units of `ratio`.
     by_row: list[list[tuple[float, int]]] = [[] for _ in rows]
     for row, total, count in zip(original.part_rows, sums, counts, strict=True):
         by_row[row].append((total, count))
@@ -287,7 +300,7 @@ def mean_kl(
     """Compute the forward KL in nats per kept token, over `rows` of
     `fcsd.data.dataset.build_dataset`.
 
-    original: from `read_original`, with the same rows and ranks. around_row: as of
+    original: from `read_original`, with the same rows and ranks. around_row: as for
     `read_rows`.
 
     Returns: `kl`: sum over tokens / number of tokens; `stderr`: of this ratio, with

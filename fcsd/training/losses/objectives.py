@@ -1,5 +1,5 @@
-"""What a training minimises, in nats per kept token: all that an objective is, so that
-one is added here alone.
+"""The objectives that a training minimises, in nats per kept token. A new one is added
+in this module alone.
 
     y = logits of the model, scaled and capped as its family does (`fcsd.training.losses.fused`)
     p = softmax(y / temperature)        of the student p_s, of the teacher p_t; m = (1-b) p_s + b p_t
@@ -18,9 +18,9 @@ Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it a
 `clip` to the loss and nothing to the gradient, which is thus that of the loss that is
 reported (`loss_max_clamp` of verl; docs/recipes.md).
 
-A `Measure` is the arithmetic of one loss, a record the keys that a recipe's `objective`
-section may have with it, which are arguments of `fcsd.FCSDConfig` as well. torch is
-loaded by the arithmetic alone: a recipe is read without it.
+A `Measure` is the arithmetic of one loss. A config class has the keys of a recipe's
+`objective` section, which are arguments of `fcsd.FCSDConfig` as well. Only the
+arithmetic imports torch, so that a recipe is read without it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measure:
-    """One loss: what it is called in a figure, and its arithmetic on a chunk of n
-    tokens.
+    """One loss: its title in a figure, and its arithmetic on a chunk of n tokens.
 
     compare(objective, s, target, work, wants_entropy): s is (n, V) log p_s, target (n,
-    V) log p_t or (n, 1) labels, and work the other tiles (n, V), the first of which
-    holds p_t; all but the labels are overwritten. Returns: the gradient of the logits
-    (n, V), and of each token the loss and, where it is wanted, the teacher's entropy.
-    num_tiles: the (n, V) tiles that this takes, s and log p_t among them.
+    V) log p_t or (n, 1) labels, and work holds the other tiles (n, V), the first of
+    which is p_t; all but the labels are overwritten. Returns: the gradient of the
+    logits (n, V), and for each token the loss and, if wanted, the teacher's entropy.
+    num_tiles: the number of (n, V) tiles that this takes, s and log p_t included.
 
-    A log-sum-exp carries a rounding error, which moves all log-probabilities of a row
-    by the same small number, and the sum of the row's probabilities with them. Adding
-    sum(p_s - p_t), 0 but for these errors, takes them out of both KLs again: without it
-    the KL of a converged student is rounding noise.
+    A log-sum-exp has a rounding error, which moves all log-probabilities of a row by
+    the same small number, and the sum of the row's probabilities with them. Adding
+    sum(p_s - p_t), which is 0 except for these errors, removes them from both KLs:
+    without it the KL of a converged student is rounding noise.
     """
 
     title: str
@@ -72,7 +71,7 @@ def _kl(
     else:
         value = t.sub_(s).mul_(p).sum(-1)
     gradient = s.exp_().sub_(p)
-    value += gradient.sum(-1)
+    value += gradient.sum(-1)  # sum(p_s - p_t), see `Measure`
     return gradient, value, entropy
 
 
@@ -97,14 +96,14 @@ def _jsd(
 ) -> Compared:
     import torch
 
-    # With u = log(p_t / p_s): log(m / p_s) = log(1 + b (e^u - 1)), exact for small u
-    # too. Above 80 the exponential overflows, and p_s is nothing beside p_t.
+    # With u = log(p_t / p_s): log(m / p_s) = log(1 + b (e^u - 1)), which is exact for
+    # small u, too. Above 80 the exponential would overflow; p_s is negligible there.
     b, p, r = by.jsd_beta, work[0], work[1]
     entropy = -torch.mul(p, t, out=r).sum(-1) if wants_entropy else None
     u = t.sub_(s).clamp_(max=80.0)
     p_s = s.exp_()
     torch.expm1(u, out=r).mul_(b).log1p_()
-    student_part = u.sub_(r).mul_(p).mul_(b)  # of the teacher's KL to m, before the sum
+    student_part = u.sub_(r).mul_(p).mul_(b)  # summands of b KL(p_t || m)
     value = student_part.addcmul_(p_s, r, value=b - 1.0).sum(-1)
     mean = torch.mul(p_s, r, out=p).sum(-1, keepdim=True)
     return r.sub_(mean).mul_(p_s).mul_(b - 1.0), value, entropy
@@ -128,12 +127,15 @@ MEASURES = {
     "jsd": Measure("JSD to the teacher", 4, _jsd),
     "ce": Measure("cross-entropy", 2, _cross_entropy),
 }
-"""By the name under which a training logs them."""
+"""The measures, by the name under which a training logs them."""
 
 
 class ObjectiveBase(Strict):
-    """A class has the keys that its objective understands; of those of the others that
-    all are asked for it has the value that means "without"."""
+    """The keys that all objectives have.
+
+    A subclass has the keys that its objective understands. Keys of other objectives
+    that the code reads from every objective are class variables with the neutral value.
+    """
 
     name: str
     vocab_size: int | None = option(None, "rows of a padded head that are tokens", gt=0)
@@ -144,7 +146,7 @@ class ObjectiveBase(Strict):
 
     # the student is compared with a teacher, and not with the data alone
     has_teacher: ClassVar[bool]
-    # By its name, how a model card begins; of what has a teacher the card knows.
+    # The first words of a model card, by name; with a teacher the card has its own.
     trained: ClassVar[dict[str, str]] = {}
 
     @property
@@ -154,7 +156,7 @@ class ObjectiveBase(Strict):
 
     @property
     def has_hidden_terms(self) -> bool:
-        """Whether something inside the models is compared, and not only what they give."""
+        """Whether the insides of the models are compared, and not only their outputs."""
         return False
 
 
@@ -184,27 +186,28 @@ class DivergenceObjectiveConfig(ObjectiveBase):
 
 
 class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
-    """Compare with a KL divergence: kl is forward KL(teacher || student), paper Eq. 4, reverse_kl KL(student ||
-    teacher).
+    """A KL divergence: kl is forward KL(teacher || student), paper Eq. 4, reverse_kl is
+    KL(student || teacher).
     """
 
     name: Literal["kl", "reverse_kl"] = "kl"
 
 
 class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
-    """Compare both with a mixture m, which has jsd_beta of the teacher:
+    """A divergence of both from their mixture m, which has jsd_beta of the teacher:
     jsd_beta KL(teacher || m) + (1 - jsd_beta) KL(student || m).
     """
 
     name: Literal["jsd"]
-    # Its limits are called kl (0) and reverse_kl (1).
+    # The limits 0 and 1 are the objectives kl and reverse_kl.
     jsd_beta: float = option(0.5, "share of the teacher in the mixture", gt=0, lt=1)
 
 
 class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
-    """Add l2_coefficient times a distance inside the model to forward KL; as it stands
+    """Forward KL plus l2_coefficient times a distance between hidden states; by default
     paper Eq. 5, on the outputs of all decoder layers
-    (`fcsd.training.losses.hidden_terms`)."""
+    (`fcsd.training.losses.hidden_terms`).
+    """
 
     name: Literal["kl+l2"]
     l2_coefficient: float = option(
@@ -230,8 +233,8 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
 
 
 class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
-    """Learn the data, without a teacher: sft is the baseline (paper Eq. 3), ce the same
-    under its pre-training name.
+    """Cross-entropy on the data, without a teacher: sft is the baseline (paper Eq. 3),
+    ce the same under its pre-training name.
     """
 
     name: Literal["sft", "ce"]
@@ -267,4 +270,4 @@ ObjectiveConfig = Annotated[
     _CHOICE,
 ]
 OBJECTIVES: dict[str, Any] = _CHOICE.members
-"""By the name that a recipe gives them."""
+"""The config classes, by the name in a recipe."""

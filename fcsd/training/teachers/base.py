@@ -1,11 +1,10 @@
-"""What a student is compared with: one interface that gives final hidden states,
-whatever they come from.
+"""The interface of teachers: final hidden states, from whatever source.
 
-The final hidden states (after the final norm) of the tokens that carry loss, and the
-teacher's head, are all that a divergence needs: D numbers a token instead of the
-vocabulary's. A step asks for those of all its micro-batches at once, before the
-student's first forward, so that a teacher whose weights are sharded over ranks gathers
-them while the student's are not.
+A divergence needs only the teacher's head and the final hidden states (after the final
+norm) of the tokens with loss: D numbers a token instead of the vocabulary's. A step
+asks for those of all its micro-batches at once, before the student's first forward, so
+that a teacher whose weights are sharded over ranks gathers them while the student's are
+not gathered.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +30,7 @@ class Teacher(ABC):
     rank and frozen.
 
     `ahead`: called with each micro-batch when it is collated, some steps before
-    `prepare` and in another process; None where there is nothing to do so early.
+    `prepare` and in another process; None if the teacher does not need that.
     """
 
     head: nn.Module
@@ -49,8 +48,8 @@ class Teacher(ABC):
     def hidden_and_captured(
         self, batch: Batch, terms: AuxiliaryLosses
     ) -> tuple[Tensor, Captured]:
-        """Return (N, D') as `prepare`, and what `terms` compare inside the model, of
-        one micro-batch; UserError where this kind of teacher has no layers at hand.
+        """Return (N, D') as `prepare` does and the tensors that `terms` compare, for
+        one micro-batch; UserError for a teacher without layers.
         """
         raise UserError(
             f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
@@ -58,11 +57,10 @@ class Teacher(ABC):
 
 
 class LiveTeacher(Teacher):
-    """A teacher whose `model` is run on the batches of the student, as it is within
-    `as_teacher`.
+    """A teacher whose `model` is run on the student's batches, within `as_teacher`.
 
-    arithmetic: gives the context that the model computes in, so that a student with the
-    teacher's weights has a KL of 0 to it.
+    arithmetic: returns the context in which the model computes, so that a student with
+    the teacher's weights has a KL of 0 to it.
     """
 
     model: Any
@@ -72,7 +70,7 @@ class LiveTeacher(Teacher):
         return nullcontext()
 
     def compute_as(self, student: PreTrainedModel) -> None:
-        """Compute from now on as a student that is trained under autocast."""
+        """Compute from now on like a student that is trained under autocast."""
         self.arithmetic = UnderAutocast(
             self.model, student_dtype=student.dtype
         ).computing
@@ -101,14 +99,14 @@ class LiveTeacher(Teacher):
 
 
 class ModelTeacher(LiveTeacher):
-    """A frozen model of its own, on the training's device or sharded over the ranks
-    already; `head` where the model's own is sharded.
+    """A separate frozen model, on the training's device or already sharded over the
+    ranks; head: a gathered copy where the model's own is sharded.
     """
 
     def __init__(self, model: PreTrainedModel, head: nn.Module | None = None):
         self.model = model.eval().requires_grad_(False)
         self.head = output_head(model) if head is None else head
-        # without them the loss would take the student's
+        # Without these attributes the loss would use the student's scaling.
         if not isinstance(self.head, LossHead):
             scaled: Any = self.head
             scaled.logit_scale, scaled.softcap = head_scaling(model.config)

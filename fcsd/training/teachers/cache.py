@@ -1,14 +1,14 @@
 """A teacher's final hidden states on disk: exact, in the teacher's own dtype, of the
 positions with loss only.
 
-    folder/teacher.json              whose hidden states these are; written first
+    folder/teacher.json              the identity of the teacher; written first
     folder/hidden-KEY.safetensors    one shard: rows of hidden states, their keys, checksums; never half-written
-    folder/cache.json                the list of shards; written when every row that was asked for is there
+    folder/cache.json                the list of shards; written when every requested row is there
 
-A row is known by the hash of its tokens, positions and positions with loss, so neither
-the order of the rows, nor the batch size, nor the number of processes matters, and
-every run whose data give the same rows shares the folder. D numbers a token are exact
-where the top logits of a token would not be, and 40 to 80 times less than all of them.
+A row is identified by the hash of its tokens, positions and positions with loss, so
+neither the order of the rows, nor the batch size, nor the number of processes matters,
+and every run whose data give the same rows shares the folder. D numbers a token are
+exact, unlike a token's top logits, and 40 to 80 times less than all logits.
 """
 
 import functools
@@ -48,13 +48,14 @@ Place = tuple[str, int, int, int]
 
 
 def row_keys(batch: Batch) -> list[bytes]:
-    """Return what identifies each row of a batch: a hash of its token ids, position ids
-    and positions with loss.
+    """Return the key of each row of a batch: a hash of its token ids, position ids and
+    positions with loss.
     """
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
     columns = [
         batch[name].to("cpu", torch.int32) for name in ("input_ids", "position_ids")
     ]
+    # Not the labels: their values play no part in the teacher's pass.
     columns.append(keep.to("cpu", torch.uint8))
     keys = []
     for row in zip(*columns, strict=True):
@@ -68,8 +69,8 @@ def row_keys(batch: Batch) -> list[bytes]:
 def write_shard(
     folder: Path, identity: dict[str, Any], rows: Sequence[tuple[bytes, Tensor]]
 ) -> Path:
-    """Write one shard of rows, key and (n, D) hidden states, beside and rename it; its
-    name is a hash of its keys.
+    """Write a shard of rows, key and (n, D) hidden states, under a temporary name and
+    rename it; its name is a hash of its keys.
     """
     keys = torch.frombuffer(
         bytearray(b"".join(key for key, _ in rows)), dtype=torch.uint8
@@ -92,19 +93,20 @@ def write_shard(
         / f"hidden-{hashlib.blake2b(keys.numpy().data, digest_size=8).hexdigest()}.safetensors"
     )
     with writing(path), beside(path) as temporary:
-        # One entry: safetensors writes several in any order.
+        # Metadata in one entry: safetensors writes several in an arbitrary order, and
+        # the same rows would give different bytes.
         save_file(
             tensors, temporary / "shard", metadata={_RECORD: json.dumps(metadata)}
         )
-        # safetensors 0.8 makes its files 0600, whatever the umask; a cache is for
-        # others, too
+        # safetensors 0.8 creates files with mode 0600, whatever the umask, but other
+        # users may share a cache.
         (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
         os.replace(temporary / "shard", path)
     return path
 
 
 def _row_sum(hidden: Tensor) -> int:
-    """Compute the CRC-32 of a row's hidden states, which a training compares when it reads them."""
+    """Compute the CRC-32 of a row's hidden states, which a training checks on reading."""
     data = hidden.contiguous().flatten().view(torch.uint8).numpy()
     return zlib.crc32(data.data if data.size else b"")
 
@@ -123,11 +125,12 @@ def _hash_of(identity: dict[str, Any]) -> str:
 
 
 def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return where each row of a shard lies; only its index is read. UserError: it is
-    damaged, or of another teacher.
+    """Return the place of each row in a shard, reading only its index.
+
+    UserError: the shard is damaged, or belongs to another teacher.
     """
     try:
-        # checks that the file is as long as its header says
+        # Opening also checks that the file has the length that its header states.
         with safe_open(path, framework="pt") as file:
             metadata = _metadata(file)
             keys, ends = file.get_tensor("keys"), file.get_tensor("ends").tolist()
@@ -152,19 +155,19 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
         )
     spans = itertools.pairwise([0, *ends])
     return {
-        key.tobytes(): (path.name, begin, end, known)
-        for key, (begin, end), known in zip(keys.numpy(), spans, sums, strict=True)
+        key.tobytes(): (path.name, begin, end, checksum)
+        for key, (begin, end), checksum in zip(keys.numpy(), spans, sums, strict=True)
     }
 
 
 def _metadata(file: Any) -> dict[str, Any]:
-    """Return what `write_shard` noted beside the tensors; {} in a file of another kind."""
+    """Return the metadata of `write_shard`; {} for a file of another kind."""
     record = json.loads((file.metadata() or {}).get(_RECORD, "{}"))
     return record if isinstance(record, dict) else {}
 
 
 def _layout(path: Path) -> tuple[int, int]:
-    """Return where the hidden states begin in a shard, and the bytes of one of them."""
+    """Return the offset of the hidden states in a shard, and the bytes of each."""
     header, start = safetensors_header(path)
     hidden = header["hidden"]
     begin, end = hidden["data_offsets"]
@@ -172,7 +175,7 @@ def _layout(path: Path) -> tuple[int, int]:
 
 
 def verify_shard(path: Path) -> None:
-    """Read the whole shard and compare it with its checksum. Raises: UserError when they differ."""
+    """Read the whole shard and compare it with its checksum; UserError if they differ."""
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
         expected = _metadata(file).get("sha256")
@@ -183,8 +186,8 @@ def verify_shard(path: Path) -> None:
 
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
-    """Raise UserError when the cache in `folder` was made from another teacher, with
-    what differs.
+    """Raise UserError, with the differences, when the cache in `folder` was made from
+    another teacher.
     """
     cache_identity = read_json(folder / TEACHER)
     if changes := differences(cache_identity, json.loads(json.dumps(identity))):
@@ -195,13 +198,14 @@ def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
         )
 
 
-def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
-    """Note that the cache is whole: its shards with their sizes, and the versions that
-    made them.
+def write_manifest(folder: Path, locations: Iterable[Place]) -> dict[str, Any]:
+    """Mark the cache as complete: write its shards with their sizes, and the versions
+    that made them.
     """
+    # Counted from the rows' places, so that only shards with a row are listed.
     rows: dict[str, int] = {}
     tokens: dict[str, int] = {}
-    for name, begin, end, _ in places:
+    for name, begin, end, _ in locations:
         rows[name] = rows.get(name, 0) + 1
         tokens[name] = tokens.get(name, 0) + end - begin
     shards = {
@@ -216,8 +220,8 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
         **{
-            what: sum(shard[what] for shard in shards.values())
-            for what in ("rows", "tokens", "bytes")
+            count: sum(shard[count] for shard in shards.values())
+            for count in ("rows", "tokens", "bytes")
         },
         "shards": shards,
         "versions": versions(),
@@ -228,11 +232,11 @@ def write_manifest(folder: Path, places: Iterable[Place]) -> dict[str, Any]:
 
 
 class HiddenCache:
-    """A finished cache, opened: finds and reads rows; files are memory-mapped.
+    """A complete cache, opened for reading rows; its files are memory-mapped.
 
-    identity: that of the wanted teacher (`fcsd.training.teachers.load.identity`);
-    UserError: no cache there, one that is not finished, of another teacher, with a
-    shard missing or damaged.
+    identity: that of the required teacher (`fcsd.training.teachers.load.identity`).
+    UserError: there is no cache, it is not complete or of another teacher, or a shard
+    is missing or damaged.
     """
 
     def __init__(self, folder: Path, identity: dict[str, Any]):
@@ -244,13 +248,14 @@ class HiddenCache:
         check_teacher(folder, identity)
         if not (folder / MANIFEST).is_file():
             raise UserError(
-                f"{folder}: the teacher cache is not finished; `{REPAIR}` goes on where"
-                " it was cut off"
+                f"{folder}: the teacher cache is not finished; `{REPAIR}` continues"
+                " where it was cut off"
             )
         self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
         self.places: dict[bytes, Place] = {}
         for name, shard in self.manifest["shards"].items():
             self.places |= self._index(folder / name, shard["bytes"], identity)
+        # A cache may have more shards than a process may map at a time.
         self._open = functools.lru_cache(_OPEN_SHARDS)(
             lambda name: safe_open(folder / name, framework="pt").get_slice("hidden")
         )
@@ -275,7 +280,7 @@ class HiddenCache:
             raise UserError(f"{error}{advice}") from None
 
     def require(self, keys: Sequence[bytes]) -> None:
-        """Raise UserError when not all of these rows are in the cache, with their number."""
+        """Raise UserError, with their number, when rows are missing from the cache."""
         missing = sum(key not in self.places for key in keys)
         if missing:
             raise UserError(
@@ -286,8 +291,8 @@ class HiddenCache:
             )
 
     def will_need(self, keys: Sequence[bytes]) -> None:
-        """Ask the system to read these rows from the disk into its memory by and by;
-        returns at once.
+        """Ask the system to read these rows from the disk into its page cache; return
+        at once.
         """
         if not hasattr(os, "posix_fadvise"):
             return
@@ -295,6 +300,7 @@ class HiddenCache:
             name, begin, end, _ = self.places.get(key, ("", 0, 0, 0))
             if begin == end:
                 continue
+            # WILLNEED returns before the pages are read; the file may be closed then.
             offset, size = self._layout(name)
             file = os.open(self.folder / name, os.O_RDONLY)
             try:
@@ -308,17 +314,17 @@ class HiddenCache:
                 os.close(file)
 
     def read(self, keys: Sequence[bytes]) -> Tensor:
-        """Return (N, D) hidden states of these rows, one after the other.
+        """Return the concatenated (N, D) hidden states of these rows.
 
         Raises:
-            UserError: a row is not in the cache, or is not what was written.
+            UserError: a row is not in the cache, or differs from the one written.
         """
         self.require(keys)
         return torch.cat([self._row(*self.places[key]) for key in keys])
 
-    def _row(self, name: str, begin: int, end: int, known: int) -> Tensor:
+    def _row(self, name: str, begin: int, end: int, checksum: int) -> Tensor:
         hidden: Tensor = self._open(name)[begin:end]
-        if _row_sum(hidden) != known:
+        if _row_sum(hidden) != checksum:
             raise UserError(
                 f"{self.folder / name}: is damaged: a row's hidden states are not what"
                 f" was written; remove the file, and `{REPAIR}` computes its rows again"
@@ -327,15 +333,13 @@ class HiddenCache:
 
 
 class CachedTeacher(Teacher):
-    """Hidden states from a cache; the teacher's weights are not in memory, but for
-    those of its head.
-    """
+    """A teacher that reads hidden states from a cache; only its head is in memory."""
 
     def __init__(self, cache: HiddenCache, head: nn.Module):
         self.cache, self.head = cache, head.requires_grad_(False)
 
     def ahead(self, batch: Batch) -> None:
-        """Let the disk begin to read the rows of this micro-batch."""
+        """Start reading the rows of this micro-batch from the disk."""
         self.cache.will_need(row_keys(batch))
 
     def prepare(self, batches: list[Batch]) -> None:

@@ -1,8 +1,8 @@
-"""Filling a teacher cache: one pass of the teacher over the rows that a recipe trains
-on, on any number of processes.
+"""Fill a teacher cache: one pass of the teacher over the rows that a recipe trains on,
+on any number of processes.
 
-A row belongs to the process that its key names, so that processes need not talk;
-finished shards stay, whatever ends the pass, and a second call computes only rows that
+A row is assigned to a process by its key, so that processes need not communicate.
+Finished shards stay, whatever ends the pass, and a second call computes only rows that
 no shard has.
 """
 
@@ -48,26 +48,26 @@ Row = dict[str, Any]
 
 
 def keyed(rows: Iterable[Row]) -> Iterator[tuple[bytes, Row]]:
-    """Yield each row with its key, in blocks that are hashed at once."""
+    """Yield each row with its key; rows are collated and hashed in blocks."""
     collate, iterator = Collator(), iter(rows)
     while block := list(itertools.islice(iterator, 256)):
         yield from zip(row_keys(collate(block)), block, strict=True)
 
 
 def finished_places(folder: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
-    """Return the rows that shards in `folder` have, named in a manifest or not; damaged
-    shards are removed.
+    """Return the rows of all shards in `folder`, listed in a manifest or not; remove
+    damaged shards.
     """
-    places: dict[bytes, Place] = {}
+    locations: dict[bytes, Place] = {}
     for path in sorted(folder.glob("hidden-*.safetensors")):
         try:
-            places |= read_shard(path, identity)
+            locations |= read_shard(path, identity)
         except UserError as error:
             if "another teacher" in str(error):
                 raise
             print(f"{error}; its rows are computed again", file=sys.stderr)
             path.unlink(missing_ok=True)
-    return places
+    return locations
 
 
 def fill_cache(
@@ -79,36 +79,38 @@ def fill_cache(
     batch_size: int,
     load_teacher: Callable[[], Teacher],
 ) -> dict[str, Any]:
-    """Put what is missing of `rows` into the cache in `folder`, and return its
-    manifest.
+    """Add the missing ones of `rows` to the cache in `folder`, and return its manifest.
 
-    load_teacher(): the `Teacher`, called only when something is missing; batch_size:
-    rows in one forward.
+    load_teacher(): returns the `Teacher`; called only when rows are missing.
+    batch_size: rows in one forward pass.
 
     Raises:
-        UserError: the folder holds another teacher's cache, or something else; the disk
-            has not the room, or is full while it is written; nodes that do not share
+        UserError: the folder holds another teacher's cache, or other files; the disk
+            is too small, or fills up while the cache is written; nodes do not share
             the folder.
     """
     ranks = launch.ranks
     _begin(folder, identity, launch)
     done = finished_places(folder, identity) if launch.first else {}
     launch.wait()
+    # The first rank has removed damaged shards before the others read the folder.
     done = done or finished_places(folder, identity)
-    wanted: set[bytes] = set()
-    own: list[tuple[bytes, Row]] = []
+    # A key of random bits spreads the rows evenly over the ranks. `spare` is any row,
+    # for the dummy forwards below.
+    requested_keys: set[bytes] = set()
+    own_rows: list[tuple[bytes, Row]] = []
     spare: list[tuple[bytes, Row]] = []
     for key, row in keyed(rows):
-        if key not in wanted:
+        if key not in requested_keys:
             spare = spare or [(key, row)]
-            wanted.add(key)
+            requested_keys.add(key)
             if (
                 key not in done
                 and int.from_bytes(key[:4], "big") % ranks.size == ranks.rank
             ):
-                own.append((key, row))
-    tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own)))
-    missing = sum(ranks.share(lambda: len(own)))
+                own_rows.append((key, row))
+    tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own_rows)))
+    missing = sum(ranks.share(lambda: len(own_rows)))
     if missing:
         size = (
             tokens
@@ -119,31 +121,35 @@ def fill_cache(
             _check_room(folder, size, missing, tokens)
         launch.wait()
         batches = [
-            own[begin : begin + batch_size] for begin in range(0, len(own), batch_size)
+            own_rows[begin : begin + batch_size]
+            for begin in range(0, len(own_rows), batch_size)
         ]
-        if ranks.lockstep:  # what a spare batch gives is thrown away
+        # In lockstep all ranks run equally many passes; results of dummy batches are
+        # dropped.
+        if ranks.lockstep:
             rounds = max(ranks.share(lambda: len(batches)))
             batches += [spare] * (rounds - len(batches))
         _compute(
             folder,
             identity,
             batches,
-            len(own),
+            len(own_rows),
             load_teacher(),
             launch,
             show=launch.first,
         )
         launch.wait()
     if launch.first:
-        places = finished_places(folder, identity)
-        if absent := len(wanted - places.keys()):
+        # Also catches a folder that is local to each node.
+        locations = finished_places(folder, identity)
+        if num_absent := len(requested_keys - locations.keys()):
             raise UserError(
-                f"{folder}: {absent} of {len(wanted)} rows are not there after all"
-                " processes have written theirs; the folder must be one that all nodes"
-                " share"
+                f"{folder}: {num_absent} of {len(requested_keys)} rows are not there"
+                " after all processes have written theirs; the folder must be one that"
+                " all nodes share"
             )
         if missing or not (folder / MANIFEST).is_file():
-            write_manifest(folder, places.values())
+            write_manifest(folder, locations.values())
     launch.wait()
     return HiddenCache(folder, identity).manifest
 
@@ -172,16 +178,16 @@ def _num_kept(row: Row) -> int:
 
 def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
-    needed = (
+    room_text = (
         f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are"
         f" free at {folder}"
     )
     if size + _FREE_BYTES > free:
         raise UserError(
-            f"teacher cache: {needed}; give another folder with --output, or less data"
-            " (data.train.N.max_examples)"
+            f"teacher cache: {room_text}; give another folder with --output, or less"
+            " data (data.train.N.max_examples)"
         )
-    print(f"teacher cache: {needed}", file=sys.stderr)
+    print(f"teacher cache: {room_text}", file=sys.stderr)
 
 
 def _gb(size: int) -> str:
@@ -198,30 +204,33 @@ def _compute(
     *,
     show: bool,
 ) -> None:
-    """Run the teacher on all batches; the first `num_rows` rows are kept."""
-    held: list[tuple[bytes, Tensor]] = []
+    """Run the teacher on all batches, and write the first `num_rows` rows to shards."""
+    shard_rows: list[tuple[bytes, Tensor]] = []
     size, num_done = 0, 0
     with progress_bar(total=num_rows, desc="Teacher", unit="row", shown=show) as bar:
-        for some in batches:
-            states = _hidden_of_rows(teacher, [row for _, row in some], launch.device)
+        for batch in batches:
+            states = _hidden_of_rows(teacher, [row for _, row in batch], launch.device)
+            # From here on the batches are dummies.
             if num_done == num_rows:
                 continue
-            for (key, _), hidden in zip(some, states, strict=True):
-                held.append((key, hidden))
+            for (key, _), hidden in zip(batch, states, strict=True):
+                shard_rows.append((key, hidden))
                 size += hidden.numel() * hidden.element_size()
+            # A shard is finished at once, so that an interrupted pass loses at most
+            # one.
             if size >= SHARD_BYTES:
-                write_shard(folder, identity, held)
-                held, size = [], 0
-            num_done += len(some)
-            bar.update(len(some))
-        if held:
-            write_shard(folder, identity, held)
+                write_shard(folder, identity, shard_rows)
+                shard_rows, size = [], 0
+            num_done += len(batch)
+            bar.update(len(batch))
+        if shard_rows:
+            write_shard(folder, identity, shard_rows)
 
 
 def _hidden_of_rows(
     teacher: Teacher, rows: Sequence[Row], device: torch.device
 ) -> list[Tensor]:
-    """Return (n, D) on the CPU for each row, from one pass."""
+    """Return the (n, D) hidden states of each row, on the CPU, from a single pass."""
     batch = {name: value.to(device) for name, value in Collator()(rows).items()}
     teacher.prepare([batch])
     keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
@@ -244,8 +253,8 @@ def verify_cache(cache: HiddenCache) -> None:
 def spot_check(
     cache: HiddenCache, teacher: Teacher, rows: Sequence[Row], device: torch.device
 ) -> None:
-    """Compare some rows of a cache with what the teacher gives now; UserError when one
-    is further away than other kernels could bring it.
+    """Compare some rows of a cache with the teacher's present output; UserError when
+    one differs by more than other kernels could explain.
     """
     for row in rows:
         live = _hidden_of_rows(teacher, [row], device)[0].double()
@@ -254,7 +263,7 @@ def spot_check(
         limit = _TOLERANCE.get(
             getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE
         )
-        if not distance <= limit:
+        if not distance <= limit:  # true for NaN, too
             raise UserError(
                 f"{cache.folder}: the spot check found a row whose hidden states are"
                 f" {distance:.2g} (relative) from what the teacher gives now, more than"

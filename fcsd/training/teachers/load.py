@@ -1,8 +1,7 @@
-"""The teacher that a recipe names: loaded, left to the student's own weights, or read
-from a cache.
+"""Load the teacher of a recipe: a model, the student's own weights, or a cache.
 
-A cached teacher is not loaded: what identifies it, and its head, are read from the
-checkpoint's files alone.
+A cached teacher is not loaded: its identity and its head are read from the checkpoint's
+files alone.
 """
 
 import hashlib
@@ -38,7 +37,8 @@ from fcsd.training.teachers.cache_fill import (
     verify_cache,
 )
 
-# Fields of a configuration that change no hidden state; the dtype stands beside them.
+# Fields of a configuration that change no hidden state; `identity` has the dtype
+# itself.
 _NOT_COMPUTED = NOT_COMPUTED | {
     "dtype", "torch_dtype", "model_type", "bos_token_id", "eos_token_id", "pad_token_id",
 }  # fmt: skip
@@ -46,8 +46,9 @@ _NOT_COMPUTED = NOT_COMPUTED | {
 
 @dataclass(frozen=True)
 class Unloaded:
-    """A checkpoint, and the model that it would give, without storage. dtype: in which
-    the model would be loaded.
+    """A checkpoint and its model on the meta device.
+
+    dtype: the one that the model would be loaded in.
     """
 
     checkpoint: Checkpoint
@@ -56,8 +57,8 @@ class Unloaded:
 
 
 def unloaded(source: ModelFolder) -> Unloaded:
-    """Return the model of a checkpoint as a recipe's `model` section would load it, on
-    the meta device.
+    """Build the model of a checkpoint on the meta device, as a recipe's `model` section
+    would load it.
     """
     model = source.config
     checkpoint = read_checkpoint(source.folder)
@@ -69,6 +70,7 @@ def unloaded(source: ModelFolder) -> Unloaded:
     options = model.model_dump(
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
+    # No storage is needed: only shapes, names and the config are read.
     with torch.device("meta"):
         return Unloaded(
             checkpoint, cls._from_config(config, dtype=dtype, **options), dtype
@@ -76,8 +78,9 @@ def unloaded(source: ModelFolder) -> Unloaded:
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
-    """Return what a teacher's hidden states depend on, besides the tokens. weights:
-    fingerprint of the checkpoint's files.
+    """Return everything that a teacher's hidden states depend on, except the tokens.
+
+    weights: fingerprint of the checkpoint's files.
     """
     config = teacher.model.config
     text = config.get_text_config()
@@ -112,8 +115,8 @@ def _config_hash(config: Any) -> str:
 
 
 def read_head(teacher: Unloaded) -> nn.Linear:
-    """Return the teacher's head, with `logit_scale` and `softcap` for the loss head, on
-    the CPU: two tensors of the files, or the embeddings where they are tied.
+    """Read the teacher's head from the files to the CPU, with `logit_scale` and
+    `softcap` for the loss head; a tied head is read from the embeddings.
     """
     head = output_head(teacher.model)
     prefix = next(
@@ -134,15 +137,21 @@ def read_head(teacher: Unloaded) -> nn.Linear:
 def _tensor(teacher: Unloaded, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     from transformers.core_model_loading import revert_weight_conversion
 
+    # The files may have the tensor under the name of the tied embedding, and under the
+    # names from before transformers' weight conversion.
     tied = getattr(teacher.model, "all_tied_weights_keys", None) or {}
     state = teacher.model.state_dict()
-    for one in (
+    for parameter_name in (
         tied.get(name, name),
         name,
-        *(other for other, target in tied.items() if target == name),
+        *(alias for alias, target in tied.items() if target == name),
     ):
-        in_file = list(revert_weight_conversion(teacher.model, {one: state[one]}))
-        for candidate in (*in_file, one):
+        in_file = list(
+            revert_weight_conversion(
+                teacher.model, {parameter_name: state[parameter_name]}
+            )
+        )
+        for candidate in (*in_file, parameter_name):
             if teacher.checkpoint.shapes.get(candidate) == shape:
                 return _read(teacher.checkpoint, candidate)
     raise UserError(
@@ -160,11 +169,11 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """What a distillation compares its student with.
+    """The settings and models that a teacher is loaded from.
 
     settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the
-    student's. rows: what is trained on. batch_size: rows in one forward. seed: chooses
-    the rows that are compared with a cache.
+    student's. rows: the training rows. batch_size: rows in one forward pass. seed:
+    selects the rows that are compared with a cache.
     """
 
     settings: TeacherConfig
@@ -179,11 +188,11 @@ class TeacherSource:
 def load_teacher(
     source: TeacherSource, *, fill: bool = False
 ) -> PreTrainedModel | Teacher | None:
-    """Load the teacher; None where the student is made to be it. fill: compute what a
-    cache lacks.
+    """Load the teacher; None where the student itself serves as it. fill: compute the
+    rows that a cache lacks.
 
-    Raises UserError: a checkpoint with another tokenizer, or that is the student
-    already; a cache that does not fit.
+    Raises UserError: a checkpoint with another tokenizer, or one that is rewired or
+    trained already; a cache that does not fit.
     """
     plan = source.settings
     _check_is_original(source)
@@ -198,8 +207,8 @@ def load_teacher(
 
 
 def _own_or_other(source: TeacherSource) -> PreTrainedModel:
-    """Load the model of the `teacher` section; the student's original is of a family
-    that can be converted.
+    """Load the model of the `teacher` section, of any family; without a path the
+    student's original, whose family can be converted.
     """
     return load_for_launch(
         source.model, source.launch, any_family=source.settings.path is not None
@@ -213,14 +222,16 @@ def _cached_teacher(
     facts = unloaded(source.model)
     weights = launch.ranks.from_first(lambda: source.model.weights)
     cache = HiddenCache(Path(settings.cache), identity(facts, weights))
+    # Missing rows are refused before the training, not in the step that needs them.
     cache.require([key for key, _ in keyed(rows[i] for i in range(len(rows)))])
     if num_checked:
-        some = _some(rows, num_checked, source.seed)
+        checked_rows = _some(rows, num_checked, source.seed)
 
         def check() -> None:
-            spot_check(cache, _model_teacher(source), some, launch.device)
+            spot_check(cache, _model_teacher(source), checked_rows, launch.device)
 
-        if launch.engine.shards:  # all ranks are needed for a pass, and see the same
+        # A sharded teacher needs all ranks for a pass, and all get the same result.
+        if launch.engine.shards:
             check()
         else:
             launch.ranks.from_first(check)
@@ -236,7 +247,7 @@ def _some(rows: Any, number: int, seed: int) -> list[Any]:
 
 
 def _model_teacher(source: TeacherSource) -> Teacher:
-    """Load the teacher whole, or sharded over the ranks as the launch says."""
+    """Load the teacher on one device, or sharded over the ranks, as the launch says."""
     try:
         loaded = _own_or_other(source)
         return cast(Teacher, place_teacher(loaded, source.launch))
@@ -251,15 +262,15 @@ def _model_teacher(source: TeacherSource) -> Teacher:
 def fill_teacher_cache(
     source: TeacherSource, folder: Path, *, verify: bool = False
 ) -> None:
-    """Run the teacher over the training rows and keep what it gives in `folder`."""
+    """Run the teacher over the training rows and store its hidden states in `folder`."""
     _check_is_original(source)
     _check_tokenizer(source)
     rows = source.rows
     weights = source.launch.ranks.from_first(lambda: source.model.weights)
-    known = identity(unloaded(source.model), weights)
+    teacher_identity = identity(unloaded(source.model), weights)
     fill_cache(
         folder,
-        known,
+        teacher_identity,
         (rows[i] for i in range(len(rows))),
         source.launch,
         batch_size=source.batch_size,
@@ -267,33 +278,37 @@ def fill_teacher_cache(
     )
     free_memory()
     if verify:
-        source.launch.ranks.from_first(lambda: verify_cache(HiddenCache(folder, known)))
+        source.launch.ranks.from_first(
+            lambda: verify_cache(HiddenCache(folder, teacher_identity))
+        )
 
 
 def _check_is_original(source: TeacherSource) -> None:
-    """Raise UserError when the student would be compared with itself: its checkpoint is
-    rewired or trained already.
+    """Raise UserError when the student would be compared with itself, because its
+    checkpoint is rewired or trained already.
     """
     folder = source.model.folder
     if source.settings.path is not None:
         return
     config, _, connectivity = read_config(folder, any_family=True)
-    how = changed_by(config)
-    if connectivity is not None or how is not None:
-        what = (
+    change = changed_by(config)
+    if connectivity is not None or change is not None:
+        description = (
             "is a FarSkip checkpoint"
             if connectivity is not None
-            else f"was {how} as a FarSkip checkpoint"
+            else f"was {change} as a FarSkip checkpoint"
         )
         raise UserError(
-            f"{folder}: {what}, and as its own teacher it would teach nothing; set"
-            " teacher.path to the original (backend sharded or cache), or model.path"
-            " to the original"
+            f"{folder}: {description}, and as its own teacher it would teach nothing;"
+            " set teacher.path to the original (backend sharded or cache), or"
+            " model.path to the original"
         )
 
 
 def _check_tokenizer(source: TeacherSource) -> None:
-    """Raise UserError when the teacher's tokenizer gives a token another id than the student's."""
+    """Raise UserError when a token has different ids in the teacher's tokenizer and the
+    student's.
+    """
     if source.settings.path is None:
         return
     model = source.model
@@ -306,6 +321,7 @@ def _check_tokenizer(source: TeacherSource) -> None:
     ]
     if not differ:
         return
+    # The example in the message: the smallest of the student's ids.
     token = min(differ, key=lambda token: ours.get(token, 1 << 40))
     raise UserError(
         f"teacher.path {source.settings.path}: its tokenizer is not the student's:"

@@ -1,9 +1,9 @@
-"""LoRA students, and the teacher that needs no second model: the same weights, adapters
-and connectivity off.
+"""LoRA students, and the teacher that needs no second model: the same weights with
+adapters and connectivity off.
 
-peft puts its adapters into the rewired model in place, so that the student stays the
-`FarSkip<Family>ForCausalLM` that it was: the loss head, generation and the Trainer see
-the class that they know.
+peft adds its adapters to the rewired model in place, so that the student keeps its
+class `FarSkip<Family>ForCausalLM`, which the loss head, generation and the Trainer rely
+on.
 
 Not covered: adapters on the head or the embeddings (the head computes the loss), other
 methods of peft than LoRA.
@@ -31,14 +31,14 @@ from fcsd.training.teachers.base import LiveTeacher
 def add_adapters(
     model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype
 ) -> Any:
-    """Freeze `model` and put fresh adapters of `dtype` into it, in place; they change
-    nothing until they are trained.
+    """Freeze `model` and add fresh adapters of `dtype` to it in place; they have no
+    effect until they are trained.
 
     Returns: the `PeftModel` around it, for `leave_adapters`.
 
     Raises:
-        UserError: peft is not installed; names that match nothing, or that peft cannot
-            adapt; the head or the embeddings are among them.
+        UserError: peft is not installed; names match nothing or cannot be adapted by
+            peft; the head or the embeddings are among them.
     """
     try:
         import peft
@@ -49,12 +49,13 @@ def add_adapters(
         ) from None
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    # Adapters start from random numbers: all ranks and restarts need the same ones.
     config = peft.LoraConfig(**lora.model_dump(), task_type="CAUSAL_LM")
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
-            # peft looks for experts that a family has not fused by patterns that then
-            # match nothing.
+            # peft looks for unfused experts, too, by patterns that match nothing in a
+            # family with fused ones.
             warnings.filterwarnings(
                 "ignore", "The following (rank|alpha)_pattern keys did not match"
             )
@@ -68,16 +69,19 @@ def add_adapters(
             f"lora: peft cannot adapt {type(model).__name__}: {one_line(error)};"
             " check lora.target_modules and lora.target_parameters"
         ) from error
-    for module, what in (
+    # The loss head reads the weights of the head alone and would ignore an adapter on
+    # it.
+    for module, role in (
         (model.get_output_embeddings(), "head"),
         (model.get_input_embeddings(), "embeddings"),
     ):
         if isinstance(module, BaseTunerLayer):
             raise UserError(
-                f"lora.target_modules: names the {what} of the model, which stay as"
+                f"lora.target_modules: names the {role} of the model, which stay as"
                 " they are (the head computes the loss); leave them out"
             )
-    # An original would be adapted silently where the rewired model is meant.
+    # With the path of the original in it, the adapters would silently be loaded on that
+    # instead of the rewired model.
     adapted.peft_config["default"].base_model_name_or_path = None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -91,13 +95,13 @@ def is_adapter(name: str) -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether a model has adapters, which then are what is trained of it."""
+    """Tell whether a model has adapters, which are then its only trained parameters."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
-    """Write the adapters to `folder` in peft's format, and merge them into the model,
-    in place (in bfloat16 a weight is rounded once).
+    """Write the adapters to `folder` in peft's format, and merge them into the model in
+    place (in bfloat16 each weight is rounded once).
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
@@ -107,9 +111,9 @@ class AdapterOffTeacher(LiveTeacher):
     """The original model inside its LoRA student: a pass with adapters, connectivity
     and dropout off.
 
-    Bitwise what the original gives: a layer without its plan and an adapter that is off
-    both run the family's own code on the same weights. The student's head may be its
-    loss head.
+    It gives the original's bits: a layer without its plan and a disabled adapter both
+    run the family's own code on the same weights. The student's head may be a loss
+    head.
     """
 
     def __init__(self, student: PreTrainedModel):
@@ -124,7 +128,7 @@ class AdapterOffTeacher(LiveTeacher):
         return as_original(self.model)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """Compute it past the model's own forward, which the Trainer has wrapped."""
+        """Compute it without the model's own forward, which the Trainer has wrapped."""
         keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         return body_hidden(
             self.model, batch["input_ids"], batch["position_ids"], None, keep
@@ -133,11 +137,10 @@ class AdapterOffTeacher(LiveTeacher):
 
 @contextlib.contextmanager
 def as_original(student: nn.Module) -> Iterator[None]:
-    """Make a LoRA student the original model in evaluation mode within the block; then
-    all is as it was.
+    """Turn a LoRA student into the original model in evaluation mode within the block.
 
-    The training flag of every module is restored, not set: a module may have been in
-    evaluation mode on purpose.
+    Afterwards the training flag of every module is restored, not set: a module may have
+    been in evaluation mode on purpose.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -150,8 +153,8 @@ def as_original(student: nn.Module) -> Iterator[None]:
         for module in training:
             module.training = False
         for adapter in adapters:
-            # `enable_adapters` would also switch requires_grad, and with it what DDP
-            # and the optimiser rely on.
+            # `enable_adapters` would switch requires_grad, too, on which DDP and the
+            # optimiser rely.
             adapter._disable_adapters = True
         with regular(student):
             yield

@@ -345,7 +345,7 @@ def test_an_objective_without_its_arguments_is_an_error():
     model = make_model()
     attach_loss_head(model)
     ids, positions, keep, _ = make_batch()
-    with pytest.raises(ValueError, match="objective 'kl': needed is"):
+    with pytest.raises(ValueError, match="objective 'kl' needs teacher_hidden"):
         model(input_ids=ids, position_ids=positions, keep=keep, objective=KL)
 
 

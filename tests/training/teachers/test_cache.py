@@ -278,7 +278,7 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
     assert len(kept) == 2 and len(list(folder.glob(".hidden-*"))) == 1
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        "the teacher cache is not finished; `fcsd cache-teacher RECIPE` goes on where"
+        "the teacher cache is not finished; `fcsd cache-teacher RECIPE` continues where"
         " it was cut off" in error
     )
     computed: list[int] = []
