@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcsd.base.errors import UserError
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -20,28 +20,9 @@ from fcsd.cli.options import (
     quiet_transformers,
 )
 
-with lazy_imports():
-    from fcsd.evaluation.config import (
-        EvaluationConfig,
-        Scoring,
-        ServerConfig,
-        SuiteConfig,
-        changed_suite,
-        load_suite,
-    )
-    from fcsd.evaluation.lm_eval.chosen import chosen_suite
-    from fcsd.evaluation.ready import score_file
-    from fcsd.evaluation.stage import Evaluation, run_evaluation
-    from fcsd.evaluation.suites import fetch_suite
-    from fcsd.model.config import ModelConfig
-    from fcsd.report.comparison import (
-        compare_all,
-        comparison_text,
-        read_evaluated,
-        write_comparison,
-    )
-    from fcsd.report.table import result_table, score_table
-    from fcsd.steering.routing.bias import read_tables
+if TYPE_CHECKING:
+    from fcsd.evaluation.config import ServerConfig, SuiteConfig
+    from fcsd.evaluation.stage import Evaluation
 
 
 def _evaluate(arguments: Namespace) -> None:
@@ -50,6 +31,8 @@ def _evaluate(arguments: Namespace) -> None:
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
+        from fcsd.evaluation.suites import fetch_suite
+
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
             summary = ", ".join(fetched) if fetched else "everything was there"
@@ -59,6 +42,9 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    from fcsd.evaluation.stage import run_evaluation
+    from fcsd.report.table import result_table
+
     quiet_transformers()
     run_evaluation(_evaluation(arguments, suite), arguments.output, launch)
     if not launch.first:
@@ -73,6 +59,11 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
     """Return the evaluation that the options describe; `run_evaluation` checks the
     ranges of numbers.
     """
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.evaluation.stage import Evaluation
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.routing.bias import read_tables
+
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
         name=arguments.model,
@@ -99,6 +90,8 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
+    from fcsd.evaluation.config import EvaluationConfig, ServerConfig
+
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):
@@ -125,6 +118,9 @@ def _suite(arguments: Namespace) -> SuiteConfig:
     """Return the suite, or the tasks that are named, under the settings that are given
     for all of them.
     """
+    from fcsd.evaluation.config import changed_suite, load_suite
+    from fcsd.evaluation.lm_eval.chosen import chosen_suite
+
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:
         names = [name for word in arguments.tasks.split(",") if (name := word.strip())]
@@ -143,12 +139,23 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
+    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.ready import score_file
+    from fcsd.report.table import score_table
+
     print_result(
         arguments, score_file(Scoring.from_options(vars(arguments))), score_table
     )
 
 
 def _compare(arguments: Namespace) -> None:
+    from fcsd.report.comparison import (
+        compare_all,
+        comparison_text,
+        read_evaluated,
+        write_comparison,
+    )
+
     evaluated = read_evaluated(arguments.original, arguments.converted)
     only = (
         None
@@ -164,6 +171,8 @@ def _compare(arguments: Namespace) -> None:
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import EvaluationConfig, Scoring
+
     model_argument(parser, optional=True)
     field_options(
         parser,
@@ -245,6 +254,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import ServerConfig
+
     parser.add_argument(
         "--server",
         metavar="URL",
@@ -265,6 +276,8 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 
 def _score_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import Scoring
+
     parser.add_argument(
         "samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file"
     )
@@ -273,6 +286,8 @@ def _score_options(parser: ArgumentParser) -> None:
 
 
 def _compare_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import Scoring
+
     parser.add_argument(
         "original",
         metavar="A",

@@ -1,5 +1,7 @@
-"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by
-the command that needs them.
+"""The `fcsd` command: one thin function a stage.
+
+The modules of this folder import slow libraries, and whatever loads these, inside their
+functions and after the checks of the options: help and mistakes then appear at once.
 """
 
 import errno
@@ -23,12 +25,8 @@ from fcsd.cli import (
     recipes,
     routing,
 )
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
-
-with lazy_imports():
-    from fcsd.base.strict import did_you_mean
 
 COMMANDS: dict[str, Command] = {
     **checkpoints.COMMANDS,
@@ -49,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser(command)
     if words[:1] == [command] and command not in parser.commands:
+        from fcsd.base.strict import did_you_mean
+
         parser.error(
             f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
         )

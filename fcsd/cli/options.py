@@ -12,17 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
-from fcsd.cli.lazy import lazy_imports
-
-with lazy_imports():
-    from fcsd.base.strict import flag_of
-    from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ConnectivityConfig, ModelConfig
-    from fcsd.model.connectivity.spec import Connectivity
-    from fcsd.parallel.launch import Launch, join_launch
-
 if TYPE_CHECKING:
     from pydantic import BaseModel
+
+    from fcsd.model.connectivity.spec import Connectivity
+    from fcsd.parallel.launch import Launch
 
 
 class Command(NamedTuple):
@@ -78,6 +72,8 @@ def field_options(
     with `default=None` what is not given can be told from the default, which the help
     names. Whether a value is in its range is for the record to say.
     """
+    from fcsd.base.strict import flag_of
+
     declared = [
         name
         for name, field in record.model_fields.items()
@@ -146,6 +142,8 @@ def model_argument(
     parser: ArgumentParser, *, optional: bool = False, config_only: bool = False
 ) -> None:
     """Add MODEL and what finds it; config_only: its config is read, and no code of its own runs."""
+    from fcsd.model.config import ModelConfig
+
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -181,6 +179,8 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch, with the engine that the options of `expert_parallel_argument` choose."""
+    from fcsd.parallel.launch import join_launch
+
     options = {
         name: value
         for name, value in vars(arguments).items()
@@ -204,6 +204,8 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
     """Add --layers, --attention and --mlp; layers: the default of the first, None where
     that says more than `all`.
     """
+    from fcsd.model.config import ConnectivityConfig
+
     help = (
         "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"
         " | 4-11"
@@ -220,6 +222,8 @@ def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
     """Return the connectivity that the options choose; None (a checkpoint keeps its
     own) where they choose none.
     """
+    from fcsd.model.connectivity.spec import Connectivity
+
     if arguments.layers is None and (arguments.attention, arguments.mlp) == (
         "partial",
         "outdated",
@@ -243,6 +247,8 @@ def text_argument(parser: ArgumentParser, text: str) -> None:
 
 def task_arguments(parser: ArgumentParser, task: str) -> None:
     """Add --task, the suite that it is of, and where its data lie; task: what is done with it."""
+    from fcsd.evaluation.config import EvaluationConfig
+
     parser.add_argument(
         "--task",
         action="append",

@@ -5,13 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.errors import UserError
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, field_options, model_argument, quiet_transformers
-
-with lazy_imports():
-    from fcsd.evaluation.chat.chat import chat, load_speaker
-    from fcsd.recipe.recipe import PublicationConfig
-    from fcsd.report.publish.push import NewCard, push
 
 
 def _chat(arguments: Namespace) -> None:
@@ -20,6 +14,8 @@ def _chat(arguments: Namespace) -> None:
             f"--max-new-tokens: must be at least 1, got {arguments.max_new_tokens}"
         )
     from transformers.utils import logging
+
+    from fcsd.evaluation.chat.chat import chat, load_speaker
 
     quiet_transformers()
     # advice on generation settings would stand between the replies
@@ -44,6 +40,8 @@ def _chat(arguments: Namespace) -> None:
 
 
 def _push(arguments: Namespace) -> None:
+    from fcsd.report.publish.push import NewCard, push
+
     out = arguments.dry_run
     if out == Path():
         folder = arguments.folder.resolve()
@@ -97,6 +95,8 @@ def _chat_options(parser: ArgumentParser) -> None:
 
 
 def _push_options(parser: ArgumentParser) -> None:
+    from fcsd.recipe.recipe import PublicationConfig
+
     parser.add_argument(
         "folder",
         metavar="DIR",

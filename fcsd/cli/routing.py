@@ -5,11 +5,10 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -24,24 +23,14 @@ from fcsd.cli.options import (
     text_argument,
 )
 
-with lazy_imports():
-    from fcsd.data.local import data_fingerprint
-    from fcsd.evaluation.config import named_tasks
-    from fcsd.evaluation.items import suite_prompts
-    from fcsd.evaluation.stage import test_set_fingerprints
-    from fcsd.model.config import ModelConfig
-    from fcsd.parallel.launch import join_launch
-    from fcsd.report.study_plots import plot_routing
-    from fcsd.steering.config import BiasSettings, RoutingStudy
-    from fcsd.steering.network.links import read_links, write_links
-    from fcsd.steering.network.measure import describe, profile_launch
-    from fcsd.steering.network.nccl_tests import read_nccl_tests
-    from fcsd.steering.routing.report import report
-    from fcsd.steering.routing.study import study_routing
-    from fcsd.steering.routing.tables import write_bias
+if TYPE_CHECKING:
+    from fcsd.steering.config import RoutingStudy
 
 
 def _routing(arguments: Namespace) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import RoutingStudy
+
     quiet_transformers()
     options, against = vars(arguments), None
     if arguments.against is not None:
@@ -49,6 +38,11 @@ def _routing(arguments: Namespace) -> None:
             options | {"revision": None}, path=arguments.against
         )
     study = RoutingStudy.from_options(options, against=against)
+    from fcsd.data.local import data_fingerprint
+    from fcsd.report.study_plots import plot_routing
+    from fcsd.steering.routing.report import report
+    from fcsd.steering.routing.study import study_routing
+
     launch = launch_of(arguments)
     inputs, prompts = {}, None
     if study.text is not None:
@@ -70,8 +64,12 @@ def _routing(arguments: Namespace) -> None:
 
 
 def _bias(arguments: Namespace) -> None:
+    from fcsd.steering.config import BiasSettings
+
     quiet_transformers()
     settings = BiasSettings.from_options(vars(arguments))
+    from fcsd.steering.routing.tables import write_bias
+
     prompts = _prompts(settings)[1] if settings.tasks else None
     launch = launch_of(arguments)
     facts = write_bias(settings, arguments.out, launch, prompts)
@@ -91,6 +89,10 @@ def _prompts(
     study: RoutingStudy,
 ) -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
     """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
+    from fcsd.evaluation.config import named_tasks
+    from fcsd.evaluation.items import suite_prompts
+    from fcsd.evaluation.stage import test_set_fingerprints
+
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
     return test_set_fingerprints(suite, root), lambda tokenizer: suite_prompts(
@@ -99,6 +101,9 @@ def _prompts(
 
 
 def _routing_options(parser: ArgumentParser) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import RoutingStudy
+
     model_argument(parser)
     parser.add_argument(
         "--output",
@@ -123,6 +128,9 @@ def _routing_options(parser: ArgumentParser) -> None:
 
 
 def _bias_options(parser: ArgumentParser) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import BiasSettings
+
     model_argument(parser)
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="file for the tables (safetensors)"
@@ -144,6 +152,8 @@ def _bias_options(parser: ArgumentParser) -> None:
 
 
 def _text_arguments(parser: ArgumentParser) -> None:
+    from fcsd.steering.config import RoutingStudy
+
     text_argument(parser, "text to route")
     field_options(parser, RoutingStudy, "text_examples")
     field_options(
@@ -160,6 +170,9 @@ def _profile_network(arguments: Namespace) -> None:
     if arguments.nccl_tests is not None:
         _from_nccl_tests(arguments)
         return
+    from fcsd.parallel.launch import join_launch
+    from fcsd.steering.network.measure import describe, profile_launch
+
     launch = join_launch()
     links, comparison = profile_launch(
         launch,
@@ -181,6 +194,10 @@ def _from_nccl_tests(arguments: Namespace) -> None:
                 f"--{option.replace('_', '-')} has no meaning with --nccl-tests:"
                 " nothing is measured"
             )
+    from fcsd.steering.network.links import read_links, write_links
+    from fcsd.steering.network.measure import describe
+    from fcsd.steering.network.nccl_tests import read_nccl_tests
+
     check_file_place(arguments.links, read_links)
     links = read_nccl_tests(arguments.nccl_tests)
     write_links(arguments.links, links)
