@@ -39,6 +39,7 @@ def _evaluate(arguments: Namespace) -> None:
             print(f"{arguments.fetch}: {summary}", file=sys.stderr)
         if arguments.model is None:
             return
+    # argparse cannot require them: with --fetch alone neither is needed.
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
@@ -57,7 +58,7 @@ def _evaluate(arguments: Namespace) -> None:
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
     """Return the evaluation that the options describe; `run_evaluation` checks the
-    ranges of numbers.
+    ranges of its numbers.
     """
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.evaluation.stage import Evaluation
@@ -99,6 +100,8 @@ def _server(arguments: Namespace) -> ServerConfig | None:
                     f"--{option.replace('_', '-')} has no meaning without --server"
                 )
         return None
+    # Concurrency takes its place with a server; a default value was not given by the
+    # user.
     if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
         raise UserError(
             "--batch-size has no meaning with --server; how many are asked at a time is"
@@ -110,13 +113,14 @@ def _server(arguments: Namespace) -> ServerConfig | None:
             " is loaded"
         )
     settings = {"url": arguments.server, "concurrency": arguments.concurrency}
+    # Options that were not given must not hide the defaults of the record.
     settings = {name: value for name, value in settings.items() if value is not None}
     return ServerConfig.from_plain(settings, "--server")
 
 
 def _suite(arguments: Namespace) -> SuiteConfig:
-    """Return the suite, or the tasks that are named, under the settings that are given
-    for all of them.
+    """Return the suite, or the named tasks of it, with the settings that the options
+    give for all tasks.
     """
     from fcsd.evaluation.config import changed_suite, load_suite
     from fcsd.evaluation.lm_eval.chosen import chosen_suite

@@ -1,4 +1,4 @@
-"""Commands that estimate what a conversion will bring, and which layers to rewire:
+"""Commands that estimate the gain of a conversion, and choose the layers to rewire:
 plan, layers, plan-layers.
 """
 
@@ -59,7 +59,7 @@ def _plan(arguments: Namespace) -> None:
 
 
 def _cluster(arguments: Namespace) -> dict[str, Any]:
-    """Return what a cluster file says of the machine; nothing without one."""
+    """Return the machine of the cluster file; {} without one."""
     if arguments.cluster is None:
         return {}
     if chosen := [name for name in _MACHINE if getattr(arguments, name) is not None]:
@@ -189,6 +189,7 @@ def _plan_layers(arguments: Namespace) -> None:
         model=arguments.model,
         verify=launch,
     )
+    # Without --verify there is no launch to ask for the first rank.
     if os.environ.get("RANK", "0") == "0":
         print_result(arguments, plan, plan_text)
 
@@ -260,11 +261,11 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote"
     )
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument(
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument(
         "--budget", help="share of the layers (90%%) or their number (43)"
     )
-    wanted.add_argument(
+    goal.add_argument(
         "--max-loss",
         type=float,
         metavar="X",

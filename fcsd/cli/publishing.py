@@ -18,7 +18,7 @@ def _chat(arguments: Namespace) -> None:
     from fcsd.evaluation.chat.chat import chat, load_speaker
 
     quiet_transformers()
-    # advice on generation settings would stand between the replies
+    # transformers' advice on generation settings would appear between the replies.
     logging.set_verbosity_error()
     options = {
         "trust_remote_code": arguments.trust_remote_code,
@@ -28,6 +28,7 @@ def _chat(arguments: Namespace) -> None:
     speakers = [load_speaker(arguments.model, revision=arguments.revision, **options)]
     if arguments.beside is not None:
         speakers.append(load_speaker(arguments.beside, **options))
+    # Text that is not UTF-8 must not end the conversation.
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -43,6 +44,7 @@ def _push(arguments: Namespace) -> None:
     from fcsd.report.publish.push import NewCard, push
 
     out = arguments.dry_run
+    # --dry-run without a folder: beside the source, which itself stays as it is.
     if out == Path():
         folder = arguments.folder.resolve()
         out = folder.with_name(f"{folder.name}-hub")

@@ -1,5 +1,5 @@
-"""Commands that take a recipe: recipe, estimate, and the stages; what they need beside
-it: tiny-data, configs.
+"""Commands that take a recipe (recipe, estimate, and the stages), and those that write
+files for them (tiny-data, configs).
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def _trace(arguments: Namespace) -> None:
 
     for name, measured in trace(run, arguments.output).items():
         parts = [
-            f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms"
-            for key, one in measured.items()
+            f"{key} {exchange.overlap:.1%} of {exchange.total * 1e3:.1f} ms"
+            for key, exchange in measured.items()
         ]
         print(f"{name}: hidden {', '.join(parts)}")
 
@@ -165,9 +165,9 @@ def _tiny_data(arguments: Namespace) -> None:
 def _configs(arguments: Namespace) -> None:
     if arguments.out.exists():
         raise UserError(f"{arguments.out}: is there already; name a new folder")
-    with new_folder(arguments.out) as place:
+    with new_folder(arguments.out) as temporary:
         for file in data_dir("configs").glob("*.yaml"):
-            shutil.copyfile(file, place / file.name)
+            shutil.copyfile(file, temporary / file.name)
     print(arguments.out)
 
 

@@ -1,4 +1,6 @@
-"""Commands about where tokens go, and over which links: routing, bias, profile-network."""
+"""Commands about the routing of tokens and the links they cross: routing, bias,
+profile-network.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,11 @@ def _bias(arguments: Namespace) -> None:
     launch = launch_of(arguments)
     facts = write_bias(settings, arguments.out, launch, prompts)
     if launch.first:
-        before, after = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
-        change = f"{before:.4g} -> {after:.4g} ms ({100 * (after / before - 1):+.1f} %)"
+        unsteered_ms, steered_ms = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
+        change = (
+            f"{unsteered_ms:.4g} -> {steered_ms:.4g} ms"
+            f" ({100 * (steered_ms / unsteered_ms - 1):+.1f} %)"
+        )
         print(f"exchanges, mean over layers and this text: {change}")
         if facts.get("left"):
             print(
@@ -88,7 +93,9 @@ def _bias(arguments: Namespace) -> None:
 def _prompts(
     study: RoutingStudy,
 ) -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
-    """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
+    """Return the fingerprints of the tasks' items, and a function that tokenizes their
+    prompts.
+    """
     from fcsd.evaluation.config import named_tasks
     from fcsd.evaluation.items import suite_prompts
     from fcsd.evaluation.stage import test_set_fingerprints
