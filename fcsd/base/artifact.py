@@ -115,6 +115,7 @@ class Stage:
             for file in self.folder.iterdir()
             if file.suffix in _RESULTS and file.is_file()
         ]
+        # Hashes of the results, by which `check_outputs` notices later changes.
         left = {
             file.name: file_fingerprint(file)
             for file in sorted(files)

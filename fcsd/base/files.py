@@ -106,6 +106,7 @@ def read_json(
         )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
+    # Refuse another tool's file now: a missing key would fail later without its name.
     if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
         raise UserError(
             f"{path}: holds something else (no {' or '.join(keys)}); {hint}"
@@ -224,6 +225,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
         )
     if path.exists():
         try:
+            # Only a file of the same kind may be replaced.
             read(path)
         except UserError:
             raise UserError(

@@ -44,6 +44,7 @@ def hooked(
         return lambda _, args, kwargs, out: call(args, kwargs, out)
 
     options = {"with_kwargs": True, "prepend": prepend}
+    # The stack also removes the first hooks where a later one cannot be registered.
     with contextlib.ExitStack() as stack:
         for module, call in before:
             stack.callback(

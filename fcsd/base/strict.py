@@ -59,7 +59,7 @@ class Strict(BaseModel):
 
     @classmethod
     def requires(cls, key: str) -> bool:
-        """Tell whether a key must be given."""
+        """Tell whether a key is required."""
         return key in cls.model_fields and cls.model_fields[key].is_required()
 
     @classmethod
@@ -201,6 +201,7 @@ def _booleans(
     endpoints are millions of numbers.
     """
     kinds = _kinds(annotation)
+    # Where bool itself is allowed, true is no mistake.
     are_numbers = bool not in kinds and (int in kinds or float in kinds)
     inner = [
         (get_origin(kind), get_args(kind)[-1])

@@ -1,4 +1,4 @@
-"""Format what people read: Markdown rows, sizes, durations, scores with their standard
+"""Format output for people: Markdown rows, sizes, durations, scores with their standard
 errors.
 """
 

@@ -203,6 +203,7 @@ def build_parser(command_name: str | None = None) -> _Parser:
             name, help=text, description=description, formatter_class=Help
         )
         command.set_defaults(run=run)
+        # Adding options imports the records that they mirror.
         if command_name in (None, name):
             options(command)
     parser.commands = commands.choices

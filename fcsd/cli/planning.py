@@ -41,6 +41,7 @@ def _plan(arguments: Namespace) -> None:
         from fcsd.steering.routing.tables import read_windows_file
 
         check_file_place(arguments.windows, read_windows_file)
+    # Bad paths are refused before the planning, not after it.
     if arguments.figure is not None:
         from fcsd.report.figure import check_figure
 

@@ -46,6 +46,8 @@ def _routing(arguments: Namespace) -> None:
     from fcsd.steering.routing.study import study_routing
 
     launch = launch_of(arguments)
+    # The study records the fingerprints of its data, so that it never continues on
+    # other data.
     inputs, prompts = {}, None
     if study.text is not None:
         inputs["text"] = data_fingerprint(study.text.path, study.text.revision)

@@ -169,6 +169,7 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
             stopping.task.dataset_name,
             stopping.task.split,
         )
+    # Suites by the key that names them, to which errors then point.
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         for test_set in data.decontaminate.against:

@@ -144,6 +144,7 @@ def plot_models(
         figsize=(SIZE[0], _rows_height(len(tasks), len(models)))
     )
     for index, (name, scores) in enumerate(models.items()):
+        # Models lie side by side around the tick of their task.
         heights = [
             tick + 0.7 * ((index + 0.5) / len(models) - 0.5)
             for tick in range(len(tasks))

@@ -204,6 +204,7 @@ def plot_steering(
     )
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
     for index, kind in enumerate(kinds):
+        # Every curve begins at the model without a bias.
         curve = [unbiased, *(point for point in points if point["kind"] == kind)]
         times = [
             100 * point["exchange"]["mean_s"] / unbiased["exchange"]["mean_s"]

@@ -97,6 +97,7 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
             best = results["best_score"]
             metric = scored_row(rule)["metric"]
             score = "-" if best is None else plus_minus(best, outcome["best_stderr"])
+            # Scores that are shares are shown in per cent, as in all other tables.
             if best is not None and metric not in RELATIVE and abs(best) <= 1:
                 score = f"{with_error(percent(best), outcome['best_stderr'])} %"
             items = items_text(metric, outcome["num_items"], outcome["num_items_total"])

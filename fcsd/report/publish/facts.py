@@ -29,6 +29,7 @@ def facts_of_run(
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
     inherited = inherited_from(original) if original is not None else {}
+    # The figures that the card shows; a run may have drawn only some of them.
     captions = {
         "deltas.png": "Difference to the original.",
         "loss.png": "Training loss.",
