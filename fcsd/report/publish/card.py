@@ -41,7 +41,7 @@ from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 RESULTS = ".eval_results"
 LEFT = "files.json"  # in a publication: fingerprints of the model that it was made from
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a
-# Benchmark. Of our suites' data sets, https://huggingface.co/docs/hub/eval-results
+# Benchmark. Among our suites' data sets, https://huggingface.co/docs/hub/eval-results
 # names only this one as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
