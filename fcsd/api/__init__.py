@@ -1,8 +1,8 @@
-"""What `import fcsd` offers beside the trainer: models in memory, evaluation and
-recipes, for Python.
+"""The Python interface of `import fcsd` besides the trainer: models in memory,
+evaluation and recipes.
 
-Each function is what a command does, with values in the place of files. They are named
-in `fcsd/__init__.py`, and imported when they are first asked for.
+Each function does what a command does, with values instead of files. They are listed in
+`fcsd/__init__.py`, and imported on first use.
 
 Not covered: the trainer (`fcsd.training.fcsd_trainer`).
 """

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class Evaluation(dict[str, Any]):
-    """What `results.json` of an evaluation holds (docs/results.md); `samples` has the
-    answers to every item.
+    """The content of an evaluation's `results.json` (docs/results.md); `samples` has
+    the answers to every item.
     """
 
     def __init__(self, result: Mapping[str, Any], samples: Samples):
@@ -35,8 +35,8 @@ class Evaluation(dict[str, Any]):
         self.samples = samples
 
     def save(self, folder: str | Path) -> Path:
-        """Leave results.json and samples_<task>.jsonl in a folder, as `fcsd evaluate`
-        does; `fcsd compare` reads it.
+        """Write results.json and samples_<task>.jsonl to a folder, as `fcsd evaluate`
+        does; `fcsd compare` reads them.
         """
         write_result(dict(self), self.samples, Path(folder))
         return Path(folder)
@@ -44,7 +44,7 @@ class Evaluation(dict[str, Any]):
 
 class Comparison(dict[str, Any]):
     """The paired comparison of two evaluations, as `fcsd compare --json` prints it;
-    `str` of it is the table.
+    `str` gives the table.
     """
 
     def __init__(self, comparison: Mapping[str, Any], text: str):
@@ -69,15 +69,15 @@ def evaluate_model(
     launch: Launch | None = None,
 ) -> Evaluation:
     """Evaluate a model on every task of a suite; all ranks of a launch call this and
-    get the same.
+    get the same result.
 
-    The model is left as it was: training mode, settings and random generators, too.
+    The model's training mode and settings and the random generators are restored.
 
     Args:
-        model: a model in memory; or the path of a checkpoint, which is loaded with its
+        model: a model in memory, or the path of a checkpoint, which is loaded with its
             tokenizer.
-        suite: the name of one that ships with fcsd, the path of a suite file, or a
-            suite.
+        suite: the name of a suite that ships with fcsd, the path of a suite file, or a
+            `SuiteConfig`.
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
@@ -85,16 +85,17 @@ def evaluate_model(
             network.
 
     Raises:
-        UserError: a task, data set, metric or chat template that does not exist; a
-            sandbox that is too weak.
-        ScorerError: the scorer of the code tasks failed; never a score of 0.
+        UserError: a task, data set, metric or chat template does not exist; the sandbox
+            is too weak.
+        ScorerError: the scorer of the code tasks failed, which never counts as a score
+            of 0.
     """
     if isinstance(model, str | Path):
         from fcsd.api.models import load
 
         name = str(model) if name == "model" else name
-        model, own = load(model)
-        tokenizer = tokenizer or own
+        model, checkpoint_tokenizer = load(model)
+        tokenizer = tokenizer or checkpoint_tokenizer
     check_kind(
         "model",
         model,
@@ -113,7 +114,7 @@ def evaluate_model(
         stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
-    # Not validated: whether a number is in its range is for the evaluation.
+    # `prepare_evaluation` checks the ranges of numbers, so nothing is validated here.
     config = EvaluationConfig.model_construct(
         data_root=None if data_root is None else str(data_root),
         batch_size=batch_size,
@@ -125,6 +126,7 @@ def evaluate_model(
     )
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name)
+    # All ranks report the clock of the first, so that their results are equal.
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
     return Evaluation(result, samples)
 
@@ -148,16 +150,17 @@ def compare(
     *,
     tasks: list[str] | None = None,
 ) -> Comparison:
-    """Compare two evaluations of the same items, paired, with intervals and tests: what
-    `fcsd compare` prints.
+    """Compare two evaluations of the same items, paired, with intervals and tests, as
+    `fcsd compare` does.
 
     Args:
-        original: what `evaluate_model` gave, or a folder that `fcsd evaluate` wrote.
-        converted: the same, of the model that is compared with it.
-        tasks: only these.
+        original: a result of `evaluate_model`, or a folder that `fcsd evaluate` wrote.
+        converted: the same, for the model that is compared with the original.
+        tasks: compare only these tasks.
 
     Raises:
-        UserError: results of other items or settings; a folder that is no result.
+        UserError: the results are of different items or settings; a folder holds no
+            result.
     """
     if isinstance(original, str | Path) and isinstance(converted, str | Path):
         evaluated = read_evaluated(Path(original), [Path(converted)])

@@ -1,7 +1,7 @@
 """Convert and calibrate a model in memory, convert a checkpoint, and load either with
 its tokenizer.
 
-Not covered: models that are wrapped already (PEFT, FSDP, DDP): convert them before.
+Not covered: models that are already wrapped (PEFT, FSDP, DDP): convert them first.
 """
 
 import sys
@@ -37,8 +37,8 @@ def convert(
 ) -> Model:
     """Rewire a loaded transformers model in place, and return it.
 
-    Weights, their names and the tokenizer stay; what the model saves is a FarSkip
-    checkpoint. A model that is converted otherwise is converted anew.
+    Weights, their names and the tokenizer stay; the model then saves FarSkip
+    checkpoints. A model with another FarSkip connectivity is converted anew.
 
     Args:
         layers: "all", "moe", "none", "first:8", "last:90%", "0,2,5", [0, 2, 5],
@@ -49,9 +49,8 @@ def convert(
             selection of layers: outdated in these, full in the other rewired ones.
 
     Raises:
-        UserError: unsupported family or class, a dense model, a selection that the
-            model does not have, a model that is converted with this connectivity
-            already.
+        UserError: the family or class is not supported, the model is dense, lacks the
+            selected layers, or already has this connectivity.
     """
     hint = (
         "a model in memory (fcsd.load gives one and its tokenizer,"
@@ -63,24 +62,26 @@ def convert(
             "layers: None; leave it out for all of them, or give 'none' for no layer"
         )
     connectivity: Any = connectivity_of(layers, attention, mlp)
-    own = getattr(getattr(model, "config", None), "farskip", None)
-    if own is not None:
+    current_field = getattr(getattr(model, "config", None), "farskip", None)
+    # Converting anew is allowed, but with the same connectivity it is most likely a
+    # mistake.
+    if current_field is not None:
         config: Any = model.config  # type: ignore[attr-defined]
-        if connectivity.field(moe_mask(config, family_of(config))) == own:
+        if connectivity.field(moe_mask(config, family_of(config))) == current_field:
             raise UserError(
                 f"{type(model).__name__}: is already converted with this connectivity"
-                f" (layers {own['layers']})"
+                f" (layers {current_field['layers']})"
             )
     convert_model(model, connectivity)
     return model
 
 
 def unconvert(model: Model) -> Model:
-    """Give a converted model its original class, config and connectivity back in place,
-    and return it.
+    """Restore the original class, config and connectivity of a converted model in
+    place, and return it.
 
     Raises:
-        UserError: it is not converted.
+        UserError: the model is not converted.
     """
     check_kind(
         "model",
@@ -110,9 +111,10 @@ def calibrate(
         original, _ = fcsd.load(path)
         fcsd.calibrate(model, original, rows)
 
-    No gradient, no new parameter: each rewired layer in order reads and adds what the
-    original's does, as far as a linear map can say (docs/convert.md). A model larger
-    than memory: `fcsd calibrate`, one layer at a time.
+    There are no gradients and no new parameters: layer by layer, linear maps make each
+    rewired layer read and add what the original layer does, as nearly as they can
+    (docs/convert.md). For a model larger than memory use `fcsd calibrate`, which loads
+    one layer at a time.
 
     Args:
         student: a converted model that is not sharded, with the original's weights.
@@ -122,27 +124,27 @@ def calibrate(
             hidden size tokens; 128 x are better.
         ridge: pull of the maps towards the identity, relative to the mean diagonal of
             the Gram matrix.
-        tokenizer: what makes tokens of a data set.
+        tokenizer: the tokenizer for a data set.
         max_length: tokens in each row that a data set is packed into.
 
     Returns:
-        What was solved, layer by layer: squared residuals before and after, the same of
-        text that was left out (`held_out`), and what could not be folded. Where those
-        say that the text was too little, a line on stderr does, too.
+        The solution, layer by layer: squared residuals before and after, the same on
+        held-out text (`held_out`), and what could not be folded. Where the residuals
+        show that there was too little text, a line on stderr says so, too.
 
     Raises:
-        UserError: a student that is not converted, or calibrated already; models that
-            do not belong together; too little text, or text of another tokenizer; a
-            data set without a tokenizer, or one that cannot be tokenized; sums that are
-            singular or not finite.
+        UserError: the student is not converted, or already calibrated; the models do
+            not belong together; there is too little text, or text of another tokenizer;
+            a data set has no tokenizer or cannot be tokenized; sums are singular or not
+            finite.
     """
     from fcsd.training.calibration.model import calibrate_model, complaint
 
     rows = _token_rows(rows, tokenizer, max_length)
     check_kind("ridge", ridge, int | float, "a number")
     results = calibrate_model(student, teacher, rows, ridge=ridge)
-    if (said := complaint(results)) is not None:
-        print(said[1], file=sys.stderr)
+    if (warning := complaint(results)) is not None:
+        print(warning[1], file=sys.stderr)
     return results
 
 
@@ -154,10 +156,13 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     from fcsd.data.counts import tell_examples
     from fcsd.data.dataset import given_rows
 
-    several = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
+    is_iterable = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
     first = (
-        next(iter(rows), None) if several and getattr(rows, "ndim", None) != 0 else None
+        next(iter(rows), None)
+        if is_iterable and getattr(rows, "ndim", None) != 0
+        else None
     )
+    # Token ids: a tensor (N, T), or a list of tensors of one length.
     if isinstance(first, torch.Tensor) and all(
         row.shape == first.shape and row.dim() == 1 for row in rows
     ):
@@ -167,12 +172,14 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             )
         return rows if isinstance(rows, torch.Tensor) else torch.stack(list(rows))
     if not isinstance(first, Mapping):
-        of = "" if first is None else f" of {type(first).__name__}"
+        first_kind = "" if first is None else f" of {type(first).__name__}"
         raise UserError(
-            f"rows: {kind_of(rows)}{of}; token ids (N, T), tensors (T,) of one length,"
-            f" packed rows with {', '.join(ROW_FEATURES)}, or a data set with its"
-            " tokenizer are needed"
+            f"rows: {kind_of(rows)}{first_kind}; token ids (N, T), tensors (T,) of one"
+            f" length, packed rows with {', '.join(ROW_FEATURES)}, or a data set with"
+            " its tokenizer are needed"
         )
+    # Rows that are packed already pass as they are; any other mapping is a data set's
+    # example.
     if set(ROW_FEATURES) <= set(first):
         return rows
     if tokenizer is None:
@@ -202,16 +209,16 @@ def convert_checkpoint(
     mlp: MlpInput = "outdated",
     revision: str | None = None,
 ) -> Path:
-    """Write a FarSkip checkpoint with the weights of another one, which are linked or
-    copied and never loaded.
+    """Write a FarSkip checkpoint with the weights of another checkpoint, which are
+    linked or copied and never loaded.
 
     The result loads without fcsd with `trust_remote_code=True`.
 
     Args:
         model: a folder, or `owner/name` on the Hub.
         out: a new folder.
-        layers: as `convert`; None: what the checkpoint says in another project's keys,
-            else all.
+        layers: as for `convert`; None: as the checkpoint says in another project's
+            keys, else all.
 
     Returns:
         The new folder.
@@ -226,13 +233,14 @@ def convert_checkpoint(
         "the path of a checkpoint (fcsd.convert takes a model in memory)",
     )
     check_kind("out", out, str | Path, "the path of a new folder")
-    nothing_said = layers is None and (attention, mlp) == ("partial", "outdated")
-    wanted = (
+    # Only without any choice may the checkpoint's own keys decide.
+    is_default = layers is None and (attention, mlp) == ("partial", "outdated")
+    connectivity = (
         None
-        if nothing_said
+        if is_default
         else connectivity_of("all" if layers is None else layers, attention, mlp)
     )
-    convert_folder(model, out, wanted, revision=revision)
+    convert_folder(model, out, connectivity, revision=revision)
     return Path(out)
 
 
@@ -254,12 +262,12 @@ def load(
         path: a folder, or `owner/name` on the Hub.
         layers: convert a base checkpoint while it is loaded, as `convert` would; None:
             as the checkpoint says.
-        original: a FarSkip checkpoint's weights with regular connectivity.
+        original: load a FarSkip checkpoint's weights with regular connectivity.
         options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`,
             … of `from_pretrained`.
 
     Raises:
-        UserError: what is missing, damaged or does not fit
+        UserError: something is missing, damaged or does not fit
             (`fcsd.model.connectivity.load_model`).
     """
     from fcsd.model.config import ModelConfig
@@ -269,25 +277,25 @@ def load(
     )
     if "torch_dtype" in options:
         raise UserError(
-            "fcsd.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+            "fcsd.load: torch_dtype: use dtype=… instead, for example dtype='bfloat16'"
         )
     checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
-    wanted = connectivity_of(layers, attention, mlp)
+    connectivity = connectivity_of(layers, attention, mlp)
     try:
         model = load_model(
             checkpoint.folder,
-            connectivity=wanted,
+            connectivity=connectivity,
             original=original,
             trust_remote_code=trust_remote_code,
             **options,
         )
-    # transformers' for an option that it does not know
+    # transformers raises these for an option that it does not know.
     except (ValueError, TypeError) as error:
         if not options:
             raise
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         raise UserError(
-            f"fcsd.load: transformers refuses {given}: {one_line(error)}"
+            f"fcsd.load: transformers refuses {arguments}: {one_line(error)}"
         ) from error
     return model, tokenizer

@@ -41,7 +41,7 @@ def load_recipe(
         overrides: {"train.learning_rate": 4e-5}, or texts as `--set` takes them.
 
     Raises:
-        UserError: no such recipe, unknown keys, values out of range.
+        UserError: there is no such recipe, a key is unknown, or a value out of range.
     """
     check_kind(
         "path",
@@ -67,7 +67,8 @@ def _json(key: str, value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         raise UserError(
-            f"overrides: {key}: {kind_of(value)}; a value that a recipe can hold is needed"
+            f"overrides: {key}: {kind_of(value)}; a value that a recipe can hold is"
+            " needed"
         ) from None
 
 
@@ -79,25 +80,25 @@ def run_stage(
     expert_parallel: int = 1,
     overlap: Overlap | None = None,
 ) -> Path:
-    """Run one stage of a recipe, or all of them ("run"), as the command of that name;
-    finished ones are not rerun.
+    """Run one stage of a recipe, or all of them ("run"), as the command of that name
+    does; finished stages are not rerun.
 
     Args:
         stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that
-            is there), report, publish or run.
-        recipe: a recipe, its path or shipped name, or what its file would hold.
+            exists), report, publish or run.
+        recipe: a recipe, its path or shipped name, or the content of its file.
         variant: one of the recipe's variants, for "distill".
-        expert_parallel: ranks that hold the experts of an MoE layer among them.
-        overlap: how much of their communication runs beside computation: full, forward
-            or off; None: full where the model can.
+        expert_parallel: number of ranks that share the experts of an MoE layer.
+        overlap: how much of their communication overlaps computation: full, forward or
+            off; None: full where the model supports it.
 
     Returns:
-        The folder that the stage left; for "evaluate" that of all evaluations, for
-        "run" the run's.
+        The output folder of the stage; for "evaluate" the folder of all evaluations,
+        for "run" that of the run.
 
     Raises:
-        UserError: no such stage; what the command refuses. Interrupted: a signal came,
-            and a checkpoint is written.
+        UserError: there is no such stage, or the command would refuse. Interrupted: a
+            signal arrived, and a checkpoint has been written.
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
@@ -122,6 +123,7 @@ def run_stage(
     try:
         return _run(stage, Run(recipe, launch), variant)
     finally:
+        # A script may go on after the stage, unlike a command, whose process ends.
         stop_watching()
         release_folders()
 
@@ -144,6 +146,7 @@ def _run(stage: str, run: Any, variant: str | None) -> Path:
         return Path(stages[stage](run).folder)
     if stage in ("report", "publish"):
         steps = {"report": report, "publish": publish}
+        # Only the first rank writes a report; the others get its path.
         return Path(run.launch.ranks.from_first(lambda: str(steps[stage](run))))
     {"evaluate": evaluate_models, "run": run_all}[stage](run)
     return Path(

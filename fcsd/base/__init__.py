@@ -1,3 +1,3 @@
-"""What every folder uses: errors, files, artifacts of stages, text, statistics, hooks
-of modules, strict records.
+"""Foundations that every folder uses: errors, files, artifacts of stages, text,
+statistics, hooks of modules, strict records.
 """

@@ -1,10 +1,10 @@
 """A stage's output folder: what it was made from, whether it is finished, and files
 that are never half-written.
 
-A stage goes folder to folder. `stage.json` is written when the stage starts (settings
-and inputs), `manifest.json` when it has finished (the same, plus versions, results and
-the hashes of what it left). A finished stage is not run again; one whose settings or
-inputs have changed is refused with the difference shown.
+A stage reads folders and leaves one. `stage.json` is written when the stage starts
+(settings and inputs), `manifest.json` when it has finished (the same, plus versions,
+results and the hashes of what it left). A finished stage is not run again; one whose
+settings or inputs have changed is refused with the difference shown.
 
 Not covered: what the stages do; that is `fcsd.pipeline.run`.
 """
@@ -32,10 +32,13 @@ from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 from fcsd.base.weights import weights_fingerprint
 
 SCHEMA_VERSION = 6
-# 1: early stopping's task was written flat into its section; 2: min_lr_rate was a key
-# of train; 3: streaming was one of a source; 4: of a checkpoint only the weights were
-# noted; 5: train had keys of another optimiser and of learning rates by layer.
-# the end of a change that folders of a former fcsd may show
+# Former versions. 1: early stopping's task was written flat into its section; 2:
+# min_lr_rate was a key of train; 3: streaming was a key of a source; 4: only the
+# weights of a checkpoint were recorded; 5: train had keys of another optimiser and of
+# learning rates by layer.
+
+# The end of a difference that does not count: folders of a former fcsd may have the
+# key.
 _SAYS_NOTHING = ".streaming: false -> null"
 _SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
@@ -51,9 +54,8 @@ class Stage:
     """One stage of a run.
 
     settings: the part of the recipe that the result depends on. inputs: name ->
-    fingerprint of what the stage reads (weights, data), or the values themselves
-    (fields of a config). may_change: dotted keys of the settings that are noted and not
-    compared.
+    fingerprint of each input (weights, data), or the values themselves (fields of a
+    config). may_change: dotted keys of the settings that are recorded but not compared.
     """
 
     folder: Path
@@ -63,13 +65,15 @@ class Stage:
     may_change: tuple[str, ...] = ()
 
     def state(self) -> Literal["absent", "unfinished", "finished"]:
-        """Tell where this stage stands.
+        """Tell whether this stage has been started or finished.
+
+        A stage that was started but has left nothing yet, because its settings were
+        refused, counts as absent and may start with other settings.
 
         Raises:
             UserError: the folder holds the same stage with other settings or inputs, or
-                something else altogether; a finished one lacks what its manifest names.
-                A stage that was begun and has left nothing yet (its settings were
-                refused) may be begun with others.
+                something else altogether; a finished stage lacks outputs that its
+                manifest names.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(
@@ -79,6 +83,7 @@ class Stage:
         check_folder_place(self.folder)
         if all(path == self.folder / "stage.json" for path in files_below(self.folder)):
             return "absent"
+        # The manifest comes first: a finished stage has both files.
         for file in _RECORDS:
             path = self.folder / file
             if path.is_file():
@@ -94,24 +99,24 @@ class Stage:
         return "absent"
 
     def start(self) -> None:
-        """Create the folder and note what the stage is made from."""
+        """Create the folder and record what the stage is made from."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "stage.json", self._record())
 
     def finish(
         self, results: dict[str, Any], outputs: dict[str, Any] | None = None
     ) -> None:
-        """Write the manifest; from now on the stage is finished.
+        """Write the manifest, which marks the stage as finished.
 
-        results: small facts that later stages and the report read; outputs: name ->
-        fingerprint of each output; those of the files of results in the folder are
-        added.
+        results: small facts that later stages and the report read. outputs: name ->
+        fingerprint of each output; the result files in the folder are added.
         """
         files = [
             file
             for file in self.folder.iterdir()
             if file.suffix in _RESULTS and file.is_file()
         ]
+        # Hashes of the results, by which `check_outputs` notices later changes.
         left = {
             file.name: file_fingerprint(file)
             for file in sorted(files)
@@ -135,7 +140,7 @@ class Stage:
         }
 
     def _refuse_lost(self, outputs: dict[str, str]) -> None:
-        # any other file is compared, or made again, by who reads it
+        # Readers of all other files compare them, or make them again.
         for name in outputs:
             if name.split("/")[0] == "model" and not (self.folder / name).exists():
                 raise UserError(
@@ -145,36 +150,37 @@ class Stage:
                 )
 
     def refuse_difference(self, record: dict[str, Any]) -> None:
-        """Raise UserError where a record, `stage.json` or `manifest.json`, is of
-        another stage than this one.
+        """Raise UserError unless a record (`stage.json` or `manifest.json`) is of this
+        very stage, with the same settings and inputs.
         """
         if record.get("stage") != self.name:
             raise UserError(
                 f"{self.folder}: holds stage '{record.get('stage')}', not"
                 f" '{self.name}'; choose another output folder"
             )
-        # What JSON does to tuples and integer keys must not count as a change.
-        mine = json.loads(json.dumps(self._record()))
+        # The record went through JSON, which turns tuples into lists and integer keys
+        # into text; that must not count as a change.
+        expected = json.loads(json.dumps(self._record()))
         changes = changed_settings(
-            record["settings"], mine["settings"], self.may_change
+            record["settings"], expected["settings"], self.may_change
         )
         if changes and (version := record.get("schema_version")) != SCHEMA_VERSION:
-            more = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
+            remainder = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
             raise UserError(
                 f"{self.folder}: was made by another fcsd (schema_version {version},"
                 f" this one writes {SCHEMA_VERSION}) with other settings, or with these"
-                f" written differently ({'; '.join(changes[:3])}{more}); choose another"
-                " output folder, remove this folder to run the stage again, or"
+                f" written differently ({'; '.join(changes[:3])}{remainder}); choose"
+                " another output folder, remove this folder to run the stage again, or"
                 " continue with the fcsd that made it"
             )
-        before, now = record["inputs"], mine["inputs"]
+        recorded, current = record["inputs"], expected["inputs"]
         if record.get("schema_version") != SCHEMA_VERSION:
-            changes += differences(
-                before, {name: now[name] for name in before if name in now}
-            )
-            if not changes and (
-                missing := [name for name in now if name not in before]
-            ):
+            # A former fcsd recorded fewer inputs: compare those that both have, and
+            # refuse the rest as unknown only where nothing has changed for certain.
+            common = {name: current[name] for name in recorded if name in current}
+            changes += differences(recorded, common)
+            missing = [name for name in current if name not in recorded]
+            if missing and not changes:
                 raise UserError(
                     f"{self.folder}: was made by another fcsd (schema_version"
                     f" {record.get('schema_version')}, this one writes"
@@ -183,20 +189,22 @@ class Stage:
                     " folder to run the stage again, or choose another output folder"
                 )
         else:
-            changes += differences(before, now)
+            changes += differences(recorded, current)
         if changes:
-            more = (
+            remainder = (
                 f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
             )
             raise UserError(
                 f"{self.folder}: was made with other settings"
-                f" ({'; '.join(changes[:_SHOWN])}{more}); choose another output folder,"
-                " or remove this folder to run the stage again"
+                f" ({'; '.join(changes[:_SHOWN])}{remainder}); choose another output"
+                " folder, or remove this folder to run the stage again"
             )
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return what the finished stage in a folder says of itself; {} where none has finished."""
+    """Return the manifest of the finished stage in a folder; {} where none has
+    finished.
+    """
     path = folder / "manifest.json"
     return _read_record(path) if path.is_file() else {}
 
@@ -208,34 +216,38 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def check_outputs(folder: Path, *names: str) -> None:
-    """Compare what a finished stage has left with what it noted of it. names: of files;
-    none: all of them, and the model.
+    """Compare the outputs of a finished stage with the fingerprints in its manifest.
+
+    names: the files to compare; none: all of them, and the model.
 
     Raises:
         UserError: a file is missing, or is not what the stage left.
     """
-    noted = read_manifest(folder).get("outputs", {})
-    wanted = {name: noted[name] for name in names or noted if name in noted}
-    if not wanted:
+    recorded = read_manifest(folder).get("outputs", {})
+    expected = {name: recorded[name] for name in names or recorded if name in recorded}
+    if not expected:
         return
     model = {
-        name: known for name, known in wanted.items() if name.split("/")[0] == "model"
+        name: fingerprint
+        for name, fingerprint in expected.items()
+        if name.split("/")[0] == "model"
     }
-    now = {
+    current = {
         name: file_fingerprint(folder / name)
-        for name in wanted.keys() - model
+        for name in expected.keys() - model
         if (folder / name).is_file()
     }
+    # Weights are hashed by all their files together, so the model is compared as one.
     if model:
-        place = folder / "model"
-        if not place.is_dir():
+        model_folder = folder / "model"
+        if not model_folder.is_dir():
             raise UserError(
-                f"{place}: no such folder, and the stage left one there; remove"
+                f"{model_folder}: no such folder, and the stage left one there; remove"
                 f" {folder} to run it again"
             )
-        now |= model_outputs(place)
-    wanted = json.loads(json.dumps(wanted))
-    if changes := differences(wanted, {name: now.get(name) for name in wanted}):
+        current |= model_outputs(model_folder)
+    expected = json.loads(json.dumps(expected))
+    if changes := differences(expected, {name: current.get(name) for name in expected}):
         raise UserError(
             f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged"
             " or changed since; put it back, or remove the folder to run the stage"
@@ -244,18 +256,18 @@ def check_outputs(folder: Path, *names: str) -> None:
 
 
 def model_outputs(folder: Path) -> dict[str, Any]:
-    """Return what identifies a checkpoint that is the output `model` of a stage: its
-    weights and the files beside.
+    """Return the fingerprints of a checkpoint that is the output `model` of a stage: of
+    its weights and of the files beside them.
     """
     files = {
-        f"model/{file}": known
-        for file, known in checkpoint_files(folder, code=True).items()
+        f"model/{file}": fingerprint
+        for file, fingerprint in checkpoint_files(folder, code=True).items()
     }
     return {"model": weights_fingerprint(folder), **files}
 
 
 def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:
-    """List as `differences` the settings that are others than they were, and may not be."""
+    """List the settings that have changed though they may not, as `differences`."""
     return [
         change
         for change in differences(old, new)
@@ -264,16 +276,15 @@ def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> li
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """List dotted keys that differ between two values, absent or null alike:
-    `train.learning_rate: 2e-05 -> 4e-05`.
+    """List the dotted keys that differ between two values, as `train.learning_rate:
+    2e-05 -> 4e-05`. Absent keys count as null.
     """
-    both = (
-        [*old, *new]
-        if isinstance(old, list) and isinstance(new, list) and len(old) == len(new)
-        else []
-    )
-    if both and all(isinstance(each, dict) for each in both):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
+    # Lists of records (sources, tasks) are compared item by item, so that the message
+    # names the one key that differs and not two long lists.
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        items = [*old, *new]
+        if items and all(isinstance(item, dict) for item in items):
+            old, new = dict(enumerate(old)), dict(enumerate(new))
     if isinstance(old, dict) and isinstance(new, dict):
         changes = []
         for key in sorted(set(old) | set(new)):

@@ -1,8 +1,10 @@
-"""Errors that a user is meant to see when a command does not end well."""
+"""Errors that the command line shows to a user when a command fails."""
 
 import re
 from typing import Any
 
+# The login of a URL (`//user:token@host`), and of an address without a scheme
+# (`user:token@host`).
 _LOGIN = re.compile(
     r"(?<=//)[^\s/'\"]*(?=@)|(?<![\w/.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])"
 )
@@ -10,15 +12,15 @@ _QUERY = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\")]+")
 
 
 def without_credentials(text: str) -> str:
-    """Hide in the addresses of a text what may be a secret: name and password, what
-    follows `?` or `#`.
+    """Hide the parts of addresses in a text that may be secret: name and password, and
+    everything after `?` or `#`.
     """
     return _QUERY.sub(r"\1…", _LOGIN.sub("…", text))
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one message that says what, where, what is
-    allowed and what to do next.
+    """A mistake in the user's input: one message that says what is wrong, where, what
+    is allowed and what to do next.
 
     The command line prints it as a single line and exits with status 2; everything else
     is a bug and keeps its traceback. An address in it is shown without its credentials.
@@ -29,7 +31,7 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """A run that was asked to end by a signal, and did so in good order.
+    """A run that a signal asked to end, and that shut down in good order.
 
     The command line prints it as a single line and exits with status 128 plus the
     signal's number.
@@ -49,15 +51,15 @@ class ScorerError(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """Return a library's error as one line of a message, its first 500 characters; its
-    kind where it has no text.
+    """Return the text of a library's error as one line of at most 500 characters, or
+    the name of its class where it has no text.
     """
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 500 else f"{text[:499]}…"
 
 
 def kind_of(value: Any) -> str:
-    """Say what a value is that should be something else: "a tuple", "an int", "None",
+    """Describe a value of the wrong kind for a message: "a tuple", "an int", "None",
     "the class TrainerCallback".
     """
     if value is None:
@@ -65,17 +67,19 @@ def kind_of(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     name = type(value).__name__
-    # an SFTConfig, a Path
+    # Acronyms are spelt out when read aloud, which decides the article: an SFTConfig,
+    # but a Path.
     letters = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
     return f"{'an' if name[0] in letters else 'a'} {name}"
 
 
-def check_kind(name: str, value: Any, kinds: Any, needed: str) -> None:
-    """Raise UserError where an argument is none of these kinds; needed: what it is
-    instead, with its article.
+def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Raise UserError unless an argument is of one of these kinds.
+
+    expected: the accepted kinds in words, with their article.
     """
     if not isinstance(value, kinds):
-        raise UserError(f"{name}: {kind_of(value)}; {needed} is needed")
+        raise UserError(f"{name}: {kind_of(value)}; {expected} is needed")
 
 
 _NO_MEMORY = (
@@ -85,8 +89,9 @@ _NO_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether memory, of a device or of the host, was too small: torch says so in
-    several ways.
+    """Tell whether an error means that memory ran out, on a device or on the host.
+
+    torch raises no common class for this, so the message is searched, too.
     """
     if isinstance(error, RuntimeError | OSError):
         return re.search(_NO_MEMORY, str(error), re.IGNORECASE) is not None

@@ -1,5 +1,5 @@
-"""Read, write and hash files; nothing half-written stays under a final name. Find the
-data that ships with fcsd.
+"""Read, write and hash files, so that nothing half-written stays under a final name,
+and find the data that ships with fcsd.
 """
 
 import contextlib
@@ -20,9 +20,10 @@ from safetensors import SafetensorError
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
-_OURS = "remove the folder to run its stage again"  # of a damaged file that fcsd wrote
-# What nobody put into a folder: files of macOS, Windows, desktops and network disks,
-# and what a killed process left.
+# The hint on a damaged file that fcsd itself wrote.
+_OURS = "remove the folder to run its stage again"
+# Files that nobody put into a folder: those of macOS, Windows, desktops and network
+# disks, and the temporary files of a killed process.
 _NOISE = re.compile(
     r"\.DS_Store|\._.*|\.localized|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.AppleDouble|\.apdisk"
     r"|Thumbs\.db|ehthumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information"
@@ -37,25 +38,27 @@ _CANNOT_WRITE = {
 _CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
 
 
-def read_text(path: Path, what: str = "a text file", hint: str = "") -> str:
-    """Read a text file; what, hint: what is needed, and what to do where there is none,
-    for the errors.
+def read_text(path: Path, expected: str = "a text file", hint: str = "") -> str:
+    """Read a text file.
+
+    expected: the kind of file that the caller needs, with its article, for errors.
+    hint: what to do where there is none, for errors.
 
     Raises:
         UserError: there is no such file, it cannot be read, or holds no text.
     """
-    more = hint and f"; {hint}"
+    advice = hint and f"; {hint}"
     try:
         check_regular(path, hint)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file{more}") from None
+        raise UserError(f"{path}: no such file{advice}") from None
     except IsADirectoryError:
-        raise UserError(f"{path}: is a folder, {what} is needed{more}") from None
+        raise UserError(f"{path}: is a folder, {expected} is needed{advice}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{path}: not a text file{more}") from None
+        raise UserError(f"{path}: not a text file{advice}") from None
     except UnicodeEncodeError:
-        raise UserError(f"{path!r}: no file can be called so{more}") from None
+        raise UserError(f"{path!r}: no file can have this name{advice}") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 
@@ -69,15 +72,15 @@ _KINDS = {
 
 
 def check_regular(path: Path, hint: str = "") -> None:
-    """Refuse what would be waited for, or never ends, before it is opened. Folders, and
-    what is not there, pass.
+    """Refuse a path whose reading would block or never end, before it is opened.
+    Folders and missing paths pass.
 
     Raises:
-        UserError: a pipe, a socket or a device is there, or a link to one.
+        UserError: the path is a pipe, a socket or a device, or a link to one.
     """
     try:
         kind = _KINDS.get(stat.S_IFMT(path.stat().st_mode))
-    except (OSError, ValueError):  # whoever opens it says why it cannot be opened
+    except (OSError, ValueError):  # opening the file gives the better error
         return
     if kind is not None:
         raise UserError(
@@ -90,11 +93,12 @@ def read_json(
 ) -> Any:
     """Parse a JSON file.
 
-    hint: what to do where it is damaged or something else. keys: it must be an object
-    with one of them; none named: an object; None: any value.
+    hint: what to do where the file is damaged or holds something else. keys: the file
+    must hold an object with at least one of these keys; empty: any object; None: any
+    value.
 
     Raises:
-        UserError: as `read_text`; no JSON, or something else.
+        UserError: as `read_text`; the file holds no JSON, or something else.
     """
     try:
         value = json.loads(
@@ -102,6 +106,7 @@ def read_json(
         )
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
+    # Refuse another tool's file now: a missing key would fail later without its name.
     if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
         raise UserError(
             f"{path}: holds something else (no {' or '.join(keys)}); {hint}"
@@ -114,8 +119,8 @@ def read_json(
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename: the file is either the old one or
-    the whole new one.
+    """Write JSON under a temporary name, then rename it: readers see either the old
+    file or the complete new one.
     """
     write_text(
         path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
@@ -123,17 +128,17 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text under a temporary name, then rename."""
+    """Write text under a temporary name, then rename it."""
     with writing(path), file_beside(path) as temporary:
-        # A path that is not UTF-8 has lone surrogates; what replaces them is their
-        # escape in JSON, too.
+        # A path that is not UTF-8 has lone surrogates; backslashreplace writes them as
+        # `\\udc80`, which is their escape in JSON, too.
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
 
 
 def is_noise(name: str) -> bool:
-    """Tell whether a name is that of something nobody put there: a system's own file,
-    or what a kill left.
+    """Tell whether a name is that of a file nobody put there: a system's own file, or a
+    temporary file of a killed process.
     """
     return _NOISE.fullmatch(name) is not None
 
@@ -145,18 +150,18 @@ def is_empty(folder: Path) -> bool:
 
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield the files in a folder and its folders, without noise (`is_noise`)."""
-    for place, folders, names in os.walk(folder):
+    for directory, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not is_noise(name)]
-        paths = (Path(place, name) for name in names if not is_noise(name))
+        paths = (Path(directory, name) for name in names if not is_noise(name))
         yield from (path for path in paths if path.is_file())
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that no file can have, before the work whose result it is to hold.
+    """Refuse an impossible path of a result before the work that produces it.
 
     Raises:
-        UserError: a name in it is too long, for the temporary names that are made of
-            the last one, too; a NUL, or half a character.
+        UserError: a name in the path is too long (the last one must leave room for a
+            temporary name), or holds a NUL or half a character.
     """
     try:
         names = [os.fsencode(part) for part in path.parts]
@@ -166,24 +171,26 @@ def check_path(path: Path) -> None:
         ) from None
     if any(b"\0" in name for name in names):
         raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
+    # Results are written under a longer temporary name, so the last name must be
+    # shorter.
     limits = [_LONGEST_NAME] * (len(names) - 1) + [_LONGEST_NAME - _TEMPORARY_PART]
     for name, limit in zip(names, limits, strict=False):
         if len(name) > limit:
-            shown = f"{os.fsdecode(name[:30])}…"
+            beginning = f"{os.fsdecode(name[:30])}…"
             raise UserError(
-                f"the name {shown} has {len(name)} bytes; up to {limit} are possible,"
-                " choose a shorter one"
+                f"the name {beginning} has {len(name)} bytes; up to {limit} are"
+                " possible, choose a shorter one"
             )
 
 
 _LONGEST_NAME = 255  # bytes, of a Linux file system
-# of `fcsd.base.temporary`, and what is put behind a name (`.partial`)
+# Bytes that `fcsd.base.temporary` and suffixes such as `.partial` add to a name.
 _TEMPORARY_PART = 55
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the path of a name below a folder; raises UserError where it would lead
-    out of it, or is none.
+    """Return the path of a name below a folder; raises UserError where the name is
+    invalid or leads out of the folder.
     """
     path = folder / name
     check_path(path)
@@ -195,27 +202,30 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
-    """Refuse a place that cannot become a file, before the work whose result it is to
-    hold.
+    """Refuse a path at which no result file can be written, before the work that
+    produces it.
 
-    read: reads what the file will hold, and refuses everything else: what fcsd writes
-    never replaces a file that it did not write.
+    read: a reader of the file's format, which refuses any other: fcsd never replaces a
+    file that it did not write.
 
     Raises:
-        UserError: a folder is there, or another kind of file; there is no such folder,
-            or nobody may write in it.
+        UserError: the path is a folder or another kind of file; its parent does not
+            exist or may not be written.
     """
     check_path(path)
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir():
-        what = "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        raise UserError(f"{path}: {what}; name the file that is to be written")
+        problem = (
+            "is a folder" if path.is_dir() else "is in a folder that does not exist"
+        )
+        raise UserError(f"{path}: {problem}; name the file that is to be written")
     if reason := _why_not_writable(parent):
         raise UserError(
             f"{path}: the folder may not be written ({reason}); name another place"
         )
     if path.exists():
         try:
+            # Only a file of the same kind may be replaced.
             read(path)
         except UserError:
             raise UserError(
@@ -224,24 +234,26 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
             ) from None
 
 
-def check_folder_place(folder: Path, mark: str | None = None, what: str = "") -> None:
-    """Refuse a place that cannot become a folder, before the work whose result it is to
-    hold.
+def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") -> None:
+    """Refuse a path at which no result folder can be made, before the work that
+    produces it.
 
-    mark: a file that every folder of ours has, without which one that holds something
-    is somebody else's, as `check_file_place` has it for a file; None: whatever is there
-    has been checked. what: what such a folder is.
+    mark: a file that every such folder of fcsd contains; a folder that holds something
+    else but not this file is a stranger's, and is refused. None: the caller has checked
+    the folder. kind: what such a folder is called in errors.
 
     Raises:
-        UserError: a file is there or on the way to it; a folder on the way may not be
-            written; somebody else's.
+        UserError: the path or one above it is a file; a folder above may not be
+            written; the folder is a stranger's.
     """
     check_path(folder)
     if mark is not None and (
         folder.is_file()
         or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
     ):
-        raise UserError(f"{folder}: exists and is no {what}; choose another folder")
+        raise UserError(f"{folder}: exists and is no {kind}; choose another folder")
+    # The folder itself or its nearest existing ancestor; lexists also finds a broken
+    # link.
     above = next(
         part for part in (folder, *folder.absolute().parents) if os.path.lexists(part)
     )
@@ -258,8 +270,10 @@ def check_folder_place(folder: Path, mark: str | None = None, what: str = "") ->
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why nothing can be made in a folder; "": it can. File systems say it only
-    when something is made.
+    """Return why nothing can be made in a folder; "" where it can.
+
+    It makes a temporary folder: permission bits do not tell of quotas or read-only
+    mounts.
     """
     try:
         with beside(folder / "fcsd"):
@@ -269,7 +283,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder, and those above it; raises UserError as `check_folder_place` does,
+    """Make a folder and those above it; raises UserError as `check_folder_place` does,
     and for a full disk.
     """
     check_folder_place(folder)
@@ -279,20 +293,21 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(
-    path: Path, mark: str | None = None, what: str = "", *, replaces: bool = True
+    path: Path, mark: str | None = None, kind: str = "", *, replaces: bool = True
 ) -> Iterator[Path]:
     """Make a temporary sibling of `path` to write into; it becomes `path` when the
-    block ends well, else it is removed.
+    block ends without an error, else it is removed.
 
-    An existing `path` is replaced only at the end; of a link to a folder, the folder
-    that it leads to. mark, what: as `check_folder_place` has them. replaces: False
-    refuses a `path` that is there, unless it is an empty folder, also where another
-    process has made it in the meantime.
+    An existing `path` is replaced only at the end; if it is a link, the folder that it
+    points to is replaced. mark, kind: as for `check_folder_place`. replaces: False
+    refuses an existing `path` unless it is an empty folder, even one that another
+    process makes in the meantime.
 
     Raises:
-        UserError: the disk is full, or what `check_folder_place` refuses.
+        UserError: the disk is full, or `check_folder_place` refuses the path.
     """
     check_path(path)
+    # Renaming onto a link would replace the link, not the folder that it points to.
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):
@@ -307,7 +322,7 @@ def new_folder(
                 f"{path}: exists and is not empty; choose another destination or remove"
                 " it first"
             )
-        check_folder_place(path, mark, what)
+        check_folder_place(path, mark, kind)
         make_folder(path.parent)
         with beside(path) as temporary:
             yield temporary
@@ -317,16 +332,19 @@ def new_folder(
                 _take_place(temporary, path)
 
 
-def _take_place(made: Path, path: Path) -> None:
-    """Rename a folder to a name that nobody has, or that is an empty folder's; the
-    system does it in one step.
+def _take_place(temporary: Path, path: Path) -> None:
+    """Rename a folder to a name that is free, or that of an empty folder; the system
+    does so in one step, and fails where another process was faster.
     """
     try:
         if path.is_dir() and is_empty(path):
+            # rename replaces a folder only if it is truly empty.
             for noise in path.iterdir():
                 noise.unlink() if not noise.is_dir() else shutil.rmtree(noise)
-        os.rename(made, path)
+        os.rename(temporary, path)
     except OSError as error:
+        # These three mean that something is at the path by now; any other error is a
+        # real one.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise UserError(
@@ -337,8 +355,8 @@ def _take_place(made: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the libraries raise when a file cannot be written (full disk, no
-    permission) into one line.
+    """Turn the libraries' errors about a file that cannot be written (full disk, no
+    permission) into a UserError of one line.
     """
     try:
         yield
@@ -346,6 +364,7 @@ def writing(path: Path) -> Iterator[None]:
         if isinstance(error, OSError):
             expected = error.errno in _CANNOT_WRITE
         else:
+            # safetensors and torch.save give no errno, only words.
             expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
         if not expected:
             raise
@@ -356,20 +375,20 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-# folders that this process works in -> the descriptor that holds the lock
+# Folders that this process works in -> the descriptor that holds the lock.
 _HELD: dict[Path, int] = {}
 
 
 def hold_folder(folder: Path) -> None:
-    """Let no other process work in `folder` until this one has ended, or has called
+    """Keep other processes out of `folder` until this one ends or calls
     `release_folder`.
 
-    The lock is on the folder itself, so that nothing is left behind; the system gives
-    it back when the process ends, however it does. File systems that know no locks
-    (some network ones) are not watched.
+    The lock is on the folder itself, so no lock file remains; the system releases it
+    when the process ends, even if it is killed. File systems without locks (some
+    network ones) give no protection.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds the folder.
     """
     folder = folder.resolve()
     if folder in _HELD:
@@ -384,19 +403,20 @@ def hold_folder(folder: Path) -> None:
             " it, or choose another"
         ) from None
     except OSError:
+        # a file system without locks
         os.close(descriptor)
         return
     _HELD[folder] = descriptor
 
 
 def release_folder(folder: Path) -> None:
-    """Let others work in a folder that `hold_folder` holds; any other folder: nothing."""
+    """Release a folder that `hold_folder` holds; do nothing for any other."""
     if (descriptor := _HELD.pop(folder.resolve(), None)) is not None:
         os.close(descriptor)
 
 
 def release_folders() -> None:
-    """Let others work in all folders that this process holds: its command has ended."""
+    """Release all folders that this process holds, at the end of its command."""
     for folder in list(_HELD):
         release_folder(folder)
 
@@ -406,11 +426,14 @@ os.register_at_fork(after_in_child=release_folders)
 
 
 def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return what a safetensors file says of its tensors, and where their bytes begin."""
+    """Return the tensors in the header of a safetensors file, and the offset of their
+    data.
+    """
     check_regular(file)
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
+    # Free text of whoever wrote the file, and no tensor.
     header.pop("__metadata__", None)
     return header, 8 + size
 
@@ -419,8 +442,9 @@ _KNOWN_FILES: dict[tuple[int, ...], str] = {}  # state of a file -> its SHA-256
 
 
 def file_fingerprint(path: Path) -> str:
-    """Hash one file with SHA-256, once a process: again where its size, time or inode
-    has changed. Hard links are one file."""
+    """Hash one file with SHA-256, once in a process unless its size, time or inode
+    changes. Hard links count as one file.
+    """
     state = file_state(path)
     if state not in _KNOWN_FILES:
         _KNOWN_FILES[state] = file_sha256(path)
@@ -428,7 +452,9 @@ def file_fingerprint(path: Path) -> str:
 
 
 def file_state(path: Path) -> tuple[int, ...]:
-    """Return what changes whenever a file is written: its inode, size and time."""
+    """Return a key that changes whenever a file is written: its device, inode, size and
+    time.
+    """
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -445,7 +471,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 def data_dir(name: str) -> Path:
     """Find the shipped folder `name` (eval, recipes, configs), inside an installed
-    wheel or beside it in a checkout.
+    wheel or beside the package in a checkout.
     """
     installed = _PACKAGE / "_data" / name
     return installed if installed.is_dir() else _PACKAGE.parent / name

@@ -1,11 +1,11 @@
-"""Identify a checkpoint by what is computed with it, and a JSON file by what it was
-written with.
+"""Identify a checkpoint by everything that affects its outputs, and seal JSON files
+with a hash of their content.
 
 The identity of a checkpoint is its weights, the fields of its config that change a
 number, its generation defaults and the files of its tokenizer and processor. Neither
-its place nor the transformers that wrote it is part of it.
+its path nor the version of transformers that wrote it is part of it.
 
-Not covered: code that a checkpoint brings, unless it is asked for.
+Not covered: code that a checkpoint brings, unless the caller asks for it.
 """
 
 import hashlib
@@ -39,11 +39,11 @@ _SEAL = "sha256"
 
 
 def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
-    """Return what identifies the files beside a checkpoint's weights, by their names.
+    """Return the identity of the files beside a checkpoint's weights, by file name.
 
-    Of `config.json` and `generation_config.json` it is their fields, so that a
-    difference can be named; of any other its hash. code: whether its Python files are
-    read, too.
+    `config.json` and `generation_config.json` are represented by their fields, so that
+    a difference can be named; every other file by its hash. code: include the Python
+    files, too.
     """
     identity: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
@@ -58,7 +58,9 @@ def checkpoint_files(folder: Path, *, code: bool = False) -> dict[str, Any]:
 
 
 def tokenizer_files(folder: Path) -> dict[str, str]:
-    """Return the hashes of the files that a tokenizer or processor is read from, by their names."""
+    """Return the hashes of the files that a tokenizer or processor is read from, by
+    their names.
+    """
     files = {
         file
         for pattern in TOKENIZER_FILES
@@ -74,13 +76,13 @@ def tokenizer_files(folder: Path) -> dict[str, str]:
 def _fields(file: Path) -> Any:
     try:
         return computed_fields(json.loads(file.read_bytes()))
-    except ValueError:  # who loads the model says so
+    except ValueError:  # not JSON: loading the model gives the error
         return file_fingerprint(file)
 
 
 def computed_fields(value: Any) -> Any:
-    """Leave the fields of a config that change a number, at every depth; a dtype has
-    one spelling.
+    """Return only the fields of a config that change a number, at every depth; dtypes
+    are brought to one spelling.
     """
     if isinstance(value, list):
         return [computed_fields(item) for item in value]
@@ -101,7 +103,9 @@ def computed_fields(value: Any) -> Any:
 
 
 def _encoding_fingerprint(file: Path) -> str:
-    """Hash a file of a tokenizer; of its settings, without those that say where it came from."""
+    """Hash a file of a tokenizer; tokenizer_config.json without the settings that only
+    record where it came from.
+    """
     if file.name != "tokenizer_config.json":
         return file_fingerprint(file)
     try:
@@ -116,26 +120,28 @@ def _encoding_fingerprint(file: Path) -> str:
 
 
 def content_fingerprint(value: Any) -> str:
-    """Hash a value of JSON, whatever the order of its keys."""
+    """Hash a JSON value independently of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sealed(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with a hash over all of it, which `check_seal` compares."""
+    """Return a JSON object with an added hash of its content, which `check_seal`
+    checks.
+    """
     return {_SEAL: content_fingerprint(value), **value}
 
 
 def write_sealed(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object as `sealed` gives it."""
+    """Write a JSON object with its seal (`sealed`)."""
     write_json(path, sealed(value))
 
 
 def read_sealed(path: Path, hint: str) -> dict[str, Any]:
-    """Read what `write_sealed` wrote, without the hash. hint: what to do where it is
-    damaged.
+    """Read an object that `write_sealed` wrote, without its hash. hint: what to do
+    where the file is damaged.
 
     Raises:
-        UserError: as `read_json`; the content is not what was written, or has no hash.
+        UserError: as `read_json`; the content has no hash, or does not match it.
     """
     value = read_json(path, hint, keys=())
     if _SEAL not in value:
@@ -145,8 +151,8 @@ def read_sealed(path: Path, hint: str) -> dict[str, Any]:
 
 
 def check_seal(path: Path, value: Any, hint: str) -> None:
-    """Raise UserError where an object that was read from `path` has a hash, and is not
-    what was written with it.
+    """Raise UserError where an object read from `path` has a hash that its content does
+    not match. Objects without a hash pass.
     """
     if not isinstance(value, dict) or not isinstance(value.get(_SEAL), str):
         return

@@ -1,8 +1,8 @@
-"""A process that only helps another: it is needed until that one ends, whatever a
-scheduler or a terminal sends to all.
+"""A helper process lives exactly as long as its parent, whatever signals a scheduler or
+a terminal sends to the whole group.
 
-Not covered: machines without `sigtimedwait` (macOS), where it has the signals of any
-process.
+Not covered: machines without `sigtimedwait` (macOS), where a helper obeys signals like
+any process.
 """
 
 import os
@@ -14,14 +14,14 @@ _PARENT_CHECK_S = 1.0
 
 
 def obey_only_parent(parent: int) -> None:
-    """End this process when the process `parent` has ended or asks for it; a signal of
-    any other sender is ignored.
+    """End this process when the process `parent` has ended or asks for it; signals of
+    other senders are ignored.
 
-    To ignore all of them would hang the parent: multiprocessing ends what is left of
-    its processes with SIGTERM, and waits for them without limit.
+    Ignoring the parent's, too, would hang it: multiprocessing ends its remaining
+    processes with SIGTERM, and waits for them without limit.
     """
     if hasattr(signal, "sigtimedwait"):
-        # for threads that begin later, too
+        # Threads that start later inherit the mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         threading.Thread(target=_obey, args=(parent,), daemon=True).start()
 
@@ -31,4 +31,5 @@ def _obey(parent: int) -> None:
         received = signal.sigtimedwait(_SIGNALS, _PARENT_CHECK_S)
         if received is not None and received.si_pid == parent:
             break
+    # Not sys.exit, which would end only this thread.
     os._exit(1)

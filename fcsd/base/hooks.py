@@ -1,5 +1,5 @@
-"""See what modules are given and give while they run. Hooks are removed at the end,
-whatever happens.
+"""Observe the inputs and outputs of modules while they run. Hooks are removed at the
+end, whatever happens.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Before = Callable[[Any, Any], None]
 """Called with the positional and the keyword arguments of a call."""
 
 After = Callable[[Any, Any, Any], None]
-"""Called with the arguments, as `Before`, and with what the module gave."""
+"""Called with the arguments, as `Before`, and with the module's output."""
 
 
 class Stopped(BaseException):
-    """Ends a pass when everything that was wanted has been seen; raised by a hook,
-    suppressed by the pass's caller.
+    """Ends a forward pass as soon as all that is needed has been captured; a hook
+    raises it, and the caller of the pass suppresses it.
     """
 
 
@@ -30,26 +30,30 @@ def hooked(
     after: Iterable[tuple[nn.Module, After]] = (),
     prepend: bool = False,
 ) -> Iterator[None]:
-    """Call functions before and after each call of modules in the block; what they
-    return is not looked at.
+    """Call functions before and after each call of modules in the block; they must
+    return None, since torch replaces a module's inputs or output by any other value.
 
-    prepend: before and after the hooks that others have registered, not behind them.
+    prepend: register the hooks ahead of those that others have registered, not behind
+    them.
     """
 
-    def first(call: Before) -> Any:
+    def pre_hook(call: Before) -> Any:
         return lambda _, args, kwargs: call(args, kwargs)
 
-    def last(call: After) -> Any:
+    def post_hook(call: After) -> Any:
         return lambda _, args, kwargs, out: call(args, kwargs, out)
 
     options = {"with_kwargs": True, "prepend": prepend}
+    # The stack also removes the first hooks where a later one cannot be registered.
     with contextlib.ExitStack() as stack:
         for module, call in before:
             stack.callback(
-                module.register_forward_pre_hook(first(call), **options).remove
+                module.register_forward_pre_hook(pre_hook(call), **options).remove
             )
         for module, called in after:
-            stack.callback(module.register_forward_hook(last(called), **options).remove)
+            stack.callback(
+                module.register_forward_hook(post_hook(called), **options).remove
+            )
         yield
 
 

@@ -1,6 +1,6 @@
-"""How much host memory there is to use.
+"""The host memory that this process may still use.
 
-Not covered: systems without /proc (macOS), where it is not known and counts as none.
+Not covered: systems without /proc (macOS), where it is unknown and counts as 0.
 """
 
 from pathlib import Path
@@ -9,8 +9,8 @@ _CGROUPS, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_memory() -> int:
-    """Return the bytes that this process may still use: what the machine has, and what
-    its job (cgroup) may have.
+    """Return the bytes that this process may still use: the least of what the machine
+    has left and what each limit of its job (cgroup) leaves.
     """
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -28,18 +28,19 @@ def available_memory() -> int:
         _, kind, path = line.split(":", 2)
         if kind in ("", "memory"):  # of version 2, and of version 1
             root = _CGROUPS / kind
-            place = root / path.lstrip("/")
-            free += [
-                room
-                for folder in (place, *place.parents)
-                if (room := _room(folder)) is not None
-            ]
+            cgroup = root / path.lstrip("/")
+            # A limit of any cgroup above binds this process, too.
+            for folder in (cgroup, *cgroup.parents):
+                room = _room(folder)
+                if room is not None:
+                    free.append(room)
     return max(0, min(free))
 
 
 def _room(folder: Path) -> int | None:
-    """Return the bytes that a cgroup's limit leaves, pages of its files not counted;
-    None where it has no limit.
+    """Return the bytes that a cgroup's limit leaves; None where it has no limit.
+
+    Cached pages of files count as free: the kernel drops them when memory is needed.
     """
     names = (
         ("memory.max", "memory.current", "file"),

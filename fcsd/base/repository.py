@@ -1,5 +1,5 @@
-"""Say how the plugin for servers is installed: from fcsd's repository, by URL and
-commit. It is on no package index.
+"""Say how to install the plugin for servers: from fcsd's repository, by URL and commit.
+It is on no package index.
 
 Not covered: whether the commit has been pushed there.
 """
@@ -19,13 +19,13 @@ _OPEN_HOSTS = tuple(f"https://{host}/" for host in _HOSTS)
 
 
 def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
-    """Return the command that installs fcsd-serving as it belongs to this fcsd, in
-    words where its URL is not known.
+    """Return the command that installs the fcsd-serving of this fcsd; where the URL is
+    not known, a sentence instead.
 
-    folder: the checkout that fcsd runs from; of an installed fcsd, pip's record has URL
-    and commit. published: whether strangers will read it, who neither reach nor are to
-    know a host of one's own. Neither credentials nor folders of this machine are in the
-    text.
+    folder: the checkout that fcsd runs from; for an installed fcsd, pip's record has
+    URL and commit. published: whether strangers will read the text, who can neither
+    reach a private host nor should learn its name. The text never holds credentials or
+    folders of this machine.
     """
     url, commit = (
         _of_checkout(folder)
@@ -36,14 +36,14 @@ def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
         at = f" at commit {commit}" if commit else ""
         return f"`pip install ./{PLUGIN}` in a checkout of fcsd's repository{at}"
     return (
-        "`pip install 'fcsd-serving @"
-        f" git+{url}{f'@{commit}' if commit else ''}#subdirectory={PLUGIN}'`"
+        "`pip install 'fcsd-serving @ "
+        f"git+{url}{f'@{commit}' if commit else ''}#subdirectory={PLUGIN}'`"
     )
 
 
 @functools.cache
 def _of_checkout(folder: Path) -> tuple[str | None, str | None]:
-    """Return URL and commit of a checkout; None for what git does not tell."""
+    """Return URL and commit of a checkout; None for either that git does not know."""
     if not (folder / ".git").exists():  # a folder inside somebody else's repository
         return None, None
     remote = _git(folder, "config", "--get", "remote.origin.url")
@@ -52,17 +52,19 @@ def _of_checkout(folder: Path) -> tuple[str | None, str | None]:
 
 @functools.cache
 def _of_package() -> tuple[str | None, str | None]:
-    """Return URL and commit that pip has noted (PEP 610) of an fcsd that was installed
-    from a repository.
+    """Return the URL and commit that pip recorded (PEP 610) for an fcsd that was
+    installed from a repository.
     """
     try:
         text = importlib.metadata.distribution("fcsd").read_text("direct_url.json")
         record = json.loads(text or "{}")
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None, None
-    noted = record.get("vcs_info") or {}
+    vcs_info = record.get("vcs_info") or {}
     return (
-        (_address(record.get("url")), noted.get("commit_id")) if noted else (None, None)
+        (_address(record.get("url")), vcs_info.get("commit_id"))
+        if vcs_info
+        else (None, None)
     )
 
 
@@ -81,16 +83,16 @@ def _git(folder: Path, *words: str) -> str | None:
 
 
 def _address(url: str | None) -> str | None:
-    """Return the address of a remote as pip takes it, without credentials; None for a
+    """Return the address of a remote in pip's form, without credentials; None for a
     folder of this machine.
     """
     if url is None:
         return None
-    # git@host:owner/name
+    # The short form of ssh, git@host:owner/name, which pip does not read.
     if match := re.fullmatch(r"[\w.-]+@([\w.-]+):(?!/)(.+)", url):
         url = f"ssh://{match[1]}/{match[2]}"
-    scheme, _, rest = url.removeprefix("git+").partition("://")
-    host, slash, path = rest.partition("/")
+    scheme, _, location = url.removeprefix("git+").partition("://")
+    host, slash, path = location.partition("/")
     if (
         scheme not in ("https", "http", "ssh")
         or not path
@@ -98,6 +100,7 @@ def _address(url: str | None) -> str | None:
     ):
         return None
     host = host.rpartition("@")[2]
+    # Public hosts serve the same path over https, which needs no key; others may not.
     if scheme == "ssh":
         return (
             f"https://{host}{slash}{path}"

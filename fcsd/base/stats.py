@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques,
-    6.4): residuals s_i - r c_i over rows; None where a single row has tokens."""
+    6.4): residuals s_i - r c_i over rows. The error is None unless two rows have
+    tokens.
+    """
     num_tokens = sum(counts)
     if num_tokens == 0:
         return {"kl": None, "stderr": None, "num_tokens": 0}
@@ -52,11 +54,13 @@ def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
         [len(group) for group in groups],
         [standard_error(group) for group in groups],
     )
-    known = [error for error in errors if error is not None]
-    if len(known) < len(errors):
+    task_errors = [error for error in errors if error is not None]
+    if len(task_errors) < len(errors):
         return None
+    # n (n - 1) se^2 is the sum of squares within a task, from which its error was made.
     within = math.fsum(
-        size * (size - 1) * error**2 for size, error in zip(sizes, known, strict=True)
+        size * (size - 1) * error**2
+        for size, error in zip(sizes, task_errors, strict=True)
     )
     return math.sqrt(within / (sum(sizes) - len(sizes)) / sum(sizes))
 
@@ -65,7 +69,8 @@ def plain_mean(
     values: Sequence[tuple[float, float | None]],
 ) -> tuple[float, float | None]:
     """Compute the unweighted mean of (value, standard error) and its own standard error
-    sqrt(sum se^2) / n, tasks independent; None where one of them has none."""
+    sqrt(sum se^2) / n, for independent tasks; None where a task has no error.
+    """
     if not values:
         raise ValueError("mean of no values")
     count = len(values)
@@ -75,17 +80,18 @@ def plain_mean(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for their number (Holm 1979): the i-th smallest of m
-    times m - i + 1, never falling, at most 1.
+    """Return p-values adjusted for their number (Holm 1979): the i-th smallest of m is
+    multiplied by m - i + 1, and results never decrease nor exceed 1.
 
     Calling every task different whose adjusted p is below alpha is wrong about any of
     them with probability alpha.
     """
     adjusted, least = [0.0] * len(p_values), 0.0
-    for place, index in enumerate(
+    for rank, index in enumerate(
         sorted(range(len(p_values)), key=p_values.__getitem__)
     ):
-        least = max(least, min(1.0, (len(p_values) - place) * p_values[index]))
+        # The running maximum keeps the adjusted p-values in the order of the p-values.
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = least
     return adjusted
 
@@ -94,14 +100,14 @@ Interval = tuple[float, float]
 
 
 def interval(differences: Sequence[float]) -> Interval | None:
-    """Compute the 95 % interval of a mean paired difference; None where one item cannot
-    tell.
+    """Compute the 95 % interval of a mean paired difference; None where a single item
+    gives none.
 
     Where all n are -1, 0 or 1, one gained and one lost item are added to the n + 2
     (Bonett and Price 2012): the plain interval would have no width where no item
-    changed, as if nothing could. Elsewhere it stands around the mean. Both with
-    Student's t. It may go beyond -1 and 1, as `mean_interval` needs it; `clipped` is
-    for people.
+    changed, as if nothing could. Elsewhere it is centred on the mean. Both use
+    Student's t. The interval may extend beyond -1 and 1, which `mean_interval` needs;
+    `clipped` is for people.
     """
     from scipy.stats import t
 
@@ -130,8 +136,8 @@ def mean_interval(deltas: Sequence[float], intervals: Sequence[Interval]) -> Int
     an interval of its own: mean -+ sqrt(sum (delta - limit)^2) / n, the variance of
     each taken at its own limit (MOVER, Zou and Donner 2008).
 
-    Around the deltas as they were measured: the centres of intervals of few items are
-    drawn to 0, all to the same side, which a mean of them would add up.
+    It is centred on the measured deltas: the centres of intervals of few items are
+    shrunk towards 0, a bias that a mean over many tasks would keep.
     """
     count = len(deltas)
     mean = math.fsum(deltas) / count
@@ -148,8 +154,8 @@ def mean_interval(deltas: Sequence[float], intervals: Sequence[Interval]) -> Int
 
 
 def clipped(interval: Interval | None, *, shares: bool) -> list[float] | None:
-    """Return an interval as results hold it; shares: differences are of shares of right
-    answers, within -1 and 1.
+    """Return an interval as results hold it; shares: the differences are of shares of
+    right answers, which lie within -1 and 1.
     """
     if interval is None:
         return None

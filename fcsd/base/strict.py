@@ -1,7 +1,7 @@
-"""Strict YAML documents: unknown keys are errors with a suggestion, messages name the
-file and the key.
+"""Strict YAML documents: unknown keys are errors with a suggestion, and messages name
+the file and the key.
 
-Recipes and suites are both read through here, so that they fail in the same words.
+Recipes and suites are both read through this module, so that their errors read alike.
 """
 
 import difflib
@@ -40,13 +40,14 @@ from fcsd.base.files import check_path, read_text
 
 
 class Strict(BaseModel):
-    """A frozen record that accepts no key it does not know."""
+    """A frozen record that refuses unknown keys."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
 
-    # Keys that a user may look for in this record -> what to say of them.
+    # Keys that a user may expect in this record -> the message where they belong
+    # instead.
     elsewhere: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
@@ -58,7 +59,7 @@ class Strict(BaseModel):
 
     @classmethod
     def requires(cls, key: str) -> bool:
-        """Tell whether a key must be given."""
+        """Tell whether a key is required."""
         return key in cls.model_fields and cls.model_fields[key].is_required()
 
     @classmethod
@@ -68,27 +69,28 @@ class Strict(BaseModel):
         foreign: Mapping[str, str] = MappingProxyType({}),
         needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Refuse keys that the record does not know, and those that it misses; `true`
-        where a number is needed.
+        """Refuse unknown keys, missing required keys, and `true` where a number is
+        needed.
 
-        foreign: key that others of a union know -> what is said of it. needs: required
-        key -> for what.
+        foreign: keys of other members of a union -> the message. needs: required key ->
+        what needs it, for the message.
         """
         wrong = {}
         for key, entry in value.items():
+            # The most specific explanation of an unknown key wins.
             if key not in cls.model_fields:
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
-                for place, boolean in _booleans(
+                for dotted_key, boolean in _booleans(
                     cls.model_fields[key].annotation, [(key, entry)]
                 ):
-                    wrong[place] = f"a number is needed, got {boolean!r}"
+                    wrong[dotted_key] = f"a number is needed, got {boolean!r}"
         missing = {}
         for key, field in cls.model_fields.items():
             if cls.requires(key) and key not in value:
-                what = f": {field.description}" if field.description else ""
-                missing[key] = f"is required{needs.get(key, '')}{what}"
+                description = f": {field.description}" if field.description else ""
+                missing[key] = f"is required{needs.get(key, '')}{description}"
         if wrong or missing:
             refuse_keys(wrong, missing)
 
@@ -98,11 +100,11 @@ class Strict(BaseModel):
         return validate(cls, value, where)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
-        """Build a record from the options of a command that are called like its fields;
-        None: not given.
+    def from_options(cls, options: Mapping[str, Any], **fields: Any) -> Self:
+        """Build a record from the options of a command that have the names of its
+        fields; None: the option was not given.
 
-        own: fields that the options do not give as they are.
+        fields: values of fields that no option gives directly.
 
         Raises:
             UserError: one line that names the option: `--text-examples: …`.
@@ -116,7 +118,7 @@ class Strict(BaseModel):
             for name, key in names.items()
             if options.get(key) is not None
         }
-        return _build(cls, values | own, "", options=True)
+        return _build(cls, values | fields, "", options=True)
 
 
 def option(
@@ -127,34 +129,39 @@ def option(
     flag: str | None = None,
     **bounds: Any,
 ) -> Any:
-    """Declare a field that is an option of a command, too; metavar: what its value is
-    called in the help.
+    """Declare a field that is an option of a command, too.
 
-    default: `...` where it must be given. flag: `--tp`, where it is not called like the
-    field.
+    default: `...` where the field is required. metavar: the name of its value in the
+    help. flag: the option's name, such as `--tp`, where it differs from the field's.
     """
-    own: dict[str, Any] = {
+    extra: dict[str, Any] = {
         name: text for name, text in (("metavar", metavar), ("flag", flag)) if text
     }
-    return Field(default, description=help, json_schema_extra=own or None, **bounds)
+    return Field(default, description=help, json_schema_extra=extra or None, **bounds)
 
 
 def flag_of(record: Any, name: str) -> str:
-    """Return what an option that mirrors a field is called: `--tp`, or `--tensor-parallel`."""
+    """Return the name of the option that mirrors a field: `--tp`, or
+    `--tensor-parallel`.
+    """
     field = getattr(record, "model_fields", {}).get(name)
-    own = field.json_schema_extra if field is not None else None
-    return str((own or {}).get("flag", f"--{name.replace('_', '-')}"))
+    extra = field.json_schema_extra if field is not None else None
+    return str((extra or {}).get("flag", f"--{name.replace('_', '-')}"))
 
 
 def like(record: type[BaseModel], name: str) -> Any:
-    """Declare a field with the default, the bounds and the description of another record's."""
+    """Declare a field with the default, the bounds and the description of another
+    record's.
+    """
     return copy(record.model_fields[name])
 
 
 def refuse_keys(
     wrong: Mapping[str, str], missing: Mapping[str, str] = MappingProxyType({})
 ) -> NoReturn:
-    """Raise pydantic's error for keys of a mapping -> what is wrong with each."""
+    """Raise pydantic's error from messages by key; missing keys are told apart, because
+    `validate` puts them last.
+    """
     raise ValidationError.from_exception_data(
         "record",
         [
@@ -182,17 +189,19 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def _booleans(
-    annotation: Any, values: Iterable[tuple[Any, Any]], before: str = ""
+    annotation: Any, values: Iterable[tuple[Any, Any]], prefix: str = ""
 ) -> Iterator[tuple[str, bool]]:
-    """Yield the booleans that stand where a number is needed, also in lists and
-    mappings: pydantic would take true for
-    1. values: (key, value) of this annotation; before: dotted key of what they are in,
-       with a dot.
+    """Yield the dotted keys of booleans where a number is needed, also in lists and
+    mappings: pydantic would read true as 1.
 
-    The annotation is read once for all items of a list: the links of a thousand
+    values: pairs (key, value) of this annotation. prefix: the dotted key of their
+    container, with a dot.
+
+    The annotation is analysed once for all items of a list: the links of a thousand
     endpoints are millions of numbers.
     """
     kinds = _kinds(annotation)
+    # Where bool itself is allowed, true is no mistake.
     are_numbers = bool not in kinds and (int in kinds or float in kinds)
     inner = [
         (get_origin(kind), get_args(kind)[-1])
@@ -203,19 +212,19 @@ def _booleans(
         return
     for key, value in values:
         if are_numbers and isinstance(value, bool):
-            yield f"{before}{key}", value
+            yield f"{prefix}{key}", value
         for container, item in inner:
             if isinstance(value, container):
                 items = value.items() if container is dict else enumerate(value)
-                yield from _booleans(item, items, f"{before}{key}.")
+                yield from _booleans(item, items, f"{prefix}{key}.")
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def check_name(text: str) -> str:
-    """Return a name that may become one of a folder or file; raises ValueError for any
-    other text.
+    """Return a text that can be the name of a folder or file; raises ValueError for any
+    other.
     """
     if _NAME.fullmatch(text):
         return text
@@ -254,8 +263,8 @@ _TYPES = {
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads `2e-5` as a number (YAML 1.1 wants `2.0e-5`) and refuses a
-    key given twice.
+    """A SafeLoader that reads `2e-5` as a number (YAML 1.1 requires `2.0e-5`) and
+    refuses a key given twice.
     """
 
 
@@ -284,19 +293,20 @@ def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     return int(number)
 
 
-_MOST_DIGITS = 100  # of 64 bits, in any base, with underscores
+# Enough for 64 bits in any base, with underscores; longer texts are not converted.
+_MOST_DIGITS = 100
 _Loader.add_constructor("tag:yaml.org,2002:int", _int)
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: dict[Any, Any] = {}
+    keys: dict[Any, Any] = {}
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
-        if key in seen:
+        if key in keys:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} is given twice", key_node.start_mark
             )
-        seen[key] = None
+        keys[key] = None
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
@@ -306,8 +316,8 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
 
-    So is a document that is nested too deep, or whose aliases (`*name`) stand for too
-    much: what works through it would not end.
+    So is a document that is nested too deeply, or whose aliases (`*name`) expand to too
+    many values, on which any later traversal would not end.
     """
     try:
         loader = _Loader(text)
@@ -318,14 +328,15 @@ def parse_yaml(text: str, where: str) -> Any:
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f"{where}, line {mark.line + 1}" if mark else where
+        position = f"{where}, line {mark.line + 1}" if mark else where
         raise UserError(
-            f"{place}: not valid YAML:"
+            f"{position}: not valid YAML:"
             f" {getattr(error, 'problem', None) or one_line(error)}"
         ) from None
     except RecursionError:
         raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
-    # a value that is not of its tag: each of PyYAML's constructors raises its own
+    # A value that does not fit its tag: PyYAML's constructors raise errors of all
+    # kinds.
     except Exception as error:
         raise UserError(
             f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
@@ -338,39 +349,42 @@ _TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
 
 
 def _check_size(
-    node: yaml.Node, known: dict[int, tuple[int, int] | None], depth: int
+    node: yaml.Node, sizes_by_id: dict[int, tuple[int, int] | None], depth: int
 ) -> tuple[int, int]:
-    """Return how many values a node stands for, and in how many levels, each alias
-    counted with all that it repeats.
+    """Return the number of values and of levels that a node expands to, where an alias
+    counts with all that it repeats.
 
-    depth: of the node. known: the same of nodes by `id`; None of those that this one is
-    in.
+    sizes_by_id: results of the nodes visited so far, by `id`; None for the ancestors of
+    this node. depth: of the node.
     """
 
     def refuse(problem: str) -> NoReturn:
         raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
-    if id(node) in known:
-        if (counted := known[id(node)]) is None:
+    # An alias is the very node that its anchor names, so a node may come up again.
+    if id(node) in sizes_by_id:
+        if (node_size := sizes_by_id[id(node)]) is None:
             refuse("an alias holds itself")
     else:
-        known[id(node)] = None
+        sizes_by_id[id(node)] = None
         children = [] if isinstance(node, yaml.ScalarNode) else node.value
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in children for child in pair]
         elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
             refuse(f"{node.value!r} holds half a character")
-        sizes = [_check_size(child, known, depth + 1) for child in children]
-        counted = (
+        sizes = [_check_size(child, sizes_by_id, depth + 1) for child in children]
+        node_size = (
             1 + sum(size for size, _ in sizes),
             1 + max((levels for _, levels in sizes), default=0),
         )
-        known[id(node)] = counted
-    if depth + counted[1] > _DEEPEST:
+        sizes_by_id[id(node)] = node_size
+    if depth + node_size[1] > _DEEPEST:
         refuse(_TOO_DEEP)
-    if counted[0] > len(known) + _MOST_REPEATED:
+    # Checked at every node, so that nested aliases are refused before they multiply
+    # further.
+    if node_size[0] > len(sizes_by_id) + _MOST_REPEATED:
         refuse(f"aliases stand for more than {_MOST_REPEATED} values")
-    return counted
+    return node_size
 
 
 def read_yaml(path: Path) -> Any:
@@ -382,8 +396,8 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
     """Build a `kind` (a class, or a union of classes) from plain data.
 
     Raises:
-        UserError: one line that says what is wrong first: `recipes/x.yaml: train.foo:
-            unknown key …`.
+        UserError: one line with the first problem: `recipes/x.yaml: train.foo: unknown
+            key …`.
     """
     if not isinstance(value, dict):
         raise UserError(
@@ -394,28 +408,29 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
 
 
 def _build(
-    kind: type[Document], value: dict[str, Any], before: str, *, options: bool = False
+    kind: type[Document], value: dict[str, Any], prefix: str, *, options: bool = False
 ) -> Document:
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:
-        # What is missing comes last: often it is there under a wrong name.
+        # Missing keys come last: often they are present under a wrong name, which is
+        # the problem to show.
         problems = sorted(
             error.errors(include_url=False),
             key=lambda problem: problem["type"] == "missing",
         )
         lines = [_line(problem, kind if options else None) for problem in problems]
-        more = (
+        remainder = (
             f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})"
             if len(lines) > 1
             else ""
         )
-        raise UserError(f"{before}{lines[0]}{more}") from None
+        raise UserError(f"{prefix}{lines[0]}{remainder}") from None
 
 
 def _line(problem: Any, options_of: Any) -> str:
-    # pydantic adds the types that it tried to the place of a union that is tried one
-    # after the other.
+    # For a union, pydantic adds the type that it tried to the location, which is no
+    # key.
     keys = [
         key
         for key in problem["loc"]
@@ -428,25 +443,28 @@ def _line(problem: Any, options_of: Any) -> str:
     if problem["type"] in ("model_type", "model_attributes_type"):
         message = "a mapping of keys to values is needed"
     value = problem.get("input")
+    # Messages of our own rules already quote the value.
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
-    shown = (
+    value_text = (
         f", got {value!r}"
         if is_shown and isinstance(value, str | int | float | bool | None)
         else ""
     )
-    # a rule for the whole has none
-    return f"{dotted}: {message}{shown}" if dotted else f"{message}{shown}"
+    # A rule of the whole record has no key.
+    return f"{dotted}: {message}{value_text}" if dotted else f"{message}{value_text}"
 
 
 def _shown(key: str) -> str:
-    """Return a key as it can stand in one line."""
+    """Return a key in a form that fits into one line."""
     key = key if len(key) <= 120 else f"{key[:119]}…"
     return key if key.isprintable() else repr(key)[1:-1]
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """Return `; did you mean 'temperature'?`, or what is allowed when nothing is near."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+def did_you_mean(word: str, allowed: list[str]) -> str:
+    """Return `; did you mean 'temperature'?`, or the allowed words when none is
+    similar.
+    """
+    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
-    return f"; allowed: {', '.join(sorted(known))}" if known else ""
+    return f"; allowed: {', '.join(sorted(allowed))}" if allowed else ""

@@ -1,12 +1,12 @@
-"""Temporary folders and files with an owner: what a killed process leaves behind, the
-next process removes.
+"""Temporary folders and files with an owner: those of a killed process are removed by
+the next one.
 
-The name has the host and a random part, so that no two jobs ever share one. A lock on
-it says whether its owner lives: the system gives it back when the process ends, however
-it does.
+A name contains the host and a random part, so that no two jobs ever share one. A lock
+on the folder or file shows whether its owner is alive: the system releases it when the
+process ends, even if it is killed.
 
-Not covered: what was left on another host, or on a file system that knows no locks
-(some network ones): it stays.
+Not covered: files left by another host, or on a file system without locks (some
+network ones); they stay.
 """
 
 import contextlib
@@ -24,22 +24,22 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Make a temporary folder on the disk of `path`; it, or a file in it, can be
-    renamed to `path`.
+    """Make a temporary folder on the disk of `path`, so that it, or a file in it, can
+    be renamed to `path`.
 
-    What was not renamed is removed at the end.
+    Whatever was not renamed is removed at the end.
     """
-    with _owned(path.parent, f".{path.name}", 0o777) as made:
-        yield made
+    with _owned(path.parent, f".{path.name}", 0o777) as temporary:
+        yield temporary
 
 
 @contextlib.contextmanager
 def file_beside(path: Path) -> Iterator[Path]:
-    """Make an empty temporary file on the disk of `path`, to be renamed to `path`; then
-    there is nothing to remove.
+    """Make an empty temporary file on the disk of `path`, to be renamed to `path`;
+    otherwise it is removed at the end.
     """
-    with _owned(path.parent, f".{path.name}", 0o666, is_file=True) as made:
-        yield made
+    with _owned(path.parent, f".{path.name}", 0o666, is_file=True) as temporary:
+        yield temporary
 
 
 @contextlib.contextmanager
@@ -47,11 +47,11 @@ def scratch_folder(name: str) -> Iterator[Path]:
     """Make a folder in the system's temporary directory that nobody else can read; it
     is removed at the end.
 
-    name: begins with `fcsd-`, by which `sweep_scratch` finds the folders of killed
+    name: must begin with `fcsd-`, by which `sweep_scratch` finds the folders of killed
     processes.
     """
-    with _owned(Path(tempfile.gettempdir()), name, 0o700) as made:
-        yield made
+    with _owned(Path(tempfile.gettempdir()), name, 0o700) as temporary:
+        yield temporary
 
 
 def sweep_scratch() -> None:
@@ -65,25 +65,28 @@ def _owned(
 ) -> Iterator[Path]:
     sweep(folder, f"{name}.")
     owner, descriptor = os.getpid(), None
+    # Between making it and locking it, another process may sweep it: then try another
+    # name.
     while descriptor is None:
-        made = folder / f"{name}.{_host()}-{owner}-{secrets.token_hex(4)}.tmp"
-        made.touch(mode, exist_ok=False) if is_file else made.mkdir(mode)
-        descriptor = _locked(made)
+        temporary = folder / f"{name}.{_host()}-{owner}-{secrets.token_hex(4)}.tmp"
+        temporary.touch(mode, exist_ok=False) if is_file else temporary.mkdir(mode)
+        descriptor = _locked(temporary)
     _LOCKS.add(descriptor)
     try:
-        yield made
+        yield temporary
     finally:
-        if os.getpid() == owner:  # a fork that ends here leaves it to its parent
+        # A forked child that leaves this block must not remove its parent's folder.
+        if os.getpid() == owner:
             _LOCKS.discard(descriptor)
             os.close(descriptor)
-            _remove(made)
+            _remove(temporary)
 
 
-def _remove(made: Path) -> None:
-    if made.is_dir():
-        shutil.rmtree(made, ignore_errors=True)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        made.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 _LOCKS: set[int] = set()  # descriptors that hold this process's locks
@@ -98,31 +101,33 @@ def _leave_locks() -> None:
 os.register_at_fork(after_in_child=_leave_locks)
 
 
-def _locked(made: Path) -> int | None:
-    """Lock what has just been made; None where another process has taken it for a dead
-    one's before that.
+def _locked(path: Path) -> int | None:
+    """Lock a folder or file that has just been made; None where another process has
+    swept it as a dead one's in between.
     """
     try:
-        descriptor = os.open(made, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        taken = not made.exists()
+        # The sweeper may have removed it between our open and our lock.
+        is_swept = not path.exists()
     except BlockingIOError:
-        taken = True
-    except OSError:  # no locks here, so that nobody sweeps either
-        taken = False
-    if not taken:
+        is_swept = True
+    except OSError:  # a file system without locks, where nobody can sweep either
+        is_swept = False
+    if not is_swept:
         return descriptor
     os.close(descriptor)
     return None
 
 
 def sweep(folder: Path, start: str) -> None:
-    """Remove files and folders of ended processes of this host from `folder`, if their
+    """Remove from `folder` the files and folders of ended processes of this host whose
     names begin with `start`.
     """
+    # Only names with this host's hash: a lock of another host may be invisible here.
     owned = re.compile(
         rf"{re.escape(start)}(.*\.)?{_host()}-\d+-[0-9a-f]{{8}}\.(tmp|old)"
     )
@@ -138,6 +143,7 @@ def _remove_if_dead(path: Path) -> None:
         path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     )
     try:
+        # A living owner holds the lock: flock raises, and the path stays.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove(path)
     finally:
@@ -145,24 +151,28 @@ def _remove_if_dead(path: Path) -> None:
 
 
 def replace_folder(source: Path, destination: Path) -> None:
-    """Rename `source` to `destination`, moving an existing `destination` out of the way first."""
+    """Rename `source` to `destination`, moving an existing `destination` out of the way
+    first.
+    """
     old = _retired(destination)
     os.replace(source, destination)
     shutil.rmtree(old, ignore_errors=True)
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a folder, which loses its name first: a process that is killed here leaves
-    it whole, or not at all.
+    """Remove a folder, renaming it first: a process that is killed meanwhile leaves it
+    complete or gone under its name, never half removed.
 
-    What killed processes left of it goes, too.
+    Remains of it that killed processes left are removed, too.
     """
     shutil.rmtree(_retired(folder), ignore_errors=True)
     sweep(folder.parent, f".{folder.name}.")
 
 
 def _retired(folder: Path) -> Path:
-    """Give a folder, if it is there, a name by which `sweep` finds it, and return that."""
+    """Rename a folder, if it exists, to a name that `sweep` finds, and return that
+    path.
+    """
     old = folder.with_name(
         f".{folder.name}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.old"
     )

@@ -1,4 +1,6 @@
-"""Format what people read: Markdown rows, sizes, durations, scores with their standard errors."""
+"""Format output for people: Markdown rows, sizes, durations, scores with their standard
+errors.
+"""
 
 import math
 import os
@@ -10,16 +12,17 @@ RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
 
 
 def scored_row(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what an `early_stopping` section scores: its task, or for held-out KL the
-    section itself.
+    """Return the part of an `early_stopping` section that names the score: its task, or
+    the section itself for held-out KL.
     """
     task = section.get("task")
     return task if isinstance(task, Mapping) else section
 
 
 def stopping_text(section: Mapping[str, Any]) -> str:
-    """Name what a recipe's `early_stopping` section (or a manifest's) scores: "acc_norm
-    of hellaswag on `Rowan/hellaswag`, split `train`"."""
+    """Name the score of an `early_stopping` section of a recipe or a manifest:
+    "acc_norm of hellaswag on `Rowan/hellaswag`, split `train`".
+    """
     row = scored_row(section)
     if row.get("metric") == "heldout_kl":
         return "KL to the original on held-out text"
@@ -47,8 +50,8 @@ def metric_words(metric: str) -> str:
 
 
 def plus_minus(value: float, error: float | None, sign: str = "") -> str:
-    """Format `0.4120 ± 0.0250`, with as many digits as small figures need; without an
-    error where there is none.
+    """Format `0.4120 ± 0.0250`, with more digits for small values; the error is left
+    out where it is None.
     """
     size = max(abs(value), error or 0.0)
     digits = 4 if size >= 0.01 else _decimals(size)
@@ -57,8 +60,8 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
 
 
 def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
-    """Say what a calibration measured of its result: the `kl` of its manifest; "" where
-    it left no text out.
+    """Describe the KL that a calibration measured, `kl` in its manifest; "" where it
+    held out no text.
     """
     if not kl or not kl["num_tokens"]:
         return ""
@@ -91,7 +94,7 @@ def _decimals(value: float) -> int:
 
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
-    """Format `40 of 378 items`; of held-out text `256 rows`."""
+    """Format `40 of 378 items`, or `256 rows` for held-out text."""
     if metric in RELATIVE or num_items_total is None:
         return f"{num_items} {'rows' if metric in RELATIVE else 'items'}"
     return f"{num_items} of {num_items_total} items"
@@ -123,8 +126,9 @@ Rows = Sequence[Sequence[str]]
 
 
 def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
-    """Format a Markdown table that also reads well as plain text: columns padded, all
-    but the first `left` of them aligned to the right."""
+    """Format a Markdown table that also reads well as plain text: columns are padded,
+    and all but the first `left` of them are aligned to the right.
+    """
     widths = [
         max(len(line[index]) for line in [header, *rows])
         for index in range(len(header))
@@ -137,7 +141,8 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
         ]
         return f"| {' | '.join(padded)} |"
 
-    # Columns on the left are ruled `|----|`, the others `|---:|`, which aligns them to the right.
+    # Columns on the left are ruled `|----|`; the others `|---:|`, which aligns them to
+    # the right.
     rule = "|".join(
         "-" * (width + 1) + ("-" if index < left else ":")
         for index, width in enumerate(widths)
@@ -146,16 +151,16 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
 
 
 def fold(summary: str, text: str) -> str:
-    """Hide a part of a Markdown page behind a line that opens it."""
+    """Fold a part of a Markdown page under a summary line that opens it."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
 
 
 def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> Any:
-    """Make a bar of tqdm over `values`; one that is not shown, or with TQDM_DISABLE=1,
-    draws nothing.
+    """Make a tqdm bar over `values`; it draws nothing where `shown` is False or
+    TQDM_DISABLE=1 is set.
 
-    tqdm reads its variables as defaults: what is said outright, `disable=False` too,
-    overrules them.
+    tqdm reads its environment variables as defaults, which any explicit argument
+    overrules, `disable=False` too: the argument is therefore passed only to disable.
     """
     from tqdm import tqdm
 
@@ -163,7 +168,7 @@ def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> A
 
 
 def draws_foreign_bars() -> bool:
-    """Tell whether libraries may draw a bar for each of many small parts: on a
-    terminal, without TQDM_DISABLE=1.
+    """Tell whether libraries may draw their many short bars: only on a terminal, and
+    without TQDM_DISABLE=1.
     """
     return sys.stderr.isatty() and not os.environ.get("TQDM_DISABLE")

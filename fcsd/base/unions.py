@@ -1,5 +1,4 @@
-"""Unions of records of which one key says which it is: an objective, a teacher, a
-suite's task.
+"""Unions of records that one key tells apart: an objective, a teacher, a suite's task.
 
 Not covered: unions that are tried one after the other (`int | Literal["auto"]`).
 """
@@ -20,12 +19,13 @@ from fcsd.base.strict import Strict, refuse_keys
 
 @dataclass(frozen=True, eq=False)
 class OneOf:
-    """Stands beside a union of records in `Annotated`, and says which of them a mapping
-    is.
+    """The metadata of a union of records in `Annotated`, which selects the record that
+    a mapping is read as.
 
     key: the key that decides. members: its values -> records. default: the value of a
-    mapping without the key; None: it is required. else_default: another value stands
-    for the default, too. name: what messages call the key; "": the value says it all.
+    mapping without the key; None: the key is required. else_default: any other value
+    selects the default, too. name: the key's name in messages; "": messages show the
+    value alone.
     """
 
     key: str
@@ -35,15 +35,17 @@ class OneOf:
     name: str | None = None
 
     def tag(self, value: dict[str, Any]) -> str | None:
-        """Return the value of the key, or what stands for it; None for one that is not allowed."""
+        """Return the value of the key, or the default that replaces it; None for a
+        value that is not allowed.
+        """
         tag = value.get(self.key, self.default)
         if isinstance(tag, str) and tag in self.members:
             return tag
         return self.default if self.else_default else None
 
     def member(self, value: Any) -> type[Strict] | None:
-        """Return the record of a plain value; None for what is no mapping, or has a
-        value that is not allowed.
+        """Return the record that a plain value is read as; None unless it is a mapping
+        with an allowed value of the key.
         """
         return (
             self.members.get(self.tag(value) or "") if isinstance(value, dict) else None
@@ -70,21 +72,26 @@ class OneOf:
                     {self.key: f"Input should be {allowed}, got {value[self.key]!r}"}
                 )
             refuse_keys({self.key: f"is required: {allowed}"})
+        # A record that keeps the key gets it even where the default decided.
         if self.key in kind.model_fields:
             value = {self.key: tag} | value
         name = self.key if self.name is None else self.name
         which = f"{name} {tag!r}" if name else str(tag)
+        # Where all members require a key, its message need not say for which of them.
         needs = dict.fromkeys(self._needed_by_some(), f" for {which}") if name else {}
         kind.check_keys(value, self._foreign(kind, which), needs)
         return kind.model_validate(value)
 
     def _foreign(self, kind: type[Strict], which: str) -> dict[str, str]:
-        """Return what is said of keys that other members have, and not `kind`."""
-        tags = {
-            key: [tag for tag, one in self.members.items() if key in one.model_fields]
-            for other in self.members.values()
-            for key in other.model_fields.keys() - kind.model_fields.keys()
-        }
+        """Return the message for each key that other members have and `kind` lacks."""
+        tags = {}
+        for member in self.members.values():
+            for key in member.model_fields.keys() - kind.model_fields.keys():
+                tags[key] = [
+                    tag
+                    for tag, owner in self.members.items()
+                    if key in owner.model_fields
+                ]
         return {
             key: f"no meaning for {which}, only for {', '.join(owners)}"
             for key, owners in tags.items()
@@ -92,12 +99,12 @@ class OneOf:
 
     def _needed_by_some(self) -> set[str]:
         """Return the keys that not every member requires."""
-        every = self.members.values()
+        members = self.members.values()
         return {
             key
-            for one in every
-            for key in one.model_fields
-            if not all(x.requires(key) for x in every)
+            for member in members
+            for key in member.model_fields
+            if not all(candidate.requires(key) for candidate in members)
         }
 
 
@@ -114,34 +121,41 @@ def one_of(
 
 
 def choice_of(annotation: Any) -> OneOf | None:
-    """Return the choice of an annotation or a field, be it optional; None for anything else."""
-    beside: list[Any] = []
+    """Return the `OneOf` of an annotation or a field, optional ones included; None
+    where there is none.
+    """
+    metadata: list[Any] = []
     if isinstance(annotation, FieldInfo):
-        annotation, beside = annotation.annotation, annotation.metadata
+        annotation, metadata = annotation.annotation, annotation.metadata
     elif get_origin(annotation) is Annotated:
-        annotation, *beside = get_args(annotation)
-    if choice := next((each for each in beside if isinstance(each, OneOf)), None):
-        return choice
-    inside = (
-        get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    )
-    return next((choice for each in inside if (choice := choice_of(each))), None)
+        annotation, *metadata = get_args(annotation)
+    for item in metadata:
+        if isinstance(item, OneOf):
+            return item
+    # `Annotated[A | B, OneOf(…)] | None` holds it one level further down.
+    if get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            if choice := choice_of(member):
+                return choice
+    return None
 
 
 def drop_foreign_keys(
     annotation: Any, raw: Any, changes: Collection[str], prefix: str = ""
 ) -> None:
-    """Take out of plain values, in place, the keys that the record of their union does
-    not have; those in `changes`, dotted, or below or above one of them, stay."""
+    """Remove from plain values, in place, the keys that the selected record of a union
+    does not have. Dotted keys in `changes`, and keys below or above them, stay.
+    """
     choice = choice_of(annotation)
     if choice is not None:
         kind = choice.member(raw)
     else:
-        own = annotation.annotation if isinstance(annotation, FieldInfo) else annotation
+        if isinstance(annotation, FieldInfo):
+            annotation = annotation.annotation
         kinds = [
-            each
-            for each in (own, *get_args(own))
-            if isinstance(each, type) and issubclass(each, Strict)
+            member
+            for member in (annotation, *get_args(annotation))
+            if isinstance(member, type) and issubclass(member, Strict)
         ]
         kind = kinds[0] if kinds else None
     if kind is None or not isinstance(raw, dict):
@@ -150,9 +164,12 @@ def drop_foreign_keys(
         dotted = f"{prefix}{key}"
         if key in kind.model_fields:
             drop_foreign_keys(kind.model_fields[key], raw[key], changes, f"{dotted}.")
-        elif choice is not None and not any(
-            f"{one}.".startswith(f"{other}.")
-            for name in changes
-            for one, other in ((name, dotted), (dotted, name))
-        ):
-            del raw[key]
+        elif choice is not None:
+            # What a user changed on purpose stays, so that it is refused by name.
+            is_changed = any(
+                f"{name}.".startswith(f"{dotted}.")
+                or f"{dotted}.".startswith(f"{name}.")
+                for name in changes
+            )
+            if not is_changed:
+                del raw[key]

@@ -28,7 +28,9 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 NAMED = "transformers_weights"
-"""Field of a config that names the weight file or index, in the place of the two names above."""
+"""Field of a config that names the weight file or index, in the place of the two names
+above.
+"""
 _BLOCK_BYTES = 1 << 22
 _SHOWN = 3
 _NOT_FINITE = {
@@ -69,12 +71,14 @@ def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
     there are none.
 
     Its rule: the file or index that `transformers_weights` in the config names, else
-    `model.safetensors`, else what `model.safetensors.index.json` names. Files of other
-    names do not count; some of those that do may be missing.
+    `model.safetensors`, else the files in `model.safetensors.index.json`. Files of
+    other names do not count. Whether the files exist is not checked.
 
     Raises:
-        UserError: an index that is missing, damaged or names files outside the folder.
+        UserError: an index is missing, damaged or names files outside the folder.
     """
+    # The field of the config comes first, as in transformers, even beside
+    # model.safetensors.
     name = config.get(NAMED)
     if name is None:
         if (folder / WEIGHTS).exists():
@@ -106,16 +110,21 @@ def _indexed(folder: Path, index: str) -> WeightFiles:
 
 
 def _passed_over(folder: Path) -> tuple[str, ...]:
-    """Name the weight files of an index that lies beside `model.safetensors`, but for this one."""
+    """Return the weight files in an index beside `model.safetensors`, without that
+    file.
+    """
     try:
         weight_map = read_json(folder / INDEX, keys=())["weight_map"]
         return tuple(sorted(set(map(str, weight_map.values())) - {WEIGHTS}))
-    except (UserError, KeyError, TypeError, AttributeError):  # nobody reads it
+    except (UserError, KeyError, TypeError, AttributeError):
+        # A damaged index does no harm here: transformers does not read it either.
         return ()
 
 
 def stale_index(folder: Path, passed_over: tuple[str, ...]) -> str:
-    """Return the sentence on an index that does not count; "" where there is none."""
+    """Return a warning about an index that transformers ignores; "" where there is
+    none.
+    """
     if not passed_over:
         return ""
     return (
@@ -127,8 +136,8 @@ def stale_index(folder: Path, passed_over: tuple[str, ...]) -> str:
 
 
 def _is_shard_name(name: Any) -> bool:
-    """Tell whether a file of this name would lie in the folder itself; "../x" or a path
-    lead out of it.
+    """Tell whether a name is that of a safetensors file in the folder itself, and not a
+    path that leads out of it.
     """
     if not isinstance(name, str) or len(name.encode(errors="replace")) > 255:
         return False
@@ -138,8 +147,8 @@ def _is_shard_name(name: Any) -> bool:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the weight files of a folder that `find_weights` gives; without any, all
-    of its safetensors files.
+    """Return the weight files that `find_weights` finds in a folder; if there are none,
+    all of its safetensors files.
     """
     config: Any = None
     with contextlib.suppress(UserError):
@@ -154,8 +163,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 class Stored(NamedTuple):
-    """A tensor of a safetensors file: its dtype in the words of safetensors, its shape,
-    and its bytes.
+    """A tensor of a safetensors file: its dtype as safetensors spells it, its shape,
+    and the number of its bytes.
     """
 
     dtype: str
@@ -166,16 +175,16 @@ class Stored(NamedTuple):
 def write_safetensors(
     file: Path, tensors: Mapping[str, Stored], write: Callable[[str, BinaryIO], None]
 ) -> None:
-    """Write a safetensors file tensor by tensor, so that none need be in memory, and
-    bring it to the disk.
+    """Write a safetensors file tensor by tensor, without holding them all in memory,
+    and sync it to the disk.
 
-    write: writes the bytes of the tensor of this name.
+    write: writes the bytes of the named tensor to the open file.
     """
 
     def element_bytes(name: str) -> float:
         return tensors[name].num_bytes / max(1, math.prod(tensors[name].shape))
 
-    # The largest elements first, so that all are aligned.
+    # Largest elements first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-element_bytes(name), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -187,6 +196,7 @@ def write_safetensors(
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
+    # Tensor data begins at a multiple of 8 bytes, as safetensors writes it.
     text += b" " * (-len(text) % 8)
     with file.open("wb") as target:
         target.write(len(text).to_bytes(8, "little") + text)
@@ -197,7 +207,7 @@ def write_safetensors(
 
 
 def copy_bytes(source: BinaryIO, begin: int, num_bytes: int, target: BinaryIO) -> None:
-    """Copy bytes from a place in an open file to where another stands, a block at a time."""
+    """Copy bytes, in blocks, from an offset of an open file to another's position."""
     source.seek(begin)
     while num_bytes:
         block = source.read(min(num_bytes, _BLOCK_BYTES))
@@ -211,8 +221,8 @@ def weights_fingerprint(folder: Path) -> str:
     """Hash names and bytes of the weight files of a checkpoint folder: the identity of
     its weights.
 
-    A file is read once a process, unless its size, time or inode has changed: every
-    stage asks for the original's.
+    A file is read once in a process unless its size, time or inode changes, because
+    every stage asks for the fingerprint of the original.
     """
     digest = hashlib.sha256()
     files = weight_files(folder)
@@ -228,7 +238,7 @@ def check_finite(folder: Path) -> None:
     files are hashed.
 
     Raises:
-        UserError: as `find_weights`; tensors with such values, the first of which are
+        UserError: as `find_weights`; some tensors have such values, and the first are
             named.
     """
     counts = {
@@ -238,23 +248,23 @@ def check_finite(folder: Path) -> None:
     }
     if not counts:
         return
-    shown = [
+    examples = [
         f"'{name}' ({count} of {size})"
         for name, (count, size) in sorted(counts.items())[:_SHOWN]
     ]
-    more = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
+    remainder = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
     raise UserError(
         f"{folder}: weights are NaN or infinite in {len(counts)} tensors:"
-        f" {', '.join(shown)}{more}; so is what is computed with them: fetch the"
-        " checkpoint again, or take an earlier one"
+        f" {', '.join(examples)}{remainder}; so is what is computed with them: fetch"
+        " the checkpoint again, or take an earlier one"
     )
 
 
 class _Scan(NamedTuple):
     sha256: str
     not_finite: dict[str, tuple[int, int]]
-    """Tensor -> how many of its values are NaN or infinite, of how many; only those
-    that have such.
+    """Tensor -> (number of values that are NaN or infinite, number of values); tensors
+    without such values are absent.
     """
 
 
@@ -262,8 +272,8 @@ _KNOWN_FILES: dict[tuple[int, ...], _Scan] = {}
 
 
 def _scan(file: Path) -> _Scan:
-    """Hash a safetensors file with SHA-256 and count its values that are not finite, in
-    one pass; once a process.
+    """Hash a safetensors file with SHA-256 and count its non-finite values in one pass,
+    once in a process.
     """
     check_regular(file)
     state = file_state(file)
@@ -289,33 +299,37 @@ def _read(file: Path) -> _Scan:
         MemoryError,
         OverflowError,
     ):
-        tensors, begin = [], 0  # a damaged file: who loads it says so
+        # A damaged file is hashed whole; loading it gives the error.
+        tensors, begin = [], 0
     with file.open("rb") as stream:
         digest.update(stream.read(begin))
         for start, end, name, dtype in tensors:
             remaining, count = end - start, 0
-            while remaining > 0 and (
-                block := stream.read(min(remaining, _BLOCK_BYTES))
-            ):
+            while remaining > 0:
+                block = stream.read(min(remaining, _BLOCK_BYTES))
+                if not block:
+                    break
                 digest.update(block)
                 count += _count_not_finite(block, dtype)
                 remaining -= len(block)
             if count:
                 width = int(_NOT_FINITE[dtype][0][-1])
                 not_finite[name] = count, (end - start) // width
+        # Bytes behind the last tensor, or all of a damaged file, belong to the hash.
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
     return _Scan(digest.hexdigest(), not_finite)
 
 
 def _count_not_finite(block: bytes, dtype: str) -> int:
-    """Count the values of a block that are NaN or infinite; 0 for integers and dtypes
-    without such values.
+    """Count the values of a block that are NaN or infinite; 0 for integers and for
+    dtypes without such values.
     """
     if dtype not in _NOT_FINITE:
         return 0
     import numpy as np
 
+    # Compared as integers: numpy has no bfloat16 or float8.
     integers, bits = _NOT_FINITE[dtype]
     width = int(integers[-1])
     values = np.frombuffer(block, integers, len(block) // width)

@@ -1,4 +1,4 @@
 """The command line: one module for each group of commands.
 
-Not covered: what the commands do; each calls one function of another package.
+Not covered: the work of the commands; each calls one function of another package.
 """

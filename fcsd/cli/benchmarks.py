@@ -3,26 +3,27 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, field_options, json_argument, print_result
-
-with lazy_imports():
-    from fcsd.planning.servers.serve import bench_serve
-    from fcsd.planning.servers.settings import Benchmark
-    from fcsd.planning.servers.summary import table
-    from fcsd.report.study_plots import plot_serving
 
 
 def _bench(arguments: Namespace) -> None:
+    from fcsd.planning.servers.settings import Benchmark
+
     engine, program = (
         ("sglang", arguments.sglang) if arguments.sglang else ("vllm", arguments.vllm)
     )
     benchmark = Benchmark.from_options(vars(arguments), engine=engine)
+    from fcsd.planning.servers.serve import bench_serve
+    from fcsd.planning.servers.summary import table
+    from fcsd.report.study_plots import plot_serving
+
     result = bench_serve(benchmark, program, arguments.output, plot_serving)
     print_result(arguments, result, table)
 
 
 def _bench_options(parser: ArgumentParser) -> None:
+    from fcsd.planning.servers.settings import Benchmark
+
     parser.add_argument(
         "benchmark",
         choices=["serve"],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcsd.base.errors import UserError
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -20,28 +20,9 @@ from fcsd.cli.options import (
     quiet_transformers,
 )
 
-with lazy_imports():
-    from fcsd.evaluation.config import (
-        EvaluationConfig,
-        Scoring,
-        ServerConfig,
-        SuiteConfig,
-        changed_suite,
-        load_suite,
-    )
-    from fcsd.evaluation.lm_eval.chosen import chosen_suite
-    from fcsd.evaluation.ready import score_file
-    from fcsd.evaluation.stage import Evaluation, run_evaluation
-    from fcsd.evaluation.suites import fetch_suite
-    from fcsd.model.config import ModelConfig
-    from fcsd.report.comparison import (
-        compare_all,
-        comparison_text,
-        read_evaluated,
-        write_comparison,
-    )
-    from fcsd.report.table import result_table, score_table
-    from fcsd.steering.routing.bias import read_tables
+if TYPE_CHECKING:
+    from fcsd.evaluation.config import ServerConfig, SuiteConfig
+    from fcsd.evaluation.stage import Evaluation
 
 
 def _evaluate(arguments: Namespace) -> None:
@@ -50,15 +31,21 @@ def _evaluate(arguments: Namespace) -> None:
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
+        from fcsd.evaluation.suites import fetch_suite
+
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
             summary = ", ".join(fetched) if fetched else "everything was there"
             print(f"{arguments.fetch}: {summary}", file=sys.stderr)
         if arguments.model is None:
             return
+    # argparse cannot require them: with --fetch alone neither is needed.
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
+    from fcsd.evaluation.stage import run_evaluation
+    from fcsd.report.table import result_table
+
     quiet_transformers()
     run_evaluation(_evaluation(arguments, suite), arguments.output, launch)
     if not launch.first:
@@ -71,8 +58,13 @@ def _evaluate(arguments: Namespace) -> None:
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
     """Return the evaluation that the options describe; `run_evaluation` checks the
-    ranges of numbers.
+    ranges of its numbers.
     """
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.evaluation.stage import Evaluation
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.routing.bias import read_tables
+
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
         name=arguments.model,
@@ -99,6 +91,8 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
 
 
 def _server(arguments: Namespace) -> ServerConfig | None:
+    from fcsd.evaluation.config import EvaluationConfig, ServerConfig
+
     if arguments.server is None:
         for option in ("concurrency", "no_server_check"):
             if getattr(arguments, option) not in (None, False):
@@ -106,6 +100,8 @@ def _server(arguments: Namespace) -> ServerConfig | None:
                     f"--{option.replace('_', '-')} has no meaning without --server"
                 )
         return None
+    # Concurrency takes its place with a server; a default value was not given by the
+    # user.
     if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
         raise UserError(
             "--batch-size has no meaning with --server; how many are asked at a time is"
@@ -117,14 +113,18 @@ def _server(arguments: Namespace) -> ServerConfig | None:
             " is loaded"
         )
     settings = {"url": arguments.server, "concurrency": arguments.concurrency}
+    # Options that were not given must not hide the defaults of the record.
     settings = {name: value for name, value in settings.items() if value is not None}
     return ServerConfig.from_plain(settings, "--server")
 
 
 def _suite(arguments: Namespace) -> SuiteConfig:
-    """Return the suite, or the tasks that are named, under the settings that are given
-    for all of them.
+    """Return the suite, or the named tasks of it, with the settings that the options
+    give for all tasks.
     """
+    from fcsd.evaluation.config import changed_suite, load_suite
+    from fcsd.evaluation.lm_eval.chosen import chosen_suite
+
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:
         names = [name for word in arguments.tasks.split(",") if (name := word.strip())]
@@ -143,12 +143,23 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 
 def _score(arguments: Namespace) -> None:
+    from fcsd.evaluation.config import Scoring
+    from fcsd.evaluation.ready import score_file
+    from fcsd.report.table import score_table
+
     print_result(
         arguments, score_file(Scoring.from_options(vars(arguments))), score_table
     )
 
 
 def _compare(arguments: Namespace) -> None:
+    from fcsd.report.comparison import (
+        compare_all,
+        comparison_text,
+        read_evaluated,
+        write_comparison,
+    )
+
     evaluated = read_evaluated(arguments.original, arguments.converted)
     only = (
         None
@@ -164,6 +175,8 @@ def _compare(arguments: Namespace) -> None:
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import EvaluationConfig, Scoring
+
     model_argument(parser, optional=True)
     field_options(
         parser,
@@ -245,6 +258,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import ServerConfig
+
     parser.add_argument(
         "--server",
         metavar="URL",
@@ -265,6 +280,8 @@ def _server_arguments(parser: ArgumentParser) -> None:
 
 
 def _score_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import Scoring
+
     parser.add_argument(
         "samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file"
     )
@@ -273,6 +290,8 @@ def _score_options(parser: ArgumentParser) -> None:
 
 
 def _compare_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import Scoring
+
     parser.add_argument(
         "original",
         metavar="A",

@@ -49,7 +49,9 @@ class _Module:
 
 @contextlib.contextmanager
 def lazy_imports() -> Iterator[None]:
-    """Load nothing for the names that are imported from fcsd in this block, until they are used."""
+    """Load nothing for the names that are imported from fcsd in this block, until they
+    are used.
+    """
     load = builtins.__import__
 
     def imported(name: str, importer: Any = None, *rest: Any) -> Any:

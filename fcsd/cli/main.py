@@ -1,5 +1,7 @@
-"""The `fcsd` command: one thin function a stage. Heavy libraries are imported only by
-the command that needs them.
+"""The `fcsd` command, with one thin function for each stage.
+
+The modules of this folder import slow libraries, and whatever loads these, inside their
+functions and after the checks of the options: help and mistakes then appear at once.
 """
 
 import errno
@@ -23,12 +25,8 @@ from fcsd.cli import (
     recipes,
     routing,
 )
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
-
-with lazy_imports():
-    from fcsd.base.strict import did_you_mean
 
 COMMANDS: dict[str, Command] = {
     **checkpoints.COMMANDS,
@@ -42,13 +40,17 @@ COMMANDS: dict[str, Command] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; a user's mistake is one line on stderr and exit status 2, Ctrl-C
-    is 130, SIGTERM 143.
+    """Run one command and return its exit status.
+
+    A user's mistake is one line on stderr and status 2; Ctrl-C gives 130, SIGTERM 143.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    # The first word that is no option names the command; only its options are built.
     command = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser(command)
     if words[:1] == [command] and command not in parser.commands:
+        from fcsd.base.strict import did_you_mean
+
         parser.error(
             f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
         )
@@ -57,17 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # the name of a file need not be UTF-8
+        # Printing the name of a file that is not UTF-8 must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
     if not sys.stderr.isatty():
-        # seconds between the lines of a bar in a log file
+        # A bar adds a line to a log file at each update: at most every 15 seconds.
         os.environ.setdefault("TQDM_MININTERVAL", "15")
     first = os.environ.get("RANK", "0") == "0"
     if not first:
-        # its bars stand for all, those of libraries too
+        # The first rank's bars stand for those of all ranks, libraries' bars too.
         os.environ.setdefault("TQDM_DISABLE", "1")
     try:
-        # of commands that were killed, also where this one needs no folder
+        # Remove what killed commands left, even where this one needs no such folder.
         sweep_scratch()
         arguments.run(arguments)
         return 0
@@ -99,25 +101,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
             reason = (" ".join(str(error).split()) or "the host's memory is full")[:200]
             text = (
-                f"fcsd {arguments.command}: error: out of memory: {reason}; `fcsd"
-                " estimate RECIPE` says what a training needs, `fcsd inspect MODEL`"
+                f"fcsd {arguments.command}: error: out of memory: {reason}; run `fcsd"
+                " estimate RECIPE` to see what a training needs, `fcsd inspect MODEL`"
                 " what its weights need"
             )
             return _failed(text, 2, error)
         if (problem := _wrong_path(error)) is not None:
             return _failed(f"fcsd {arguments.command}: error: {problem}", 2, error)
+        # A bug keeps its traceback. Python prints that of a single process; of several,
+        # the first failure alone is printed.
         if _number_of_processes() == 1:
             raise
         return _failed(
             f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error
         )
     finally:
+        # Other ranks and later commands of this process must not wait for this one.
         rank_failure.stop_watching()
         release_folders()
 
 
 def _failed(text: str, status: int, error: Exception) -> int:
-    """Print an error, once in a launch of several processes."""
+    """Print an error, only once in a launch of several processes, and return the exit
+    status.
+    """
     if _number_of_processes() > 1:
         text = (
             f"{text} (rank {os.environ.get('RANK', '?')} of {_number_of_processes()})"
@@ -130,8 +137,8 @@ def _failed(text: str, status: int, error: Exception) -> int:
 
 
 def _wrong_path(error: Exception) -> str | None:
-    """Say of a path that no file can have what is wrong with it, whoever tried to open
-    it; None of other errors.
+    """Describe what is wrong with a path that no file can have, whichever code tried to
+    open it; None for other errors.
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or "a path")
@@ -148,7 +155,7 @@ def _wrong_path(error: Exception) -> str | None:
 
 
 def _launchers_end() -> str:
-    """Say what torch's launcher makes of a signal; its status is not ours."""
+    """Explain the output of torch's launcher after a signal; its status is not ours."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     return (
@@ -168,8 +175,10 @@ class _Parser(ArgumentParser):
 
 
 def build_parser(command_name: str | None = None) -> _Parser:
-    """Build the parser of all commands, each with its options, or with those of the one
-    that is asked for.
+    """Build the parser of all commands.
+
+    command_name: add the options of this command only, which saves the imports of the
+    others; None: of every command.
     """
     parser = _Parser(
         prog="fcsd",
@@ -188,12 +197,13 @@ def build_parser(command_name: str | None = None) -> _Parser:
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND", parser_class=ArgumentParser
     )
-    for name, (text, options, run, more) in COMMANDS.items():
-        description = f"{text} {more}".strip()
+    for name, (text, options, run, details) in COMMANDS.items():
+        description = f"{text} {details}".strip()
         command = commands.add_parser(
             name, help=text, description=description, formatter_class=Help
         )
         command.set_defaults(run=run)
+        # Adding options imports the records that they mirror.
         if command_name in (None, name):
             options(command)
     parser.commands = commands.choices

@@ -1,5 +1,5 @@
-"""Commands, options that mirror the fields of a record, options that several share, and
-the help formatter.
+"""The type of a command, options that mirror the fields of a record, options that
+several commands share, and the help formatter.
 """
 
 from __future__ import annotations
@@ -12,22 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
-from fcsd.cli.lazy import lazy_imports
-
-with lazy_imports():
-    from fcsd.base.strict import flag_of
-    from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ConnectivityConfig, ModelConfig
-    from fcsd.model.connectivity.spec import Connectivity
-    from fcsd.parallel.launch import Launch, join_launch
-
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from fcsd.model.connectivity.spec import Connectivity
+    from fcsd.parallel.launch import Launch
+
 
 class Command(NamedTuple):
-    """A command: what it does in one line, what adds its options, what runs it, and
-    what its help says besides.
+    """A command: its summary in one line, the functions that add its options and run
+    it, and further text of its help.
     """
 
     text: str
@@ -43,7 +37,7 @@ SEVERAL = (
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows only informative defaults, and breaks no word at a hyphen."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return textwrap.fill(
@@ -70,14 +64,16 @@ def field_options(
     *names: str,
     **changes: Any,
 ) -> None:
-    """Add options that mirror fields of a record: type, choices, default and help are
-    those of the field.
+    """Add options that mirror fields of a record, with their type, choices, default and
+    help. Ranges are not checked here: the record does that.
 
-    names: of the fields; none: of all that are declared as options, but for those that
-    are there already. changes: what is different here, in the words of `add_argument`;
-    with `default=None` what is not given can be told from the default, which the help
-    names. Whether a value is in its range is for the record to say.
+    names: the fields; none: all fields that are declared as options and have no option
+    yet. changes: arguments of `add_argument` that differ from the field's. With
+    `default=None` an absent option can be told from one that is given its default,
+    which the help still names.
     """
+    from fcsd.base.strict import flag_of
+
     declared = [
         name
         for name, field in record.model_fields.items()
@@ -92,6 +88,7 @@ def field_options(
             "help": (field.description or "").replace("%", "%%"),
             "default": default,
         }
+        # argparse shows no default of None, so the help names the field's own.
         if "default" in changes and isinstance(default, int | float | str):
             options["help"] += (
                 f" (default: {default})" if changes["default"] is None else ""
@@ -106,7 +103,7 @@ def field_options(
         ]
         if field.is_required():
             options |= {"required": True, "default": None}
-        elif isinstance(default, list | dict):  # in words, which the record reads
+        elif isinstance(default, list | dict):  # given as text, which the record parses
             named = "(default: " in options["help"]
             options["default"] = None if named else ",".join(map(str, default)) or None
         elif kinds == [bool]:
@@ -118,15 +115,16 @@ def field_options(
                 for word in get_args(kind)
                 if isinstance(word, str)
             ]
+            # A union of numbers and words, such as int | Literal['auto'].
             options["type"] = _number_or(words)
         elif get_origin(kinds[0]) is Literal:
             options["choices"] = list(get_args(kinds[0]))
-        elif isinstance(kinds[0], type):  # else it is text, which the record reads
+        elif isinstance(kinds[0], type):  # any other is text, which the record parses
             options["type"] = kinds[0]
-        own = (
+        extra = (
             field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
         )
-        options |= {key: value for key, value in own.items() if key != "flag"}
+        options |= {key: value for key, value in extra.items() if key != "flag"}
         parser.add_argument(flag_of(record, name), **options | changes)
 
 
@@ -145,7 +143,11 @@ def _number_or(words: list[str]) -> Callable[[str], int | str]:
 def model_argument(
     parser: ArgumentParser, *, optional: bool = False, config_only: bool = False
 ) -> None:
-    """Add MODEL and what finds it; config_only: its config is read, and no code of its own runs."""
+    """Add MODEL and the options that locate it; config_only: the command reads the
+    config alone, so there is no --trust-remote-code.
+    """
+    from fcsd.model.config import ModelConfig
+
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -180,7 +182,9 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
-    """Join the launch, with the engine that the options of `expert_parallel_argument` choose."""
+    """Join the launch with the options of `expert_parallel_argument`, if any."""
+    from fcsd.parallel.launch import join_launch
+
     options = {
         name: value
         for name, value in vars(arguments).items()
@@ -201,9 +205,13 @@ def device_map_argument(parser: ArgumentParser) -> None:
 
 
 def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) -> None:
-    """Add --layers, --attention and --mlp; layers: the default of the first, None where
-    that says more than `all`.
+    """Add --layers, --attention and --mlp.
+
+    layers: the default of --layers; None where an absent option must be told from
+    `all` (see `connectivity_of`).
     """
+    from fcsd.model.config import ConnectivityConfig
+
     help = (
         "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"
         " | 4-11"
@@ -217,9 +225,11 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
 
 
 def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
-    """Return the connectivity that the options choose; None (a checkpoint keeps its
-    own) where they choose none.
+    """Return the connectivity that the options choose; None where they choose none, and
+    a checkpoint keeps its own.
     """
+    from fcsd.model.connectivity.spec import Connectivity
+
     if arguments.layers is None and (arguments.attention, arguments.mlp) == (
         "partial",
         "outdated",
@@ -230,7 +240,7 @@ def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
 
 
 def text_argument(parser: ArgumentParser, text: str) -> None:
-    """Add --text; text: what it is for."""
+    """Add --text; text: its purpose, for the help."""
     parser.add_argument(
         "--text",
         help=(
@@ -242,7 +252,11 @@ def text_argument(parser: ArgumentParser, text: str) -> None:
 
 
 def task_arguments(parser: ArgumentParser, task: str) -> None:
-    """Add --task, the suite that it is of, and where its data lie; task: what is done with it."""
+    """Add --task, --suite and --data-root; task: what the command does with a task, for
+    the help.
+    """
+    from fcsd.evaluation.config import EvaluationConfig
+
     parser.add_argument(
         "--task",
         action="append",
@@ -253,7 +267,7 @@ def task_arguments(parser: ArgumentParser, task: str) -> None:
 
 
 def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> None:
-    """Add RECIPE, and what changes it."""
+    """Add RECIPE and the options that change it."""
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
@@ -293,7 +307,7 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
 
 
 def quiet_transformers() -> None:
-    """Turn off transformers' progress bars for files, which would bury our own."""
+    """Turn off transformers' progress bars for files, which would bury our output."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Commands that estimate what a conversion will bring, and which layers to rewire:
+"""Commands that estimate the gain of a conversion, and choose the layers to rewire:
 plan, layers, plan-layers.
 """
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
@@ -23,34 +22,12 @@ from fcsd.cli.options import (
     text_argument,
 )
 
-with lazy_imports():
-    from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ModelConfig
-    from fcsd.model.load import find_model
-    from fcsd.parallel.launch import join_launch
-    from fcsd.pipeline.plan import plan_from_files
-    from fcsd.planning.cost.machine import read_cluster
-    from fcsd.planning.cost.plan import write_windows
-    from fcsd.planning.cost.planned import PlanSettings
-    from fcsd.planning.cost.table import plan_table
-    from fcsd.planning.layers.proposal import (
-        layers_within,
-        plan_layers,
-        plan_text,
-        study_table,
-        within_text,
-    )
-    from fcsd.planning.layers.settings import Study, study_from_options
-    from fcsd.planning.layers.study import read_study, study_layers
-    from fcsd.report.figure import check_figure
-    from fcsd.report.study_plots import plot_layers
-    from fcsd.steering.routing.tables import read_windows_file
-
-
 _MACHINE = ("gpu", "nodes", "gpus_per_node", "network_gb_s")
 
 
 def _plan(arguments: Namespace) -> None:
+    from fcsd.planning.cost.planned import PlanSettings
+
     options = vars(arguments) | _cluster(arguments)
     settings = PlanSettings.from_options(
         options, connectivity=connectivity_of(arguments)
@@ -61,9 +38,18 @@ def _plan(arguments: Namespace) -> None:
                 f"--windows: of dispatch and combine, which --phase {arguments.phase}"
                 " has not; use train, or --dp"
             )
+        from fcsd.steering.routing.tables import read_windows_file
+
         check_file_place(arguments.windows, read_windows_file)
+    # Bad paths are refused before the planning, not after it.
     if arguments.figure is not None:
+        from fcsd.report.figure import check_figure
+
         check_file_place(arguments.figure, check_figure)
+    from fcsd.pipeline.plan import plan_from_files
+    from fcsd.planning.cost.plan import write_windows
+    from fcsd.planning.cost.table import plan_table
+
     names = ("links", "measured", "routing", "study", "metric", "figure")
     facts = plan_from_files(
         settings, **{name: getattr(arguments, name) for name in names}
@@ -74,7 +60,7 @@ def _plan(arguments: Namespace) -> None:
 
 
 def _cluster(arguments: Namespace) -> dict[str, Any]:
-    """Return what a cluster file says of the machine; nothing without one."""
+    """Return the machine of the cluster file; {} without one."""
     if arguments.cluster is None:
         return {}
     if chosen := [name for name in _MACHINE if getattr(arguments, name) is not None]:
@@ -83,10 +69,14 @@ def _cluster(arguments: Namespace) -> dict[str, Any]:
             f"--cluster and --{name} are both given; the cluster file has both, leave"
             " one out"
         )
+    from fcsd.planning.cost.machine import read_cluster
+
     return read_cluster(arguments.cluster)
 
 
 def _plan_options(parser: ArgumentParser) -> None:
+    from fcsd.planning.cost.planned import PlanSettings
+
     model_argument(parser, config_only=True)
     parser.add_argument(
         "--cluster",
@@ -154,8 +144,16 @@ def _plan_options(parser: ArgumentParser) -> None:
 
 
 def _layers(arguments: Namespace) -> None:
+    from fcsd.planning.layers.settings import study_from_options
+
     quiet_transformers()
     study = study_from_options(vars(arguments))
+    from fcsd.model.load import find_model
+    from fcsd.parallel.launch import join_launch
+    from fcsd.planning.layers.proposal import study_table
+    from fcsd.planning.layers.study import read_study, study_layers
+    from fcsd.report.study_plots import plot_layers
+
     launch = join_launch()
     study_layers(study, find_model(study.model), arguments.output, launch, plot_layers)
     if launch.first:
@@ -163,6 +161,14 @@ def _layers(arguments: Namespace) -> None:
 
 
 def _plan_layers(arguments: Namespace) -> None:
+    from fcsd.parallel.launch import join_launch
+    from fcsd.planning.layers.proposal import (
+        layers_within,
+        plan_layers,
+        plan_text,
+        within_text,
+    )
+
     if arguments.max_loss is not None:
         if arguments.verify or arguments.calibrated or arguments.model is not None:
             raise UserError(
@@ -184,11 +190,16 @@ def _plan_layers(arguments: Namespace) -> None:
         model=arguments.model,
         verify=launch,
     )
+    # Without --verify there is no launch to ask for the first rank.
     if os.environ.get("RANK", "0") == "0":
         print_result(arguments, plan, plan_text)
 
 
 def _layers_options(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.model.config import ModelConfig
+    from fcsd.planning.layers.settings import Study
+
     model_argument(parser)
     parser.add_argument(
         "--output",
@@ -251,11 +262,11 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote"
     )
-    wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument(
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument(
         "--budget", help="share of the layers (90%%) or their number (43)"
     )
-    wanted.add_argument(
+    goal.add_argument(
         "--max-loss",
         type=float,
         metavar="X",

@@ -5,13 +5,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.errors import UserError
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import Command, field_options, model_argument, quiet_transformers
-
-with lazy_imports():
-    from fcsd.evaluation.chat.chat import chat, load_speaker
-    from fcsd.recipe.recipe import PublicationConfig
-    from fcsd.report.publish.push import NewCard, push
 
 
 def _chat(arguments: Namespace) -> None:
@@ -21,8 +15,10 @@ def _chat(arguments: Namespace) -> None:
         )
     from transformers.utils import logging
 
+    from fcsd.evaluation.chat.chat import chat, load_speaker
+
     quiet_transformers()
-    # advice on generation settings would stand between the replies
+    # transformers' advice on generation settings would appear between the replies.
     logging.set_verbosity_error()
     options = {
         "trust_remote_code": arguments.trust_remote_code,
@@ -32,6 +28,7 @@ def _chat(arguments: Namespace) -> None:
     speakers = [load_speaker(arguments.model, revision=arguments.revision, **options)]
     if arguments.beside is not None:
         speakers.append(load_speaker(arguments.beside, **options))
+    # Text that is not UTF-8 must not end the conversation.
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -44,7 +41,10 @@ def _chat(arguments: Namespace) -> None:
 
 
 def _push(arguments: Namespace) -> None:
+    from fcsd.report.publish.push import NewCard, push
+
     out = arguments.dry_run
+    # --dry-run without a folder: beside the source, which itself stays as it is.
     if out == Path():
         folder = arguments.folder.resolve()
         out = folder.with_name(f"{folder.name}-hub")
@@ -97,6 +97,8 @@ def _chat_options(parser: ArgumentParser) -> None:
 
 
 def _push_options(parser: ArgumentParser) -> None:
+    from fcsd.recipe.recipe import PublicationConfig
+
     parser.add_argument(
         "folder",
         metavar="DIR",

@@ -1,5 +1,5 @@
-"""Commands that take a recipe: recipe, estimate, and the stages; what they need beside
-it: tiny-data, configs.
+"""Commands that take a recipe (recipe, estimate, and the stages), and those that write
+files for them (tiny-data, configs).
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, new_folder
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     SEVERAL,
     Command,
@@ -25,50 +25,51 @@ from fcsd.cli.options import (
     recipe_arguments,
 )
 
-with lazy_imports():
-    from fcsd.data.counts import tell_examples
-    from fcsd.data.show import check_number, print_rows
-    from fcsd.parallel.launch import join_launch
+if TYPE_CHECKING:
     from fcsd.pipeline.context import Run
-    from fcsd.pipeline.distill import cache_teacher, distill, sweep
-    from fcsd.pipeline.pretrain import pretrain
-    from fcsd.pipeline.rows import tokenize
-    from fcsd.pipeline.run import report, run_all
-    from fcsd.pipeline.tiny.rehearse import rehearse
-    from fcsd.pipeline.tiny.tasks import write_tiny_data
-    from fcsd.pipeline.trace import trace
-    from fcsd.planning.cost.estimate import estimate
-    from fcsd.planning.cost.job import Hardware
-    from fcsd.planning.cost.table import estimate_table
-    from fcsd.recipe.load_recipe import load_recipe
-    from fcsd.recipe.recipe import Recipe, to_yaml
+    from fcsd.recipe.recipe import Recipe
 
 
 def _load_recipe(arguments: Namespace) -> Recipe:
+    from fcsd.recipe.load_recipe import load_recipe
+
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    return (
-        recipe
-        if arguments.rehearse is None
-        else rehearse(recipe, arguments.rehearse, join_launch())
-    )
+    if arguments.rehearse is None:
+        return recipe
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.tiny.rehearse import rehearse
+
+    return rehearse(recipe, arguments.rehearse, join_launch())
 
 
 def _run(arguments: Namespace) -> Run:
-    """Return the recipe that a command names in its launch."""
+    """Return the recipe of a command, joined to the launch that it runs in.
+
+    Commands call this before they import their stage: a recipe with a mistake is then
+    refused before torch is loaded.
+    """
     if arguments.rehearse is not None:
-        quiet_transformers()  # which is loaded only when the recipe is a good one
+        quiet_transformers()
     recipe = _load_recipe(arguments)
     quiet_transformers()
+    from fcsd.pipeline.context import Run
+
     return Run(recipe, launch_of(arguments))
 
 
 def _recipe(arguments: Namespace) -> None:
+    from fcsd.recipe.recipe import to_yaml
+
     print(to_yaml(_load_recipe(arguments).dump()), end="")
 
 
 def _estimate(arguments: Namespace) -> None:
     if arguments.pretrain and arguments.variant is not None:
         raise UserError("--variant and --pretrain are both given; leave one out")
+    from fcsd.planning.cost.estimate import estimate
+    from fcsd.planning.cost.job import Hardware
+    from fcsd.planning.cost.table import estimate_table
+
     hardware = Hardware.from_options(vars(arguments))
     recipe = _load_recipe(arguments)
     facts = estimate(
@@ -79,8 +80,15 @@ def _estimate(arguments: Namespace) -> None:
 
 def _tokenize(arguments: Namespace) -> None:
     if arguments.show is not None:
+        from fcsd.data.show import check_number
+
         check_number(arguments.show, "--show")
-    for key, (rows, tokenizer) in tokenize(_run(arguments)).items():
+    run = _run(arguments)
+    from fcsd.data.counts import tell_examples
+    from fcsd.data.show import print_rows
+    from fcsd.pipeline.rows import tokenize
+
+    for key, (rows, tokenizer) in tokenize(run).items():
         print(
             f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in"
             f" {rows.path.parent}"
@@ -90,27 +98,66 @@ def _tokenize(arguments: Namespace) -> None:
             print_rows(rows, tokenizer, arguments.show)
 
 
+def _pretrain(arguments: Namespace) -> None:
+    run = _run(arguments)
+    from fcsd.pipeline.pretrain import pretrain
+
+    pretrain(run)
+
+
+def _sweep(arguments: Namespace) -> None:
+    run = _run(arguments)
+    from fcsd.pipeline.distill import sweep
+
+    sweep(run)
+
+
+def _distill(arguments: Namespace) -> None:
+    run = _run(arguments)
+    from fcsd.pipeline.distill import distill
+
+    distill(run, arguments.variant)
+
+
+def _report(arguments: Namespace) -> None:
+    run = _run(arguments)
+    from fcsd.pipeline.run import report
+
+    report(run, as_json=arguments.json)
+
+
+def _run_all(arguments: Namespace) -> None:
+    run = _run(arguments)
+    from fcsd.pipeline.run import run_all
+
+    run_all(run, as_json=arguments.json)
+
+
 def _cache_teacher(arguments: Namespace) -> None:
-    print(
-        cache_teacher(
-            _run(arguments),
-            arguments.variant,
-            arguments.output,
-            verify=arguments.verify,
-        )
+    run = _run(arguments)
+    from fcsd.pipeline.distill import cache_teacher
+
+    folder = cache_teacher(
+        run, arguments.variant, arguments.output, verify=arguments.verify
     )
+    print(folder)
 
 
 def _trace(arguments: Namespace) -> None:
-    for name, measured in trace(_run(arguments), arguments.output).items():
+    run = _run(arguments)
+    from fcsd.pipeline.trace import trace
+
+    for name, measured in trace(run, arguments.output).items():
         parts = [
-            f"{key} {one.overlap:.1%} of {one.total * 1e3:.1f} ms"
-            for key, one in measured.items()
+            f"{key} {exchange.overlap:.1%} of {exchange.total * 1e3:.1f} ms"
+            for key, exchange in measured.items()
         ]
         print(f"{name}: hidden {', '.join(parts)}")
 
 
 def _tiny_data(arguments: Namespace) -> None:
+    from fcsd.pipeline.tiny.tasks import write_tiny_data
+
     write_tiny_data(arguments.out, seed=arguments.seed)
     print(arguments.out)
 
@@ -118,13 +165,15 @@ def _tiny_data(arguments: Namespace) -> None:
 def _configs(arguments: Namespace) -> None:
     if arguments.out.exists():
         raise UserError(f"{arguments.out}: is there already; name a new folder")
-    with new_folder(arguments.out) as place:
+    with new_folder(arguments.out) as temporary:
         for file in data_dir("configs").glob("*.yaml"):
-            shutil.copyfile(file, place / file.name)
+            shutil.copyfile(file, temporary / file.name)
     print(arguments.out)
 
 
 def _estimate_options(parser: ArgumentParser) -> None:
+    from fcsd.planning.cost.job import Hardware
+
     recipe_arguments(parser, with_variant=True)
     parser.add_argument(
         "--pretrain",
@@ -237,19 +286,19 @@ COMMANDS = {
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
         recipe_arguments,
-        lambda arguments: pretrain(_run(arguments)),
+        _pretrain,
         SEVERAL.format("pretrain"),
     ),
     "sweep": Command(
         "Choose batch size, then learning rate, by training loss (paper 5.1).",
         _sweep_options,
-        lambda arguments: sweep(_run(arguments)),
+        _sweep,
         f"The result is a recipe that is ready to be run. {SEVERAL.format('sweep')}",
     ),
     "distill": Command(
         "Distil a FarSkip model from its original.",
         partial(_sweep_options, with_variant=True),
-        lambda arguments: distill(_run(arguments), arguments.variant),
+        _distill,
         f"{SEVERAL.format('distill')} The same command continues where it was cut off.",
     ),
     "cache-teacher": Command(
@@ -267,12 +316,12 @@ COMMANDS = {
     "report": Command(
         "Write the report of a run from the results of its stages.",
         _report_options,
-        lambda arguments: report(_run(arguments), as_json=arguments.json),
+        _report,
     ),
     "run": Command(
         "Run all stages of a recipe, one after the other.",
         partial(_report_options, recipe=_sweep_options),
-        lambda arguments: run_all(_run(arguments), as_json=arguments.json),
+        _run_all,
         "The stages are pretrain, convert, sweep, distill, the variants, the"
         " evaluation of every model, the layer study, report and publish, as far as"
         " the recipe has them; each leaves a folder in the recipe's output_dir. A"

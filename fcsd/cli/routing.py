@@ -1,15 +1,16 @@
-"""Commands about where tokens go, and over which links: routing, bias, profile-network."""
+"""Commands about the routing of tokens and the links they cross: routing, bias,
+profile-network.
+"""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_file_place
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -24,24 +25,14 @@ from fcsd.cli.options import (
     text_argument,
 )
 
-with lazy_imports():
-    from fcsd.data.local import data_fingerprint
-    from fcsd.evaluation.config import named_tasks
-    from fcsd.evaluation.items import suite_prompts
-    from fcsd.evaluation.stage import test_set_fingerprints
-    from fcsd.model.config import ModelConfig
-    from fcsd.parallel.launch import join_launch
-    from fcsd.report.study_plots import plot_routing
-    from fcsd.steering.config import BiasSettings, RoutingStudy
-    from fcsd.steering.network.links import read_links, write_links
-    from fcsd.steering.network.measure import describe, profile_launch
-    from fcsd.steering.network.nccl_tests import read_nccl_tests
-    from fcsd.steering.routing.report import report
-    from fcsd.steering.routing.study import study_routing
-    from fcsd.steering.routing.tables import write_bias
+if TYPE_CHECKING:
+    from fcsd.steering.config import RoutingStudy
 
 
 def _routing(arguments: Namespace) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import RoutingStudy
+
     quiet_transformers()
     options, against = vars(arguments), None
     if arguments.against is not None:
@@ -49,7 +40,14 @@ def _routing(arguments: Namespace) -> None:
             options | {"revision": None}, path=arguments.against
         )
     study = RoutingStudy.from_options(options, against=against)
+    from fcsd.data.local import data_fingerprint
+    from fcsd.report.study_plots import plot_routing
+    from fcsd.steering.routing.report import report
+    from fcsd.steering.routing.study import study_routing
+
     launch = launch_of(arguments)
+    # The study records the fingerprints of its data, so that it never continues on
+    # other data.
     inputs, prompts = {}, None
     if study.text is not None:
         inputs["text"] = data_fingerprint(study.text.path, study.text.revision)
@@ -70,14 +68,21 @@ def _routing(arguments: Namespace) -> None:
 
 
 def _bias(arguments: Namespace) -> None:
+    from fcsd.steering.config import BiasSettings
+
     quiet_transformers()
     settings = BiasSettings.from_options(vars(arguments))
+    from fcsd.steering.routing.tables import write_bias
+
     prompts = _prompts(settings)[1] if settings.tasks else None
     launch = launch_of(arguments)
     facts = write_bias(settings, arguments.out, launch, prompts)
     if launch.first:
-        before, after = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
-        change = f"{before:.4g} -> {after:.4g} ms ({100 * (after / before - 1):+.1f} %)"
+        unsteered_ms, steered_ms = 1e3 * facts["before_s"], 1e3 * facts["after_s"]
+        change = (
+            f"{unsteered_ms:.4g} -> {steered_ms:.4g} ms"
+            f" ({100 * (steered_ms / unsteered_ms - 1):+.1f} %)"
+        )
         print(f"exchanges, mean over layers and this text: {change}")
         if facts.get("left"):
             print(
@@ -90,7 +95,13 @@ def _bias(arguments: Namespace) -> None:
 def _prompts(
     study: RoutingStudy,
 ) -> tuple[dict[str, str], Callable[[Any], list[list[int]]]]:
-    """Return what identifies the tasks' items, and a function that tokenizes their prompts."""
+    """Return the fingerprints of the tasks' items, and a function that tokenizes their
+    prompts.
+    """
+    from fcsd.evaluation.config import named_tasks
+    from fcsd.evaluation.items import suite_prompts
+    from fcsd.evaluation.stage import test_set_fingerprints
+
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
     return test_set_fingerprints(suite, root), lambda tokenizer: suite_prompts(
@@ -99,6 +110,9 @@ def _prompts(
 
 
 def _routing_options(parser: ArgumentParser) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import RoutingStudy
+
     model_argument(parser)
     parser.add_argument(
         "--output",
@@ -123,6 +137,9 @@ def _routing_options(parser: ArgumentParser) -> None:
 
 
 def _bias_options(parser: ArgumentParser) -> None:
+    from fcsd.model.config import ModelConfig
+    from fcsd.steering.config import BiasSettings
+
     model_argument(parser)
     parser.add_argument(
         "out", metavar="OUT", type=Path, help="file for the tables (safetensors)"
@@ -144,6 +161,8 @@ def _bias_options(parser: ArgumentParser) -> None:
 
 
 def _text_arguments(parser: ArgumentParser) -> None:
+    from fcsd.steering.config import RoutingStudy
+
     text_argument(parser, "text to route")
     field_options(parser, RoutingStudy, "text_examples")
     field_options(
@@ -160,6 +179,9 @@ def _profile_network(arguments: Namespace) -> None:
     if arguments.nccl_tests is not None:
         _from_nccl_tests(arguments)
         return
+    from fcsd.parallel.launch import join_launch
+    from fcsd.steering.network.measure import describe, profile_launch
+
     launch = join_launch()
     links, comparison = profile_launch(
         launch,
@@ -181,6 +203,10 @@ def _from_nccl_tests(arguments: Namespace) -> None:
                 f"--{option.replace('_', '-')} has no meaning with --nccl-tests:"
                 " nothing is measured"
             )
+    from fcsd.steering.network.links import read_links, write_links
+    from fcsd.steering.network.measure import describe
+    from fcsd.steering.network.nccl_tests import read_nccl_tests
+
     check_file_place(arguments.links, read_links)
     links = read_nccl_tests(arguments.nccl_tests)
     write_links(arguments.links, links)

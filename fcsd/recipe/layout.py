@@ -1,4 +1,4 @@
-"""Name the folders of a run: where each stage of a recipe leaves what it makes.
+"""Name the folders of a run: where each stage of a recipe writes its output.
 
 pretrain/            model from scratch (only with a `pretrain` section)
 convert/             the original, rewired, untrained
@@ -38,7 +38,7 @@ _FOLDERS = (
     "publish",
 )
 RESERVED = frozenset([*_TRAINED_IN, *_FOLDERS])
-"""What no variant may be called: the models and stages that a run has anyway."""
+"""Names that no variant may have: those of models and stages that every run has."""
 
 
 class RunLayout:
@@ -56,7 +56,7 @@ class RunLayout:
         self.publish = root / "publish"
 
     def stage(self, name: str) -> Path:
-        """Return the folder of the stage that leaves a model: original, converted,
+        """Return the folder of the stage that produces a model: original, converted,
         calibrated, fcsd, or a variant.
         """
         return self.root / _TRAINED_IN.get(name, f"variants/{name}")

@@ -1,8 +1,7 @@
 """Load a recipe from its file, with all checks that need no model.
 
-A recipe whose training data is a split that models are graded on is refused. Not
-covered: the same items in another data set; those are found by their words
-(`data.decontaminate`).
+A recipe that trains on a split that models are graded on is refused. Not covered: the
+same items in another data set, which `data.decontaminate` finds by their words.
 """
 
 import copy
@@ -27,14 +26,14 @@ _FILES_BESIDE = (
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read and check a recipe: a file, or the name of a shipped one (`tiny/demo`).
 
-    overrides: `dotted.key=value` texts, the value in YAML.
+    overrides: `dotted.key=value` texts, the values in YAML.
 
     Raises:
-        UserError: unreadable file, invalid YAML, unknown key (with a suggestion), a
-            value out of range, no such suite, training data that is a graded split.
+        UserError: unreadable file, invalid YAML, unknown key (with a suggestion), value
+            out of range, unknown suite, or training data that is a graded split.
     """
     path = recipe_file(path)
-    # not `Path.is_dir`, which raises for a name that is too long
+    # Unlike `Path.is_dir`, this does not raise for a name that is too long.
     if os.path.isdir(path):
         raise UserError(
             f"{path}: is a folder, a recipe file is needed (for example"
@@ -59,27 +58,29 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
 
 
 def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Replace the paths of suites and links that are not below the working directory
-    but beside the recipe.
+    """Replace relative paths of suites and links that exist beside the recipe but not
+    in the working directory.
     """
     raw = copy.deepcopy(raw)
     for key in _FILES_BESIDE:
         *sections, last = key.split(".")
-        place: Any = raw
+        container: Any = raw
         for section in sections:
-            place = place.get(section) if isinstance(place, dict) else None
-        name = place.get(last) if isinstance(place, dict) else None
+            container = container.get(section) if isinstance(container, dict) else None
+        name = container.get(last) if isinstance(container, dict) else None
         if not isinstance(name, str) or (last == "suite" and not is_suite_file(name)):
             continue
         if not Path(name).exists() and (folder / name).is_file():
-            place[last] = str(folder / name)
+            container[last] = str(folder / name)
     return raw
 
 
 def check_recipe(raw: Any, where: str) -> Recipe:
-    """Make a recipe of plain data, checked as by `load_recipe`; `where` is what errors call it."""
+    """Build a recipe from plain data with the checks of `load_recipe`; errors call it
+    `where`.
+    """
     recipe = validate(Recipe, raw, where)
-    # makes the variants: a mistake inside one shows now, not hours later
+    # This builds the variants, too: a mistake in one shows now and not hours later.
     refuse_graded(recipe, where)
     return recipe
 
@@ -94,9 +95,10 @@ def recipe_names() -> list[str]:
 
 
 def recipe_file(name: str | Path) -> Path:
-    """Return the file of a recipe: `name` itself, or that of the shipped recipe of this
-    name, which may be said as its path in a checkout (`recipes/tiny/demo.yaml`). Raises
-    UserError: neither.
+    """Return the file of a recipe: `name` itself, or the shipped recipe of this name.
+
+    A shipped recipe may also be named by its path in a checkout
+    (`recipes/tiny/demo.yaml`). Raises UserError where there is neither.
     """
     path = Path(name)
     shipped = (
@@ -104,6 +106,8 @@ def recipe_file(name: str | Path) -> Path:
         if path.parts[:1] == ("recipes",)
         else str(name)
     )
+    # A file of this name comes first. A YAML path outside recipes/ never means a
+    # shipped recipe: reading it gives the plain error 'no such file'.
     names = recipe_names()
     if os.path.exists(path) or (
         path.suffix in (".yaml", ".yml") and shipped == str(name)
@@ -119,7 +123,9 @@ def recipe_file(name: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Graded:
-    """One split that models are graded on; `name` or `split` None: lm-eval's task knows it."""
+    """A split that models are graded on; `name` or `split` is None where only lm-eval's
+    task knows it.
+    """
 
     by: str
     path: str
@@ -128,11 +134,12 @@ class Graded:
 
 
 def refuse_graded(recipe: Recipe, where: str) -> None:
-    """Check the training sources of a recipe, of its variants and of its pre-training.
+    """Refuse graded splits as training data of a recipe, its variants or its
+    pre-training.
 
     Raises:
-        UserError: a source is a split that the recipe's suite, its early stopping, or
-            its list of test items names; or there is no such suite.
+        UserError: a source is a split of the recipe's suite, its early stopping, or its
+            list of test sets; or there is no such suite.
     """
     root = (
         Path(recipe.evaluation.data_root)
@@ -151,8 +158,8 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
 
 
 def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
-    """Yield what the models of a recipe are graded on, and what is kept out of one of
-    its `data` sections.
+    """Yield the splits that the models of a recipe are graded on, and those that one of
+    its `data` sections excludes.
     """
     stopping = recipe.early_stopping
     if isinstance(stopping, TaskStoppingConfig):
@@ -162,6 +169,7 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
             stopping.task.dataset_name,
             stopping.task.split,
         )
+    # Suites by the key that names them, to which errors then point.
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         for test_set in data.decontaminate.against:
@@ -190,9 +198,10 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
 def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> bool:
     names = {source.name, graded.name}
     if len(names) == 2 and not names & {None, "all"}:
-        return False  # two configurations of one data set
+        return False  # two different configurations of one data set
     splits = split_names(source.split)
     if source.path.lower() != graded.path.lower():
+        # The same data may be named by its folder on disk, or by a file in it.
         path = Path(source.path).expanduser().resolve()
         folder = (
             Path(graded.path) if data_root is None else data_root / graded.path
@@ -201,6 +210,8 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
             splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
         elif path != folder or not path.exists():
             return False
+    # Where the split is unknown, every split that is not for training may be the graded
+    # one.
     if graded.split is None:
         return any("train" not in split for split in splits)
     return "all" in splits or any(
@@ -209,5 +220,5 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
 
 
 def split_names(split: str) -> list[str]:
-    """Return the splits that a text such as `train[:5%]+test` names."""
+    """Return the names of the splits in a text such as `train[:5%]+test`."""
     return [part.split("[")[0].strip() for part in split.split("+")]

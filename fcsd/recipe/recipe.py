@@ -1,9 +1,9 @@
 """A recipe: one strict YAML file that names everything a run depends on, and is the
 record of that run.
 
-A recipe is complete: no flag beside it, no inheritance, every default in the schema
-below (`fcsd recipe RECIPE` prints the whole of it). Units are part of the keys.
-Relative paths are relative to the folder in which the command runs. `--set
+A recipe is complete: there are no flags beside it and no inheritance, and every default
+is in the schema below (`fcsd recipe RECIPE` prints all values). Units are part of the
+keys. Relative paths are relative to the folder in which the command runs. `--set
 train.learning_rate=4e-5` replaces one value by its dotted key.
 """
 
@@ -50,39 +50,43 @@ _ROUTER_LOSS = re.compile(
 
 
 def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
-    """Set `raw[a][b][c] = value` for key `a.b.c`, in place; a number selects an item of a list."""
+    """Set `raw[a][b][c] = value` for key `a.b.c`, in place; a number selects an item of
+    a list. `where` names the source of the change in errors.
+    """
     parts = key.split(".")
-    place: Any = raw
+    container: Any = raw
     for index, part in enumerate(parts[:-1]):
-        if isinstance(place, list):
-            place = _item(place, part, where)
+        if isinstance(container, list):
+            container = _item(container, part, where)
         else:
-            if place.get(part) is None:
-                place[part] = {}
-            place = place[part]
-        if not isinstance(place, dict | list):
+            # A section that is null or absent is created, so that --set can switch it
+            # on.
+            if container.get(part) is None:
+                container[part] = {}
+            container = container[part]
+        if not isinstance(container, dict | list):
             raise UserError(
                 f"{where}: {'.'.join(parts[: index + 1])} is a single value and has no"
                 f" key {parts[index + 1]!r}"
             )
-    if isinstance(place, list):
-        _item(place, parts[-1], where)
-        place[int(parts[-1])] = copy.deepcopy(value)
+    if isinstance(container, list):
+        _item(container, parts[-1], where)
+        container[int(parts[-1])] = copy.deepcopy(value)
     else:
-        place[parts[-1]] = copy.deepcopy(value)
+        container[parts[-1]] = copy.deepcopy(value)
 
 
-def _item(place: list[Any], part: str, where: str) -> Any:
-    if not part.isdigit() or int(part) >= len(place):
+def _item(items: list[Any], part: str, where: str) -> Any:
+    if not part.isdigit() or int(part) >= len(items):
         raise UserError(
             f"{where}: {part!r} is not an item of this list; allowed: 0 to"
-            f" {len(place) - 1}"
+            f" {len(items) - 1}"
         )
-    return place[int(part)]
+    return items[int(part)]
 
 
 def to_yaml(value: Any) -> str:
-    """Return YAML text in the order of the schema, as `fcsd recipe` prints it."""
+    """Format YAML in the order of the schema, as `fcsd recipe` prints it."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -127,8 +131,8 @@ class PretrainConfig(Strict):
 
 
 def router_loss_keys(config: dict[str, Any]) -> list[str]:
-    """Return the dotted keys, with a value that asks for something, by which
-    configurations set a routers' loss.
+    """Return the dotted keys of a configuration that switch on an auxiliary loss of the
+    routers; keys with a false or zero value do not count.
     """
     keys = []
     for key, value in config.items():
@@ -142,11 +146,12 @@ def router_loss_keys(config: dict[str, Any]) -> list[str]:
 def _has_teacher(objective: Any) -> bool:
     choice = choice_of(ObjectiveConfig)
     kind: Any = choice.member(objective) if choice is not None else None
-    return kind is None or kind.has_teacher  # None: an error of its own
+    # None: the objective is invalid, and its own error is the one to show.
+    return kind is None or kind.has_teacher
 
 
 class PublicationConfig(Strict):
-    """What the model card of the published folder says beyond what was measured."""
+    """Facts for the model card of the published folder that no stage can measure."""
 
     repo_id: str | None = None
     license: str | None = option(
@@ -161,8 +166,8 @@ class PublicationConfig(Strict):
 
 
 class StoppingBase(Strict):
-    """A score while training, and the end of it (paper 5.1: MBPP+, every 1000 steps,
-    patience 20, delta 2 %).
+    """Scoring while training, and stopping when the score no longer improves (paper
+    5.1: MBPP+, every 1000 steps, patience 20, delta 2 %).
     """
 
     every_steps: int = Field(1000, gt=0)
@@ -179,7 +184,7 @@ class HeldoutKLStoppingConfig(StoppingBase):
 
 
 class TaskStoppingConfig(StoppingBase):
-    """Score by a task, as the evaluation would score that row of a suite."""
+    """Score by a task, exactly as the evaluation scores that row of a suite."""
 
     task: TaskConfig = Field(description="a row of a suite (or set metric: heldout_kl)")
     limit: int | None = Field(None, gt=0)  # the first items only; null: all
@@ -212,7 +217,7 @@ EarlyStoppingConfig = Annotated[
 
 
 class Recipe(Strict):
-    """Everything a run depends on; sections that are null are stages that the run does not have."""
+    """Everything a run depends on; the run lacks the stages whose sections are null."""
 
     name: Name
     output_dir: FolderPath
@@ -230,7 +235,7 @@ class Recipe(Strict):
     safety: SafetyConfig = SafetyConfig()
     early_stopping: EarlyStoppingConfig | None = None
     sweep: SweepConfig | None = None
-    # Further distillations of the same model, each this recipe with some dotted keys
+    # Further distillations of the same model; each is this recipe with some dotted keys
     # replaced: {sft: {objective.name: sft}, last-50: {connectivity.layers: {last:
     # 50%}}}
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
@@ -242,10 +247,10 @@ class Recipe(Strict):
     def _variants_have_names_of_their_own(
         cls, value: dict[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        if taken := sorted(value.keys() & RESERVED):
+        if reserved := sorted(value.keys() & RESERVED):
             raise ValueError(
-                f"{taken[0]!r} is what a stage or its model is called; choose another"
-                f" name than {', '.join(sorted(RESERVED))}"
+                f"{reserved[0]!r} is what a stage or its model is called; choose"
+                f" another name than {', '.join(sorted(RESERVED))}"
             )
         return value
 
@@ -264,7 +269,8 @@ class Recipe(Strict):
     def _divergences_have_one(
         cls, value: TeacherConfig | None, info: ValidationInfo
     ) -> TeacherConfig | None:
-        objective = info.data.get("objective")  # not there where it is wrong itself
+        # Absent where the objective itself is invalid.
+        objective = info.data.get("objective")
         if value is None and objective is not None and objective.has_teacher:
             return ShardedTeacherConfig()
         return value
@@ -285,13 +291,15 @@ class Recipe(Strict):
                 " the trained weights are no longer the teacher's; use sharded or cache"
             )
         elif teacher.backend == "cache" and self.objective.has_hidden_terms:
-            what = (
+            # These objectives need more than the final hidden states, which are all
+            # that a cache holds.
+            setting = (
                 "objective kl+l2"
                 if self.objective.name == "kl+l2"
                 else "objective.router_kl_coefficient"
             )
             raise ValueError(
-                f"teacher.backend cache holds final hidden states, {what} compares"
+                f"teacher.backend cache holds final hidden states, {setting} compares"
                 " those of every layer; use sharded"
                 + (" or adapter_off" if self.lora is not None else "")
             )
@@ -305,6 +313,7 @@ class Recipe(Strict):
                 " original's, which calibration has changed; use sharded or cache, or"
                 " set calibration.starts_training: false"
             )
+        # Adapters already leave every original weight as it is.
         for key in ("freeze_embeddings_and_head", "freeze_routers"):
             if self.lora is not None and getattr(self.objective, key):
                 raise ValueError(
@@ -340,14 +349,14 @@ class Recipe(Strict):
                 )
             for name in bias.models:
                 if name not in self.model_names:
-                    known = did_you_mean(name, self.model_names)
+                    suggestion = did_you_mean(name, self.model_names)
                     raise ValueError(
                         f"evaluation.router_bias.models: no model {name!r} in the"
-                        f" report{known}"
+                        f" report{suggestion}"
                     )
-            if taken := sorted(bias.names.keys() & self.variants.keys()):
+            if duplicates := sorted(bias.names.keys() & self.variants.keys()):
                 raise ValueError(
-                    f"variants.{taken[0]}: is the name of a model of"
+                    f"variants.{duplicates[0]}: is the name of a model of"
                     " evaluation.router_bias"
                 )
         return self
@@ -366,6 +375,8 @@ class Recipe(Strict):
                     f" ({warmup}) and train.lr_scheduler_kwargs.num_decay_steps"
                     f" ({decay}), of which a number below 1 is a share"
                 )
+            # Not only the sweep's own short trainings must hold warm-up and decay: the
+            # main training, too, for whichever batch size is chosen.
             steps, warmup = self.steps_with(batch), self.train.warmup_steps
             if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
                 raise ValueError(
@@ -377,8 +388,8 @@ class Recipe(Strict):
         return self
 
     def steps_with(self, batch_size_tokens: int) -> int:
-        """Return the steps of the main distillation with this batch size: those of
-        `sweep.train_tokens`, if given.
+        """Return the steps of the main distillation with this batch size: as many as
+        `sweep.train_tokens` needs, if it is given.
         """
         if self.sweep is None or self.sweep.train_tokens is None:
             return self.train.max_steps
@@ -386,13 +397,15 @@ class Recipe(Strict):
 
     @property
     def training_tokens(self) -> int:
-        """The tokens that the longest training reads, of the sweep, the distillation
-        that it chooses, and variants.
+        """The tokens that the longest training reads, among the sweep, the distillation
+        that it chooses, and the variants.
         """
         tokens = [
-            one.train.max_steps * one.train.batch_size_tokens
-            for one in self.with_variants
+            recipe.train.max_steps * recipe.train.batch_size_tokens
+            for recipe in self.with_variants
         ]
+        # A sweep leaves the batch size open: every one of its choices may be the
+        # longest.
         if (sweep := self.sweep) is not None:
             for size in sweep.batch_size_tokens:
                 tokens.append(
@@ -402,7 +415,7 @@ class Recipe(Strict):
 
     @property
     def model_names(self) -> list[str]:
-        """The names in the report of all models that the run makes, the original first."""
+        """The names of the run's models as in its report, the original first."""
         calibrated = ["calibrated"] if self.calibration is not None else []
         return ["original", "converted", *calibrated, MAIN, *self.variants]
 
@@ -412,10 +425,10 @@ class Recipe(Strict):
 
     @property
     def data_sections(self) -> dict[str, DataConfig]:
-        """What all trainings read, by the keys of the sections."""
+        """The `data` sections of all trainings, by their keys as errors show them."""
         names = ["data", *(f"variants.{name}: data" for name in self.variants)]
         sections = dict(
-            zip(names, (one.data for one in self.with_variants), strict=True)
+            zip(names, (recipe.data for recipe in self.with_variants), strict=True)
         )
         return (
             sections
@@ -433,13 +446,13 @@ class Recipe(Strict):
 
     @property
     def model_path(self) -> str:
-        """The original checkpoint: `model.path`, or what the pre-training stage leaves."""
+        """The original checkpoint: `model.path`, or the output of the pre-training."""
         return self.model.path or str(self.folder / "pretrain" / "model")
 
     @property
     def teacher_model(self) -> tuple[str, ModelConfig]:
-        """The teacher's checkpoint, and how it is loaded: as the student's original but
-        for path and revision.
+        """The teacher's checkpoint, and the settings to load it: those of the student's
+        original except path and revision.
         """
         if self.teacher is None or self.teacher.path is None:
             return self.model_path, self.model
@@ -447,16 +460,17 @@ class Recipe(Strict):
         return self.teacher.path, self.model.model_copy(update=changed)
 
     def dump(self) -> dict[str, Any]:
-        """Return the whole recipe as plain data, defaults included."""
+        """Return the recipe as plain data, with all defaults."""
         return self.model_dump(mode="json")
 
     def variant(self, name: str) -> "Recipe":
         """Return this recipe with the replacements of `variants[name]`, and without
-        variants or sweep of its own.
+        variants or a sweep.
 
         A variant with another `objective.name`, `teacher.backend`,
-        `early_stopping.metric` or `early_stopping.task.kind` does not inherit the keys
-        that only the former one has; one whose objective has no teacher inherits none.
+        `early_stopping.metric` or `early_stopping.task.kind` does not inherit keys that
+        its own choice does not have; one whose objective has no teacher inherits no
+        `teacher` section.
         """
         raw = self.dump()
         raw["variants"], raw["sweep"] = {}, None
@@ -471,6 +485,8 @@ class Recipe(Strict):
                     f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
                 )
             set_dotted(raw, key, value, where)
+        # The dump of the main recipe names defaults of its objective, teacher and so
+        # on, which another choice would refuse as unknown keys.
         drop_foreign_keys(Recipe, raw, changes)
         if not _has_teacher(raw["objective"]) and not any(
             key.split(".")[0] == "teacher" for key in changes

@@ -1,4 +1,4 @@
-"""Write what people read: tables, figures, the report of a run.
+"""Write output for people: tables, figures, the report of a run.
 
 Not covered: uploading; that is `fcsd.report.publish.push`.
 """

@@ -1,7 +1,7 @@
-"""Results of one model set against those of others: table, figures, a page of single
-answers, lm-eval's files.
+"""Compare the results of one model with those of others: tables, figures, a page of all
+answers, and lm-eval's files.
 
-Results may be of different times, and of `fcsd evaluate` or plain lm-eval; items,
+The results may be of different dates, and of `fcsd evaluate` or plain lm-eval; items,
 prompts, shots and metrics must be the same.
 """
 
@@ -24,7 +24,7 @@ from fcsd.report.training import training_figures
 from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
 
 SCHEMA_VERSION = 1
-LONG_TABLE = 12  # lines; a longer one is folded
+LONG_TABLE = 12  # lines; a longer table is folded
 ITEMS_LINK = " [Every answer side by side](items.html)."
 Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
@@ -33,9 +33,10 @@ Comparisons = dict[str, dict[str, Any]]
 def read_evaluated(
     original: Path, converted: Sequence[Path]
 ) -> dict[str, dict[str, Any]]:
-    """Read name -> {"result": …, "samples": …, "training": …}, the original first; a
-    name is as much of the folder's path as tells it apart; training is `training_of`
-    the folder. Raises as `read_results`.
+    """Read name -> {"result": …, "samples": …, "training": …}, the original first.
+
+    A name is the shortest end of the folder's path that is unique; training is
+    `training_of` the folder. Raises as `read_results`.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
@@ -43,6 +44,7 @@ def read_evaluated(
         str(folder) for folder in folders if resolved.count(folder.resolve()) > 1
     ]:
         raise UserError(f"{twice[0]}: is given twice")
+    # Plain lm-eval may have several metrics for a task: a result of fcsd decides which.
     fcsds = [folder for folder in folders if (folder / "results.json").is_file()]
     like = read_results(fcsds[0])[0] if fcsds else None
     evaluated = {}
@@ -68,32 +70,32 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
     """Compare the first model with every other: name -> `scores.compare`, which raises
-    where they do not match.
+    where items or settings do not match.
     """
-    first, *others = evaluated
+    original, *names = evaluated
     comparisons = {}
-    for name in others:
+    for name in names:
         try:
-            comparisons[name] = compare(evaluated[first], evaluated[name], only)
+            comparisons[name] = compare(evaluated[original], evaluated[name], only)
         except UserError as error:
-            raise UserError(f"{first} against {name}: {error}") from None
+            raise UserError(f"{original} against {name}: {error}") from None
     return comparisons
 
 
 def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
-    """Write what `fcsd compare` prints: for every model paired table and verdict; a
-    quick look is marked as one.
+    """Format the output of `fcsd compare`: paired table and verdict of every model,
+    with the mark of a quick look.
     """
     original = next(iter(evaluated))
     parts = []
     for name, comparison in comparisons.items():
-        said = [
+        sentences = [
             verdict(name, comparison).replace("**", ""),
             quick_look(comparison["limit"]),
         ]
         title = f"{name} (model) against {original} (original)"
         parts.append(
-            "\n\n".join([title, paired_table(comparison), *filter(None, said)])
+            "\n\n".join([title, paired_table(comparison), *filter(None, sentences)])
         )
     differ = differing_settings(evaluated)
     return "\n\n".join(
@@ -102,13 +104,15 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
 
 
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
-    """Return task -> the score of guessing, of tasks that choose among given answers."""
+    """Return task -> the score of guessing, for tasks with given answers."""
     first = next(iter(evaluated.values()))
     levels = {}
     for task, row in first["result"]["tasks"].items():
         counts = [
             len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]
         ]
+        # Items of one task may offer different numbers of answers, so the level is a
+        # mean.
         if row["metric"].startswith("acc") and counts and min(counts) > 1:
             levels[task] = fmean(1 / count for count in counts)
     return levels
@@ -121,22 +125,25 @@ def write_details(
     folder: Path,
     colours: Mapping[str, str],
 ) -> dict[str, str]:
-    """Write figures of differences and trainings, `items.html` and `lm_eval/` into
-    `folder`; figure -> caption.
+    """Write figures of differences and trainings, `items.html` and `lm_eval/` to
+    `folder` and return figure -> caption.
 
     training: model -> the folder of its training. colours: model -> its colour in all
     figures.
     """
     from fcsd.report.plots import plot_deltas, plot_members
 
-    for name, each in evaluated.items():
+    for name, evaluation in evaluated.items():
         write_lm_eval(
-            each["result"] | {"model": name}, each["samples"], folder / "lm_eval"
+            evaluation["result"] | {"model": name},
+            evaluation["samples"],
+            folder / "lm_eval",
         )
+    # A run without an evaluated original has nothing to compare: its trainings remain.
     if not comparisons:
         return training_figures(training, folder, colours)
     write_items(evaluated, comparisons, folder / "items.html")
-    look = quick_look(*(each["limit"] for each in comparisons.values()))
+    look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
     chance = chance_levels(evaluated)
     plot_deltas(
         comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance
@@ -157,7 +164,9 @@ def write_details(
             plot_members(
                 task, rows, folder / f"{task}_members.png", note=look, colours=colours
             )
-            counts = [f"{name}: {members_line(each)}" for name, each in rows.items()]
+            counts = [
+                f"{name}: {members_line(of_model)}" for name, of_model in rows.items()
+            ]
             figures[f"{task}_members.png"] = (
                 f"{task}: difference to the original by member (number of items)."
                 f" {' '.join(counts)}{mark}"
@@ -169,10 +178,10 @@ def write_comparison(
     evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None
 ) -> None:
     """Write `comparison.md`, `comparison.json` (schema_version 1, docs/results.md), and
-    what `write_details` writes.
+    the files of `write_details`.
 
     Raises:
-        UserError: results that do not match; `folder` is not empty and no comparison.
+        UserError: the results do not match; `folder` is not empty and not a comparison.
     """
     check_folder_place(folder, "comparison.json", "comparison")
     from fcsd.report.figure import model_colours
@@ -181,21 +190,25 @@ def write_comparison(
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
         training = {
-            name: each["training"]
-            for name, each in evaluated.items()
-            if each["training"]
+            name: evaluation["training"]
+            for name, evaluation in evaluated.items()
+            if evaluation["training"]
         }
         figures = write_details(evaluated, comparisons, training, new, colours)
-        whole = {
+        content = {
             "schema_version": SCHEMA_VERSION,
             "original": next(iter(evaluated)),
-            "complete": all(each["complete"] for each in comparisons.values()),
-            "models": {name: each["result"] for name, each in evaluated.items()},
+            "complete": all(
+                comparison["complete"] for comparison in comparisons.values()
+            ),
+            "models": {
+                name: evaluation["result"] for name, evaluation in evaluated.items()
+            },
             "comparisons": comparisons,
             "settings_that_differ": _differing(evaluated),
             "versions": versions(),
         }
-        write_json(new / "comparison.json", whole)
+        write_json(new / "comparison.json", content)
         parts = [
             f"# {', '.join(comparisons)} against {next(iter(evaluated))}",
             *verdicts(comparisons),
@@ -208,10 +221,10 @@ def write_comparison(
 
 
 def verdicts(comparisons: Comparisons) -> list[str]:
-    """Write what an impatient reader needs: the mark of a quick look, and a line a
-    model; parts of a Markdown page.
+    """Return the summary for an impatient reader, as parts of a Markdown page: the mark
+    of a quick look, and one line for each model.
     """
-    look = quick_look(*(each["limit"] for each in comparisons.values()))
+    look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
     lines = "\n".join(
         f"- {verdict(name, comparison)}" for name, comparison in comparisons.items()
     )
@@ -219,7 +232,7 @@ def verdicts(comparisons: Comparisons) -> list[str]:
 
 
 def tables(comparisons: Comparisons) -> list[str]:
-    """Write a table for every model, and how they are to be read; parts of a Markdown page."""
+    """Return a table for every model and their legend, as parts of a Markdown page."""
     parts = []
     for name, comparison in comparisons.items():
         table = paired_table(comparison)
@@ -232,7 +245,7 @@ def tables(comparisons: Comparisons) -> list[str]:
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:
-    """Write figures (file -> caption) with their captions; parts of a Markdown page."""
+    """Return figures (file -> caption) with captions, as parts of a Markdown page."""
     # The alternative text is the first sentence, which "Fig. 3" does not end.
     return [
         f"![{re.split(r'(?<!Fig)[.](?: |$)', caption)[0]}]({file})\n\n{caption}"
@@ -241,34 +254,33 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
 
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
-    """Find where the model was trained on which `folder` has a result, if that place is
-    known and its weights are these."""
+    """Find the folder of the training that produced the model evaluated in `folder`;
+    None where no candidate left these very weights.
+    """
     weights = read_manifest(folder).get("inputs", {}).get("model")
+    if weights is None:
+        return None
     run = folder.resolve().parent.parent  # of RUN/evaluate/NAME
-    places = [
+    candidates = [
         Path(str(result["model"])).parent,
         run / "distill",
         run / "pretrain",
         run / "variants" / folder.name,
     ]
-    trained = (
-        (place for place in places if (place / "history.jsonl").is_file())
-        if weights is not None
-        else ()
-    )
-    return next(
-        (
-            each
-            for each in trained
-            if read_manifest(each).get("outputs", {}).get("model") == weights
-        ),
-        None,
-    )
+    for candidate in candidates:
+        if (candidate / "history.jsonl").is_file():
+            outputs = read_manifest(candidate).get("outputs", {})
+            if outputs.get("model") == weights:
+                return candidate
+    return None
 
 
 def settings_text(evaluated: Evaluated) -> str:
-    """Write the settings, once where they are the same for all, and what differs."""
-    lines = {name: settings_line(each["result"]) for name, each in evaluated.items()}
+    """Format the settings, once where all are the same, and their differences."""
+    lines = {
+        name: settings_line(evaluation["result"])
+        for name, evaluation in evaluated.items()
+    }
     text = "\n".join(f"- {name}: {line}" for name, line in lines.items())
     if len(set(lines.values())) == 1:
         text = next(iter(lines.values()))
@@ -277,8 +289,8 @@ def settings_text(evaluated: Evaluated) -> str:
 
 
 def differing_settings(evaluated: Evaluated) -> str:
-    """Name the settings in which results differ whose items and prompts are the same;
-    "" if none.
+    """Name the settings that differ between results of the same items and prompts; ""
+    if none does.
     """
     return "; ".join(
         f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
@@ -288,26 +300,28 @@ def differing_settings(evaluated: Evaluated) -> str:
 
 def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
     by_key: dict[str, dict[str, Any]] = {}
-    for name, each in evaluated.items():
-        settings = each["result"]["settings"]
-        known = {
+    for name, evaluation in evaluated.items():
+        settings = evaluation["result"]["settings"]
+        compared = {
             key: settings.get(key)
             for key in ("limit", "dtype", "device", "scorer", "template_date")
         }
-        known["engine"] = engine_of(settings)
+        compared["engine"] = engine_of(settings)
         bias = settings.get("router_bias")
-        known["router bias"] = (
+        compared["router bias"] = (
             f"{bias['kind']} {bias['strength']:g}" if bias else "none"
         )
         factor = settings.get("capacity_factor")
-        known["capacity factor"] = (
+        compared["capacity factor"] = (
             f"{factor:g} by {settings['capacity_drop']}" if factor else "none"
         )
-        known |= settings.get("versions", {}) | {
+        compared |= settings.get("versions", {}) | {
             f"sandbox {layer}": state
-            for layer, state in (each["result"].get("sandbox") or {}).items()
+            for layer, state in (evaluation["result"].get("sandbox") or {}).items()
         }
-        for key, value in known.items():
+        for key, value in compared.items():
+            # Results of plain lm-eval lack most settings: an unknown one is no
+            # difference. No limit, however, means all items.
             if value is not None or key == "limit":
                 by_key.setdefault(key, {})[name] = value
     return {
@@ -318,7 +332,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
 
 
 def engine_of(settings: Mapping[str, Any]) -> str | None:
-    """Say what computed the answers, a server or this process; None where it is not known."""
+    """Name what computed the answers: a server or this process; None if unknown."""
     if server := settings.get("server"):
         words = [server["engine"], server["version"], server["parallelism"]]
         return (
@@ -329,8 +343,8 @@ def engine_of(settings: Mapping[str, Any]) -> str | None:
 
 
 def settings_line(result: Mapping[str, Any]) -> str:
-    """Write shots, chat template and cut prompts per task, dtype, decoding and versions
-    in one line.
+    """Format shots, chat template and cut prompts of each task, dtype, decoding and
+    versions in one line.
     """
     settings = result["settings"]
     tasks = []
@@ -350,8 +364,12 @@ def settings_line(result: Mapping[str, Any]) -> str:
     used = [
         f"{name} {version}" for name, version in settings.get("versions", {}).items()
     ]
-    how = [str(settings["dtype"])] if settings.get("dtype") else []
-    how += [f"answers of {engine_of(settings)}"] if settings.get("server") else []
-    how += [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
-    words = ["; ".join(tasks), ", ".join(how), ", ".join(used)]
+    computation = [str(settings["dtype"])] if settings.get("dtype") else []
+    computation += (
+        [f"answers of {engine_of(settings)}"] if settings.get("server") else []
+    )
+    computation += (
+        [f"decoding {settings['decoding']}"] if settings.get("decoding") else []
+    )
+    words = ["; ".join(tasks), ", ".join(computation), ", ".join(used)]
     return "; ".join(word for word in words if word)

@@ -1,4 +1,4 @@
-"""What all figures share: sizes and colours, titles, and how a figure is written."""
+"""Sizes, colours and titles that all figures share, and how they are saved."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,26 +19,26 @@ Colours = Mapping[str, str]
 
 
 def model_colours(names: Sequence[str], original: str = "original") -> dict[str, str]:
-    """Give every model of a report its colour, by its place among them; the original is
+    """Return a colour for every model of a report, by its position; the original is
     dark grey.
     """
-    others = [name for name in names if name != original]
+    converted = [name for name in names if name != original]
     return {original: "0.25"} | {
-        name: f"C{index % 10}" for index, name in enumerate(others)
+        name: f"C{index % 10}" for index, name in enumerate(converted)
     }
 
 
 def set_title(axis: Any, title: str, note: str = "") -> None:
-    """Write a title, and in red below it the mark of a quick look."""
+    """Set a title and, in red below it, the mark of a quick look."""
     axis.set_title(title, fontsize="medium", pad=20 if note else None)
     if note:
-        place = {
+        position = {
             "xy": (0.5, 1.0),
             "xycoords": "axes fraction",
             "xytext": (0, 6),
             "textcoords": "offset points",
         }
-        axis.annotate(note, ha="center", fontsize="small", color="tab:red", **place)
+        axis.annotate(note, ha="center", fontsize="small", color="tab:red", **position)
 
 
 def legend_beside(axis: Any) -> None:
@@ -46,9 +46,12 @@ def legend_beside(axis: Any) -> None:
 
 
 def save_figure(figure: Figure, path: Path, *, around: bool = False) -> None:
-    """Write the figure; around: names and legend stand around axes of the size they
-    were given, not inside it.
+    """Save and close the figure.
+
+    around: labels and legend extend the picture around axes that keep their size;
+    otherwise the axes shrink to make room for them.
     """
+    # Renamed at the end, so that a reader never sees half a picture.
     temporary = path.with_name(f".{path.name}.tmp")
     if not around:
         figure.tight_layout()
@@ -68,6 +71,6 @@ def check_figure(path: Path) -> None:
     `fcsd.base.files.check_file_place`.
     """
     with path.open("rb") as file:
-        # PNG's words stand before the picture
+        # PNG stores its text chunks before the pixels.
         if b"tEXtSoftware\0fcsd" not in file.read(1024):
             raise UserError(f"{path}: no figure of fcsd")

@@ -1,12 +1,12 @@
-"""One HTML file that shows for any item what the original and the converted models
-answered, side by side.
+"""Write one HTML file that shows the answers of the original and the converted models
+to any item side by side.
 
-The file needs no network and no other file: data is in it, gzipped a task at a time, so
-that only what is looked at is unpacked. Text of models and data sets reaches the page
-through `textContent` only, and the page's policy allows no script but its own.
+The file needs no network and no other file: it holds the data gzipped by task, so that
+a browser unpacks only the tasks that are opened. Text of models and data sets reaches
+the page through `textContent` only, and the page's policy allows no script but its own.
 
-It opens on the distilled model, with a line a task, and marks the words in which two
-written answers differ.
+It opens on the distilled model, with one line for each task, and marks the words in
+which two written answers differ.
 """
 
 import base64
@@ -31,15 +31,18 @@ def write_items(
     comparisons: Mapping[str, Mapping[str, Any]],
     path: Path,
 ) -> None:
-    """Write the page of evaluated (name -> {"result": …, "samples": …}, the original
-    first) and its comparisons.
+    """Write the page of evaluated models and their comparisons.
+
+    evaluated: name -> {"result": …, "samples": …}, the original first.
     """
     names = list(evaluated)
     tasks = list(comparisons[names[1]]["tasks"])
     index = {
         "models": names,
         "first": MAIN if MAIN in names[1:] else names[1],
-        "note": quick_look(*(each["limit"] for each in comparisons.values())),
+        "note": quick_look(
+            *(comparison["limit"] for comparison in comparisons.values())
+        ),
         "tasks": [
             {
                 "name": task,
@@ -60,11 +63,12 @@ def write_items(
         ],
     }
     blocks = [f'<script type="application/json" id="index">{_json(index)}</script>']
-    for place, task in enumerate(tasks):
+    for position, task in enumerate(tasks):
         rows = _items([evaluated[name]["samples"][task] for name in names])
+        # A fixed time stamp gives the same bytes for the same results.
         packed = gzip.compress(_valid(rows), 6, mtime=0)
         text = base64.b64encode(packed).decode("ascii")
-        blocks.append(f'<script type="text/plain" id="task-{place}">{text}</script>')
+        blocks.append(f'<script type="text/plain" id="task-{position}">{text}</script>')
     folder = files("fcsd.report")
     style, script = (
         folder.joinpath(f"items.{kind}").read_text(encoding="utf-8")
@@ -81,7 +85,8 @@ def write_items(
         "@SCRIPT@": script,
         "@DATA@": "\n".join(blocks),
     }
-    # the data last: what is in it is not looked at for keys
+    # The data comes last, so that no key is replaced in the text of models or data
+    # sets.
     for key, value in parts.items():
         page = page.replace(key, value)
     write_text(path, page)
@@ -92,14 +97,14 @@ def _sha(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """Write JSON in which nothing can end the script element that it stands in."""
+    """Format JSON that cannot end the script element that contains it."""
     text = _valid(value).decode("utf-8")
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _valid(value: Any) -> bytes:
-    """Encode JSON as UTF-8; halves of characters, which models do produce, become
-    question marks.
+    """Encode JSON as UTF-8; lone surrogates, which models do produce, become question
+    marks.
     """
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(
         "utf-8", "replace"
@@ -118,19 +123,23 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 
 def _overview(row: Mapping[str, Any]) -> list[str]:
-    """Write the cells of a task's line: both scores, delta, items gained and lost, verdict."""
+    """Return the cells of a task: both scores, delta, gained, lost and verdict."""
     scores = [percent(row["original"]), percent(row["converted"]), signed(row["delta"])]
     return [*scores, str(row["gained"]), str(row["lost"]), row["verdict"]]
 
 
 def _items(models: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """Build a row an item, in the order of the original's samples, with every model's answer."""
-    others = [{sample["doc_id"]: sample for sample in samples} for samples in models]
+    """Build one row for each item, in the order of the original, with all answers."""
+    answers_by_id = [
+        {sample["doc_id"]: sample for sample in samples} for samples in models
+    ]
     rows = []
     for sample in models[0]:
         row = {
             "id": sample["doc_id"],
-            "answers": [_answer(other[sample["doc_id"]]) for other in others],
+            "answers": [
+                _answer(answers[sample["doc_id"]]) for answers in answers_by_id
+            ],
         }
         rows.append(
             row
@@ -156,6 +165,8 @@ def _answer(sample: Mapping[str, Any]) -> dict[str, Any]:
     if "loglikelihoods" in sample:
         values = sample["loglikelihoods"]
         answer["loglikelihoods"] = [
-            value if math.isfinite(value) else None for value in values
+            # JSON has no infinity and no NaN.
+            value if math.isfinite(value) else None
+            for value in values
         ]
     return answer

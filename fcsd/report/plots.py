@@ -1,7 +1,7 @@
 """Figures of a run: loss and KL, scores while training, models side by side, the sweep.
 
-A model has one colour in all figures of a report (`model_colours`); what is no model is
-black and grey.
+A model has the same colour in all figures of a report (`model_colours`); everything
+else is black and grey.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,15 +32,15 @@ _PANELS["load_max_over_mean"] = ("Load of a layer's busiest expert", "times the 
 def plot_losses(
     histories: Mapping[str, Sequence[Mapping[str, float]]], path: Path, colours: Colours
 ) -> None:
-    """Draw the training loss by tokens for every run; each divergence and cross-entropy
-    in panels of their own, and the busiest expert's load where loads are balanced.
+    """Draw the training loss of every run by tokens, with separate panels for each
+    divergence and cross-entropy, and the busiest expert's load where it was logged.
 
-    histories: name -> points with `tokens` beside what was logged.
+    histories: name -> logged points, each with `tokens`.
     """
     panels: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
     for key, panel in _PANELS.items():
         for name, points in histories.items():
-            # On a logarithmic axis there is no place for 0.
+            # A logarithmic axis cannot show 0.
             if series := [
                 (point["tokens"], point[key])
                 for point in points
@@ -67,8 +67,8 @@ def plot_scores(
     path: Path,
     colours: Colours,
 ) -> None:
-    """Draw the early-stopping score by tokens, with a band of one standard error to
-    each side; shares in per cent.
+    """Draw the early-stopping score by tokens, with a band of one standard error on
+    each side; shares are drawn in per cent.
 
     curves: name -> points of `fcsd.training.early_stopping.EarlyStopper.record`, with
     `tokens`.
@@ -89,7 +89,8 @@ def plot_scores(
             tokens, scores, marker="o", markersize=3, color=colours[name], label=name
         )
         low = [score - error for score, error in zip(scores, errors, strict=True)]
-        if by_kl:  # on a logarithmic axis
+        # The logarithmic axis of KL cannot show a band that reaches 0.
+        if by_kl:
             low = [
                 max(value, score / 10) for value, score in zip(low, scores, strict=True)
             ]
@@ -113,7 +114,7 @@ def plot_scores(
 
 def _token_axis(axis: Any) -> None:
     axis.set_xlabel("tokens trained on")
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, place: _count(value)))
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, position: _count(value)))
     axis.grid(alpha=0.3)
 
 
@@ -133,8 +134,8 @@ def plot_models(
     note: str = "",
     chance: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw scores in per cent, a row a task and a colour a model, with bars of one
-    standard error.
+    """Draw scores in per cent, with one row for each task, one colour for each model,
+    and bars of one standard error.
 
     models: name -> task -> score and standard error, as shares. chance: task -> the
     score of guessing.
@@ -143,7 +144,8 @@ def plot_models(
         figsize=(SIZE[0], _rows_height(len(tasks), len(models)))
     )
     for index, (name, scores) in enumerate(models.items()):
-        places = [
+        # Models lie side by side around the tick of their task.
+        heights = [
             tick + 0.7 * ((index + 0.5) / len(models) - 0.5)
             for tick in range(len(tasks))
         ]
@@ -157,7 +159,7 @@ def plot_models(
             "capsize": 2,
         }
         axis.errorbar(
-            values, places, xerr=errors, color=colours[name], label=name, **style
+            values, heights, xerr=errors, color=colours[name], label=name, **style
         )
     for tick, task in enumerate(tasks):
         _chance(axis, tick, (chance or {}).get(task))
@@ -178,7 +180,7 @@ def _rows_height(num_rows: int, num_models: int) -> float:
 
 
 def _chance(axis: Any, tick: int, share: float | None) -> None:
-    """Mark where guessing would lie in a row; the axis does not grow for it."""
+    """Mark the score of guessing in a row, without extending the axis for it."""
     if share is None:
         return
     labelled = any(text == "chance" for text in axis.get_legend_handles_labels()[1])
@@ -195,9 +197,10 @@ def plot_deltas(
     note: str = "",
     chance: Mapping[str, float] | None = None,
 ) -> None:
-    """Draw the difference to the original in points with its 95 % interval, a row a
-    task and the mean, a colour a model; filled where the verdict is not noise. A second
-    panel where one model lies so far off that the others cannot be told apart.
+    """Draw the difference to the original in points with its 95 % interval: one row for
+    each task and the mean, one colour for each model, filled where the verdict is not
+    noise. A second panel enlarges the models near the original where another is so far
+    off that they cannot be told apart.
 
     note: the mark of a quick look. chance: task -> the score of guessing, marked where
     it lies among the points.
@@ -210,10 +213,15 @@ def plot_deltas(
         for name, comparison in comparisons.items()
     }
     reach = {
-        name: max(100 * abs(bound) for row in each for bound in _bounds(row))
-        for name, each in rows.items()
+        name: max(100 * abs(bound) for row in model_rows for bound in _bounds(row))
+        for name, model_rows in rows.items()
     }
-    near = {name: far for name, far in reach.items() if far < max(reach.values()) / 4}
+    # Models within a quarter of the widest reach would be squeezed around 0.
+    near = {
+        name: distance
+        for name, distance in reach.items()
+        if distance < max(reach.values()) / 4
+    }
     height = _rows_height(len(tasks), len(comparisons))
     figure, axes = plt.subplots(
         1, 1 + bool(near), figsize=(SIZE[0] * (1 + bool(near)), height), sharey=True, squeeze=False,
@@ -262,12 +270,13 @@ def plot_members(
     note: str = "",
 ) -> None:
     """Draw the difference to the original of every member of a group (the subjects of
-    MMLU), sorted by the first model's; filled where the interval does not hold 0.
+    MMLU), sorted by the first model's; filled where the interval excludes 0.
 
     comparisons: model -> `paired` with `members`.
     """
     first = next(iter(comparisons.values()))["members"]
     members = sorted(first, key=lambda member: -first[member]["delta"])
+    # Height of a row: room for its name and for the models side by side.
     step = 0.17 * max(1.0, 0.6 * len(comparisons))
     figure, axis = plt.subplots(figsize=(SIZE[0], step * len(members) + 1.2))
     rows = {
@@ -293,8 +302,9 @@ def _intervals(
     colours: Colours,
     **style: Any,
 ) -> None:
-    """Draw the differences to the original, in points, with their 95 % intervals: a
-    tick a row, the models side by side in `space` around it."""
+    """Draw the differences to the original, in points, with their 95 % intervals: one
+    tick for each row, with the models side by side in `space` around it.
+    """
     for index, (name, rows) in enumerate(models.items()):
         colour = colours[name]
         for tick, row in enumerate(rows):
@@ -320,9 +330,12 @@ def _difference_axis(axis: Any, label: str) -> None:
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw `sweep.png`: loss of every candidate of both stages, a tick a tried value;
-    diverged ones at the upper edge."""
+    """Draw `sweep.png`: the loss of every candidate of both stages, with a tick for
+    each value tried; diverged candidates lie at the upper edge.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0] * 0.75, SIZE[1]))
+    # Each stage varies one value and keeps the other fixed; the title names the fixed
+    # one.
     rate, batch = "learning_rate", "batch_size_tokens"
     fixed = {
         key: {row[key] for row in result["candidates"] if row["stage"] != key}
@@ -367,9 +380,9 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         axis.xaxis.set_major_locator(FixedLocator([row[key] for row in rows]))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_minor_formatter(NullFormatter())
-        shown = ("{:,.0f}" if key == batch else "{:g}").format
+        text_of = ("{:,.0f}" if key == batch else "{:g}").format
         axis.xaxis.set_major_formatter(
-            FuncFormatter(lambda value, place, shown=shown: shown(value))
+            FuncFormatter(lambda value, position, text_of=text_of: text_of(value))
         )
         axis.tick_params(axis="x", rotation=30 if len(rows) > 5 else 0)
         axis.grid(alpha=0.3)

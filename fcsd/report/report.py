@@ -1,9 +1,8 @@
-"""The report of a run: what every model scores, what was lost, whether that is noise,
-and how it was trained.
+"""The report of a run: the scores of every model, its losses against the original,
+whether they are noise, and how it was trained.
 
-Reads only what the stages left; writes `report.md`, `report.json`, figures,
-`items.html` (every answer side by side) and `lm_eval/` (the results in lm-eval's
-files).
+Reads only the files that the stages left; writes `report.md`, `report.json`, figures,
+`items.html` (all answers side by side) and `lm_eval/` (the results in lm-eval's files).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,17 +48,21 @@ _FEW_TASKS = 5
 
 
 def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
-    """Write the report of the evaluated models among `names`; returns the table of
-    models and the verdicts.
+    """Write the report of those models in `names` that have been evaluated; return the
+    table of models and the verdicts.
 
     Raises:
-        UserError: results that were not measured on the same items, or on weights that
-            are no longer there.
+        UserError: the results were not measured on the same items, or on weights that
+            no longer exist.
     """
     layout, bias = RunLayout(recipe.folder), recipe.evaluation.router_bias
     steered = (
-        {} if bias is None else {name: each.model for name, each in bias.names.items()}
+        {}
+        if bias is None
+        else {name: steering.model for name, steering in bias.names.items()}
     )
+    # Steered models have results of their own, and weights and layers of the model
+    # without a bias.
     names = [*names, *steered]
     evaluated = {
         name: _evaluated(layout, name, steered.get(name, name))
@@ -73,7 +76,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         if (path / "history.jsonl").is_file()
     }
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
-    # What the run is for comes first, not the untrained model.
+    # The distilled model, the purpose of the run, comes before the untrained one.
     comparisons = {
         name: comparisons[name]
         for name in sorted(comparisons, key=lambda name: name != MAIN)
@@ -86,13 +89,13 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
                 if name in training
                 else _untrained(layout.stage(name))
             ),
-            "result": each["result"],
+            "result": evaluation["result"],
         }
-        for name, each in evaluated.items()
+        for name, evaluation in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
     look = quick_look(
-        *(each["result"]["settings"]["limit"] for each in models.values())
+        *(model["result"]["settings"]["limit"] for model in models.values())
     )
     if look:
         table += f"\n\n{look}"
@@ -110,6 +113,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         "layers": read_study(layout.layers) if read_manifest(layout.layers) else None,
         "versions": versions(),
     }
+    # Written aside and renamed, so that a report is never half of two runs.
     with new_folder(folder, "report.json", "report") as new:
         colours = model_colours(list(names))
         figures = write_details(evaluated, comparisons, training, new, colours)
@@ -117,23 +121,24 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
         write_text(new / "report.md", _markdown(recipe, report, table, figures))
-    said = [
+    sentences = [
         verdict(name, comparison).replace("**", "")
         for name, comparison in comparisons.items()
     ]
-    return "\n\n".join([table, *(["\n".join(said)] if said else [])])
+    return "\n\n".join([table, *(["\n".join(sentences)] if sentences else [])])
 
 
 def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
-    """Read result and samples of one model; refuse a result of weights that the run no
+    """Read result and samples of one model; refuse results of weights that the run no
     longer has.
 
-    weights: the model whose weights it has.
+    weights: the model whose weights were evaluated; for a steered model, the one
+    without a bias.
     """
     stage, scores = layout.stage(weights), layout.evaluation(name)
-    now = read_manifest(stage).get("outputs", {}).get("model")
+    current = read_manifest(stage).get("outputs", {}).get("model")
     measured = read_manifest(scores).get("inputs", {}).get("model")
-    if now is not None and measured is not None and now != measured:
+    if current is not None and measured is not None and current != measured:
         raise UserError(
             f"{scores}: was measured on other weights than those in {stage};"
             " remove it, and `fcsd run` evaluates again"
@@ -143,15 +148,17 @@ def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
 
 
 def _layers(layout: RunLayout, name: str) -> str:
-    """Count the rewired layers, read from the checkpoint that was evaluated."""
+    """Count the rewired layers in the config of the evaluated checkpoint."""
     if name == "original":
         return "0"
     config = read_json(layout.model(name) / "config.json")
     farskip = config.get("farskip") or {"layers": []}
     rewired = {"attention": "partial", "mlp": "outdated"}
-    sides = [name for name, side in rewired.items() if farskip.get(name) == side]
-    only = f" ({sides[0]} only)" if len(sides) == 1 else ""
-    # of a multimodal wrapper its text stack is rewired
+    branches = [
+        name for name, setting in rewired.items() if farskip.get(name) == setting
+    ]
+    only = f" ({branches[0]} only)" if len(branches) == 1 else ""
+    # In a multimodal model only the text stack is rewired.
     text = config.get("text_config", config)
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"
 
@@ -164,7 +171,7 @@ def _untrained(path: Path) -> str:
 
 
 def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
-    """Return what the calibrations of untrained models measured of their results."""
+    """Return the KL that the calibrations of untrained models measured."""
     measured = {
         name: read_manifest(layout.stage(name)).get("results", {}).get("kl")
         for name in models
@@ -201,19 +208,19 @@ def _figures(
     colours: Mapping[str, str],
     folder: Path,
 ) -> dict[str, str]:
-    """Draw models side by side, layer study and sweep, where there are such; file name
-    -> caption.
+    """Draw models side by side, layer study and sweep, as far as the run has them, and
+    return file name -> caption.
     """
     figures: dict[str, str] = {}
     models = report["models"]
     tasks = list(next(iter(models.values()))["result"]["tasks"]) if models else []
-    if len(tasks) > _FEW_TASKS:  # of a few tasks the table says it all
+    if len(tasks) > _FEW_TASKS:  # a few tasks are easier to read in the table
         scores = {
             name: {
                 task: (row["value"], row["stderr"] or 0.0)
-                for task, row in each["result"]["tasks"].items()
+                for task, row in model["result"]["tasks"].items()
             }
-            for name, each in models.items()
+            for name, model in models.items()
         }
         chance = chance_levels(evaluated)
         plot_models(
@@ -297,16 +304,17 @@ def _markdown(
         ]
     if figures:
         parts += ["## Figures", *figure_parts(figures)]
-    whole = fold(
+    # The recipe makes the report complete in itself, but few readers open it.
+    folded_recipe = fold(
         "The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```"
     )
-    parts += ["## Settings", _settings(report), "## Recipe", whole]
+    parts += ["## Settings", _settings(report), "## Recipe", folded_recipe]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:
-    """Warn of a checkpoint chosen by the items that it is then evaluated on: it looks
-    better there than it is.
+    """Warn where the checkpoint was chosen by the very items that it is evaluated on,
+    which makes its score too good.
     """
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
@@ -314,8 +322,8 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     default = {"code": "test"}  # split of a row that names none
     graded = {
         row["task"]
-        for each in models.values()
-        for row in each["result"]["settings"]["suite"]["tasks"]
+        for model in models.values()
+        for row in model["result"]["settings"]["suite"]["tasks"]
         if (
             row["dataset"],
             row.get("dataset_name"),

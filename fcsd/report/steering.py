@@ -1,7 +1,7 @@
-"""What a sweep of router biases gives: CAMoE's tables 1 and 2, what two kinds cost at
-equal time, and a figure.
+"""Report a sweep of router biases: CAMoE's tables 1 and 2, the cost of two kinds of
+bias at equal time, and a figure.
 
-Reads only what the stages left.
+Reads only the files that the stages left.
 """
 
 import math
@@ -24,8 +24,8 @@ Points = list[dict[str, Any]]
 def steering_points(
     recipe: Recipe, layout: RunLayout, models: Mapping[str, Mapping[str, Any]]
 ) -> Points:
-    """Return a point for each steered model that is evaluated, behind the same model
-    without a bias; [] where there is none.
+    """Return a point for each steered model that has been evaluated, after one for the
+    same model without a bias; [] where there is none.
 
     models: name -> {"result": …}. A point has name, model (whose routers are steered),
     kind (None: no bias), strength, exchange, routing, kl (of the output to the
@@ -38,7 +38,7 @@ def steering_points(
         manifest = read_manifest(layout.router_bias(model))
         if not manifest or model not in models:
             continue
-        own = [
+        model_points = [
             _point(
                 model,
                 model,
@@ -47,12 +47,13 @@ def steering_points(
                 models[model]["result"] | manifest["results"]["unbiased"],
             )
         ]
-        own += [
+        model_points += [
             _point(name, model, kind, strength, models[name]["result"])
             for name, (_, kind, strength) in bias.names_of(model).items()
             if name in models
         ]
-        points += own if len(own) > 1 else []
+        # The point without a bias is of no use without a steered one.
+        points += model_points if len(model_points) > 1 else []
     return points
 
 
@@ -82,7 +83,7 @@ def _by_model(points: Points) -> list[Points]:
 def steering_parts(
     points: Points, models: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Write the chapter; parts of a Markdown page."""
+    """Return the chapter as parts of a Markdown page."""
     if not points:
         return []
     exchange = points[0]["exchange"]
@@ -95,18 +96,18 @@ def steering_parts(
         " those of the same model without a bias."
     )
     parts = ["## Steered routers", text]
-    for own in _by_model(points):
+    for model_points in _by_model(points):
         parts += [
-            f"### `{own[0]['model']}`",
-            _table1(own, models),
-            _table2(own),
-            *_equal_time(own),
+            f"### `{model_points[0]['model']}`",
+            _table1(model_points, models),
+            _table2(model_points),
+            *_equal_time(model_points),
         ]
     return parts
 
 
 def _equal_time(points: Points) -> list[str]:
-    """Write what the kinds cost at the same time; [] where they cannot be compared."""
+    """Return the table of both kinds at equal time; [] where none can be made."""
     parts = []
     if rows := at_equal_time(points):
         header = [
@@ -167,8 +168,8 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """Format CAMoE's table 2: how experts are used, and how far that is from the use
-    without a bias.
+    """Format CAMoE's table 2: how evenly experts are used, and how far the use differs
+    from that without a bias.
     """
     header = [
         "kind",
@@ -200,16 +201,16 @@ def _change(ratio: float) -> str:
 
 def at_equal_time(points: Points) -> list[dict[str, Any]]:
     """Compare the output KL of `bottleneck` with CAMoE's at the mean time of each of
-    CAMoE's strengths; of the original only: that of another model is mostly what its
-    conversion costs.
+    CAMoE's strengths.
 
-    Between two strengths the root of the KL, which is small where little moves, is
-    taken to be linear in the time. A time that no strength of `bottleneck` reaches has
-    no row.
+    Only the original is compared: the KL of any other model is mostly the cost of its
+    conversion. Between two strengths the square root of the KL is interpolated linearly
+    in the time. A time outside the range of `bottleneck` has no row.
     """
     if points[0]["name"] != "original":
         return []
     base = points[0]["exchange"]["mean_s"]
+    # The curve of `bottleneck` begins at the model without a bias, whose time is 1.
     curve = sorted(
         (point["exchange"]["mean_s"] / base, math.sqrt(max(0.0, point["kl"]["kl"])))
         for point in points
@@ -224,19 +225,15 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
             and curve[0][0] <= time <= curve[-1][0]
             and len(curve) > 1
         ):
-            ours = (
-                float(
-                    np.interp(time, [x for x, _ in curve], [root for _, root in curve])
-                )
-                ** 2
-            )
+            times, roots = zip(*curve, strict=True)
+            bottleneck_kl = float(np.interp(time, times, roots)) ** 2
             rows.append(
                 {
                     "name": point["name"],
                     "time": time,
                     "camoe": kl,
-                    "bottleneck": ours,
-                    "ratio": ours / kl,
+                    "bottleneck": bottleneck_kl,
+                    "ratio": bottleneck_kl / kl,
                 }
             )
     return rows
@@ -245,10 +242,10 @@ def at_equal_time(points: Points) -> list[dict[str, Any]]:
 def steering_figure(points: Points, folder: Path, note: str = "") -> dict[str, str]:
     """Draw quality against time; file name -> caption."""
     figures = {}
-    for own in _by_model(points):
-        model = own[0]["model"]
+    for model_points in _by_model(points):
+        model = model_points[0]["model"]
         name = "steering.png" if model == "original" else f"steering-{model}.png"
-        plot_steering(own, folder / name, note=note)
+        plot_steering(model_points, folder / name, note=note)
         figures[name] = (
             f"Quality of `{model}`, steered, against the mean time of an exchange, in"
             " per cent of that without a bias: KL of the output, and the mean of the"

@@ -1,5 +1,5 @@
 """Figures of studies and measurements: layers, routing, steering, serving, the planner,
-a step's timeline.
+and the timeline of a step.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def plot_timelines(
     timelines: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], path: Path
 ) -> None:
     """Draw when each model computes and when its link is busy (paper Fig. 10 to 12),
-    one above the other.
+    with one panel above the other.
 
     timelines: name -> row -> (begin, end) in ms.
     """
@@ -36,25 +36,25 @@ def plot_timelines(
         squeeze=False,
     )
     for axis, (name, rows) in zip(axes[:, 0], timelines.items(), strict=True):
-        for place, (row, intervals) in enumerate(rows.items()):
+        for index, (row, intervals) in enumerate(rows.items()):
             bars = [(begin, end - begin) for begin, end in intervals]
-            axis.broken_barh(bars, (-place - 0.4, 0.8), color=f"C{place}", label=row)
-        axis.set(yticks=[-place for place in range(len(rows))], yticklabels=list(rows))
+            axis.broken_barh(bars, (-index - 0.4, 0.8), color=f"C{index}", label=row)
+        axis.set(yticks=[-index for index in range(len(rows))], yticklabels=list(rows))
         set_title(axis, name)
     axes[-1, 0].set(xlabel="ms")
     save_figure(figure, path)
 
 
 def plot_layers(result: Mapping[str, Any], path: Path) -> None:
-    """Draw the layer study, a row a metric: number of rewired layers from both ends
-    (paper Fig. 3), and one layer at a time.
+    """Draw the layer study, with one row of panels for each metric: layers rewired from
+    either end (paper Fig. 3), and one layer at a time.
 
-    result: what `fcsd.planning.layers.study` writes to `layers.json`.
+    result: the content of `layers.json` from `fcsd.planning.layers.study`.
     """
     metrics, points = result["metrics"], result["points"]
     by_side = {
-        side: [p for p in points if p["side"] == side]
-        for side in ("none", "attention", "first", "last", "single")
+        selection: [point for point in points if point["side"] == selection]
+        for selection in ("none", "attention", "first", "last", "single")
     }
     panels = [by_side["first"] + by_side["last"] != [], by_side["single"] != []]
     figure, axes = plt.subplots(
@@ -75,15 +75,15 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
 def _plot_ends(
     axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int
 ) -> None:
-    for side, label, colour, marker in (
+    for selection, label, colour, marker in (
         ("last", "last N layers", "black", "o"),
         ("first", "first N layers", GREY, "s"),
     ):
-        if by_side[side]:
-            # 0 layers: the original's score; its KL is 0, for which a logarithmic axis
-            # has no place.
+        if by_side[selection]:
+            # At 0 layers stands what attention alone costs, or the original's score; its
+            # KL is 0, which a logarithmic axis cannot show.
             original = by_side["none"] if metric["better"] == "higher" else []
-            points = (by_side["attention"] or original) + by_side[side]
+            points = (by_side["attention"] or original) + by_side[selection]
             for weights, word, line in _curves(points):
                 style = {
                     "marker": marker,
@@ -92,9 +92,9 @@ def _plot_ends(
                     "color": colour,
                     "linestyle": line,
                 }
-                places = [p["num_layers"] for p in points]
+                counts = [point["num_layers"] for point in points]
                 axis.errorbar(
-                    places,
+                    counts,
                     *_values(points, metric, weights),
                     label=label + word,
                     **style,
@@ -117,10 +117,12 @@ def _plot_single(
         (False, GREY, "dense layer"),
     ):
         if points := [
-            p for p in by_side["single"] if (p["layers"][0] in moe_layers) == is_moe
+            candidate
+            for candidate in by_side["single"]
+            if (candidate["layers"][0] in moe_layers) == is_moe
         ]:
-            # Points: bars have no foot on a logarithmic axis, and those of scores would
-            # all look alike.
+            # Points and not bars: on a logarithmic axis bars have no base, and those of
+            # scores would all look alike.
             style = {
                 "linestyle": "none",
                 "marker": "o",
@@ -128,11 +130,11 @@ def _plot_single(
                 "capsize": 2,
                 "color": colour,
             }
-            places = [p["layers"][0] for p in points]
+            layer_indices = [candidate["layers"][0] for candidate in points]
             for weights, word, line in _curves(points):
                 fill = {"markerfacecolor": "white"} if line == "--" else {}
                 axis.errorbar(
-                    places,
+                    layer_indices,
                     *_values(points, metric, weights),
                     label=label + word,
                     **style,
@@ -149,7 +151,9 @@ def _plot_single(
 
 
 def _curves(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return what these points were measured with: key, word of the legend, style of the line."""
+    """Return the weights that these points were measured with, as (key of the point,
+    suffix in the legend, line style).
+    """
     if not all("calibrated" in point for point in points):
         return [("values", "", "-")]
     return [("values", ", copied", "-"), ("calibrated", ", calibrated", "--")]
@@ -158,7 +162,9 @@ def _curves(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
 def _values(
     points: Sequence[Mapping[str, Any]], metric: Mapping[str, str], weights: str
 ) -> tuple[list[float], list[float]]:
-    """Return values and standard errors of a metric; scores, which are shares, in per cent."""
+    """Return values and standard errors of a metric; scores are shares, shown in per
+    cent.
+    """
     values, scale = (
         [point[weights][metric["name"]] for point in points],
         100 if metric["better"] == "higher" else 1,
@@ -174,7 +180,7 @@ def _finish_layers(
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     name = "KL to the original" if metric["name"] == "kl" else metric["name"]
     set_title(axis, f"{name}: {title}")
-    # a KL spans orders of magnitude, and is 0 without rewired layers
+    # A KL spans orders of magnitude.
     if metric["better"] == "lower":
         axis.set(ylabel=metric["unit"], yscale="log")
     else:
@@ -187,10 +193,10 @@ def plot_steering(
     points: Sequence[Mapping[str, Any]], path: Path, note: str = ""
 ) -> None:
     """Draw the output's KL and the mean of the tasks against the mean time of an
-    exchange, a curve a kind of bias.
+    exchange, with one curve for each kind of bias.
 
-    points: of one model, of `fcsd.report.steering.steering_points`, the one without a
-    bias first.
+    points: those of one model from `fcsd.report.steering.steering_points`; the first is
+    without a bias.
     """
     unbiased, kinds = (
         points[0],
@@ -198,6 +204,7 @@ def plot_steering(
     )
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
     for index, kind in enumerate(kinds):
+        # Every curve begins at the model without a bias.
         curve = [unbiased, *(point for point in points if point["kind"] == kind)]
         times = [
             100 * point["exchange"]["mean_s"] / unbiased["exchange"]["mean_s"]
@@ -213,8 +220,8 @@ def plot_steering(
         kl = [point["kl"] for point in curve]
         axes[0].errorbar(
             times,
-            [each["kl"] for each in kl],
-            yerr=[each["stderr"] or 0.0 for each in kl],
+            [estimate["kl"] for estimate in kl],
+            yerr=[estimate["stderr"] or 0.0 for estimate in kl],
             **style,
         )
         errors = [100 * (point["mean_stderr"] or 0.0) for point in curve]
@@ -222,14 +229,14 @@ def plot_steering(
             times, [100 * point["mean"] for point in curve], yerr=errors, **style
         )
         for point, time in zip(curve[1:], times[1:], strict=True):
-            place = {
+            label_style = {
                 "textcoords": "offset points",
                 "xytext": (4, 4),
                 "fontsize": "x-small",
                 "color": f"C{index}",
             }
             axes[0].annotate(
-                f"{point['strength']:g}", (time, point["kl"]["kl"]), **place
+                f"{point['strength']:g}", (time, point["kl"]["kl"]), **label_style
             )
     set_title(axes[0], "KL of the output to the original's", note)
     set_title(axes[1], "Mean of the tasks", note)
@@ -243,13 +250,14 @@ def plot_steering(
 
 
 def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw what servers of vLLM took by length of prompt (paper Fig. 4, 6, 7), a panel
-    a figure, with the lowest and the highest round; and one layer of those that were
-    traced (Fig. 10).
+    """Draw the times of servers by length of prompt (paper Fig. 4, 6, 7), with one
+    panel for each quantity and bars from the lowest to the highest round; and one layer
+    of each traced server (Fig. 10).
 
-    result: what `fcsd.planning.servers.summary.summarise` returns.
+    result: a result of `fcsd.planning.servers.summary.summarise`.
     """
     rows = [row for row in result["rows"] if row["points"]]
+    # Stock is to servers what the original is to models: dark grey.
     colours = model_colours([row["title"] for row in rows], "stock")
     figure, axes = plt.subplots(1, 3, figsize=(SIZE[0] * 2, SIZE[1]))
     for axis, (name, title, unit) in zip(
@@ -268,16 +276,16 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
                 [value["median"] - value["lowest"] for value in values],
                 [value["highest"] - value["median"] for value in values],
             ]
-            places = [
-                place + 0.8 * ((index + 0.5) / len(rows) - 0.5)
-                for place in range(len(values))
+            positions = [
+                tick + 0.8 * ((index + 0.5) / len(rows) - 0.5)
+                for tick in range(len(values))
             ]
             style = {
                 "color": colours[row["title"]],
                 "label": row["title"],
                 "capsize": 2,
             }
-            axis.bar(places, middle, width=0.8 / len(rows), yerr=reach, **style)
+            axis.bar(positions, middle, width=0.8 / len(rows), yerr=reach, **style)
         lengths = (
             [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
         )
@@ -296,14 +304,14 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw loads.png (experts by layers), traffic.png (sources by destinations) and, of
-    two models, shift.png.
+    """Draw loads.png (experts by layers), traffic.png (sources by destinations) and,
+    for two models, shift.png.
 
-    result: what `fcsd.steering.routing.study` writes to `routing.json`.
+    result: the content of `routing.json` from `fcsd.steering.routing.study`.
     """
     models = result["models"]
     loads = [np.array(facts["counts"]).sum(1) for facts in models]
-    shares = [each / each.mean(1, keepdims=True) for each in loads]
+    shares = [load / load.mean(1, keepdims=True) for load in loads]
     traffic = [
         100 * np.array(facts["traffic"]) / np.sum(facts["traffic"]) for facts in models
     ]
@@ -319,6 +327,7 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
         figure, axes = plt.subplots(
             1, len(models), figsize=(SIZE[0] * len(models), SIZE[1]), squeeze=False
         )
+        # One colour scale for both models, so that they can be compared.
         highest = max(float(matrix.max()) for matrix in matrices)
         for axis, facts, matrix in zip(axes[0], models, matrices, strict=True):
             image = axis.imshow(
@@ -365,26 +374,26 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def _named(layers: Sequence[int]) -> Any:
-    """Return a formatter that writes the index of the layer at each place."""
-    return lambda value, place: (
+    """Return a formatter that labels each row of a matrix with its layer's index."""
+    return lambda value, position: (
         str(layers[int(value)]) if 0 <= value < len(layers) else ""
     )
 
 
 def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draw which conversion is worth it: speed-up of each selection of a layer study
-    against what it costs.
+    """Draw the planned speed-up of each selection of a layer study against its cost in
+    quality.
 
-    rows: what `fcsd.pipeline.plan` makes of a study.
+    rows: those that `fcsd.pipeline.plan` makes from a study.
     """
     figure, axis = plt.subplots(figsize=SIZE)
-    for side, colour, marker in (("last", "black", "o"), ("first", GREY, "s")):
+    for end, colour, marker in (("last", "black", "o"), ("first", GREY, "s")):
         for weights, line in (("copied", "-"), ("calibrated", "--")):
             points = sorted(
                 (
                     row
                     for row in rows
-                    if (row["side"], row["weights"]) == (side, weights)
+                    if (row["side"], row["weights"]) == (end, weights)
                 ),
                 key=lambda row: row["num_layers"],
             )
@@ -399,19 +408,20 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     speed,
                     loss,
                     yerr=errors,
-                    label=f"{side} N layers, {weights}",
+                    label=f"{end} N layers, {weights}",
                     **style,
                 )
-                for place in sorted({len(points) // 2, len(points) - 1}):
-                    at: Any = {
+                # Number only the middle and the last point: more labels would overlap.
+                for index in sorted({len(points) // 2, len(points) - 1}):
+                    label_style: Any = {
                         "xytext": (5, 0),
                         "textcoords": "offset points",
                         "fontsize": "small",
                     }
                     axis.annotate(
-                        str(points[place]["num_layers"]),
-                        (speed[place], loss[place]),
-                        **at,
+                        str(points[index]["num_layers"]),
+                        (speed[index], loss[index]),
+                        **label_style,
                     )
     unit = ""
     if rows[0]["metric"] == "KL":

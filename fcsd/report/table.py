@@ -1,4 +1,4 @@
-"""Tables for people."""
+"""Format results as tables for people, in Markdown."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ def with_error(value: str, stderr: float | None) -> str:
 
 
 def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format one row a model: rewired layers, training, every task's score, mean, KL to
-    the original; one column a model where the tasks are many and the models few.
+    """Format one row for each model: rewired layers, training, scores of all tasks,
+    mean, KL to the original; or one column for each where tasks are many and models
+    few.
 
-    models: name -> {"layers": text, "training": text, "result": what `fcsd evaluate`
-    measured}.
+    models: name -> {"layers": text, "training": text, "result": of `fcsd evaluate`}.
     """
     tasks = next(iter(models.values()))["result"]["tasks"]
     scored = [f"{task} {row['metric'].split(',')[0]}" for task, row in tasks.items()]
@@ -41,6 +41,7 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
         ends = [percent(result["mean"]), "-" if kl is None else nats(kl)]
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
+        # Transposed: a table that grows downwards stays readable.
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
     notes = [
         _at_limit(f"{name}, {task}", row.get("answers_at_limit"), row["num_items"])
@@ -72,10 +73,10 @@ def _with_notes(table: str, notes: Sequence[str]) -> str:
 
 
 def paired_table(comparison: Mapping[str, Any]) -> str:
-    """Format one row a task: both scores, paired delta with its interval, items gained
-    and lost, McNemar's p, verdict.
+    """Format one row for each task: both scores, paired delta with its interval, items
+    gained and lost, McNemar's p, verdict.
 
-    comparison: what `scores.compare` gives.
+    comparison: a result of `scores.compare`.
     """
     header = [
         "task", "metric", "shots", "n", "original", "model", "delta", "95 % interval", "gained", "lost", "p",
@@ -115,7 +116,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
 
 
 def narrow_table(comparison: Mapping[str, Any]) -> str:
-    """Format the comparison for a column of the Hub's width: a row a task, six columns."""
+    """Format the comparison in six columns, as many as fit on a page of the Hub."""
     rows = [
         [
             task,
@@ -166,16 +167,16 @@ def result_table(folder: Path) -> str:
 
 
 def score_table(result: Mapping[str, Any]) -> str:
-    """Format one row a task: metric, shots, items, score; for code the base score and
-    what became of the programs.
+    """Format one row for each task: metric, shots, items, score; for code tasks also
+    the base score and the outcomes of the programs.
     """
     rows = []
     for task, row in result["tasks"].items():
-        of = row.get("num_items_total", row["num_items"])
+        total = row.get("num_items_total", row["num_items"])
         items = (
             str(row["num_items"])
-            if of == row["num_items"]
-            else f"{row['num_items']} of {of}"
+            if total == row["num_items"]
+            else f"{row['num_items']} of {total}"
         )
         score = with_error(percent(row["value"]), row["stderr"])
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
@@ -191,6 +192,7 @@ def score_table(result: Mapping[str, Any]) -> str:
                 ]
             )
         for k, value in row.get("pass_at_k", {}).items():
+            # The headline metric has its row already.
             if row["metric"] != f"pass@{k}":
                 rows.append(
                     [task, f"pass@{k}", str(row["num_fewshot"]), items, percent(value)]
@@ -216,7 +218,7 @@ def score_table(result: Mapping[str, Any]) -> str:
         ),
     )
     limit = result["settings"]["limit"]
-    # a file of ready samples, which holds those of any problems
+    # A file of ready samples may hold any of the problems, not just the first.
     if limit and "scorer" in result["settings"]:
         notes.append(
             f"Only the {limit} problems that have samples: a quick look, not a result."

@@ -1,7 +1,7 @@
-"""Report how trainings went: figures of losses and of early stopping's scores, and what
-those scores cost.
+"""Report how trainings went: figures of losses and of early stopping's scores, and the
+time that scoring took.
 
-Reads only what finished trainings left: `history.jsonl`, `scores.json`,
+Reads only the files of finished trainings: `history.jsonl`, `scores.json`,
 `manifest.json`.
 """
 
@@ -28,10 +28,11 @@ from fcsd.training.sweep import read_history, read_scores
 def training_figures(
     training: Mapping[str, Path], folder: Path, colours: Mapping[str, str]
 ) -> dict[str, str]:
-    """Draw the losses, and the scores of early stopping, of finished trainings (name ->
-    their folder); figure -> caption.
+    """Draw losses and early-stopping scores of finished trainings, and return figure ->
+    caption.
 
-    colours: model -> its colour in all figures.
+    training: model -> the folder of its training. colours: model -> its colour in all
+    figures.
     """
     from fcsd.report.plots import plot_losses, plot_scores
 
@@ -46,25 +47,30 @@ def training_figures(
             if (text := _last_loss(points))
         )
         figures["loss.png"] = (
-            f"Training loss, by the tokens trained on. Mean over the last steps: {lasts}."
+            "Training loss, by the tokens trained on. Mean over the last steps:"
+            f" {lasts}."
         )
-    for (metric, what), curves in _stopping_curves(training).items():
+    for (metric, description), curves in _stopping_curves(training).items():
         file = _figure_name(metric, figures)
         plot_scores(curves, metric, folder / file, colours)
-        figures[file] = f"{what} during training; the band is one standard error."
+        figures[file] = (
+            f"{description} during training; the band is one standard error."
+        )
     return figures
 
 
 def _last_loss(points: Sequence[Mapping[str, Any]], num_steps: int = 50) -> str:
-    """Return the mean loss of the last steps (50, as Appendix A of the paper has it)
-    and of how many it is.
+    """Return the mean loss of the last steps (50, as in Appendix A of the paper), and
+    their number in parentheses.
 
-    points: of `history.jsonl`; one that is logged every n steps is the mean of these.
+    points: those of `history.jsonl`; a point that is logged every n steps is the mean
+    of these n.
     """
     total = steps = 0
-    for before, point in reversed(list(pairwise([{"step": 0}, *points]))):
+    # Backwards from the last point, each weighted by the steps that it covers.
+    for previous, point in reversed(list(pairwise([{"step": 0}, *points]))):
         if "loss" in point and steps < num_steps:
-            covered = point["step"] - before["step"]
+            covered = point["step"] - previous["step"]
             total, steps = total + covered * point["loss"], steps + covered
     return f"{total / steps:.4g} ({steps})" if steps else ""
 
@@ -73,15 +79,16 @@ def _by_tokens(
     points: Sequence[Mapping[str, Any]], training: Path
 ) -> list[dict[str, Any]]:
     """Return points with the tokens of all batches up to their step, so that runs of
-    different batches compare.
+    different batch sizes can be compared.
     """
     batch = read_manifest(training)["settings"]["train"]["batch_size_tokens"]
     return [{**point, "tokens": point["step"] * batch} for point in points]
 
 
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format for every training with early stopping (name -> its manifest): best score,
-    items, and what the scores took of the time; "" for none."""
+    """Format one row for every training with early stopping (name -> its manifest):
+    best score, items, and the share of time spent on scoring; "" without any.
+    """
     rows = []
     for name, manifest in training.items():
         results, rule = manifest["results"], manifest["settings"].get("early_stopping")
@@ -90,6 +97,7 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
             best = results["best_score"]
             metric = scored_row(rule)["metric"]
             score = "-" if best is None else plus_minus(best, outcome["best_stderr"])
+            # Scores that are shares are shown in per cent, as in all other tables.
             if best is not None and metric not in RELATIVE and abs(best) <= 1:
                 score = f"{with_error(percent(best), outcome['best_stderr'])} %"
             items = items_text(metric, outcome["num_items"], outcome["num_items_total"])
@@ -118,7 +126,7 @@ def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
 def _stopping_curves(
     training: Mapping[str, Path],
 ) -> dict[tuple[str, str], dict[str, list[dict[str, Any]]]]:
-    """Return (metric, what it is of) -> the points of every training that was stopped by it."""
+    """Return (metric, its description) -> the points of every training scored by it."""
     curves: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for name, path in training.items():
         scores = read_scores(path)
@@ -130,12 +138,12 @@ def _stopping_curves(
     return curves
 
 
-def _figure_name(metric: str, taken: Collection[str]) -> str:
+def _figure_name(metric: str, existing: Collection[str]) -> str:
     """Name `pass_at_1.png`, `heldout_kl.png`, `acc.png`; with a number where several
     tasks have this metric.
     """
     stem = re.sub(r"\W+", "_", metric.partition(",")[0].replace("@", "_at_"))
     name, number = f"{stem}.png", 2
-    while name in taken:
+    while name in existing:
         name, number = f"{stem}_{number}.png", number + 1
     return name

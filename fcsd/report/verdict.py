@@ -1,6 +1,4 @@
-"""Put a comparison into words: what was lost, what is noise, and how much loss the
-noise may hide.
-"""
+"""Put a comparison into words: losses, noise, and the loss that the noise may hide."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +16,7 @@ LEGEND = (
 
 def quick_look(*limits: float | None) -> str:
     """Return the mark of evaluations that were cut short, with the smallest of their
-    limits; "" for whole ones.
+    limits; "" where none was.
     """
     limit = min(filter(None, limits), default=None)
     if limit is None:
@@ -29,7 +27,7 @@ def quick_look(*limits: float | None) -> str:
 
 def verdict(name: str, comparison: Mapping[str, Any]) -> str:
     """Write two to four sentences on one model: the mean, tasks lost and gained beyond
-    noise, what noise may hide.
+    noise, and the loss that noise may hide.
     """
     tasks, mean = comparison["tasks"], comparison["mean"]
     changed = sum(row["gained"] + row["lost"] for row in tasks.values())
@@ -38,7 +36,7 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
         return (
             f"**{name}**: none of {count} items has another score than the original's."
         )
-    said = [
+    sentences = [
         (
             f"**{name}**: {_mean(mean)}"
             if mean
@@ -47,12 +45,15 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
     ]
     for word in ("lost", "gained"):
         names = [task for task, row in tasks.items() if row["verdict"] == word]
+        # Many small changes may be noise in each task and yet show in the mean.
         adds_up = mean is not None and mean["verdict"] == word
+        # Losses are always mentioned, even to say that there is none; gains only where
+        # there are some.
         if names or adds_up or word == "lost":
             none = (
                 "no task by itself, but together they show it" if adds_up else "no task"
             )
-            said.append(
+            sentences.append(
                 f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}."
             )
     if noise := [
@@ -63,12 +64,12 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
             if len(noise) == len(tasks) > 3
             else ", ".join(noise)
         )
-        said.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
-    return " ".join(said)
+        sentences.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
+    return " ".join(sentences)
 
 
 def members_line(row: Mapping[str, Any]) -> str:
-    """Say how many members of a group differ, and how many would by chance."""
+    """Say how many members of a group differ, and how many would differ by chance."""
     intervals = [
         member["interval"] for member in row["members"].values() if member["interval"]
     ]
@@ -84,6 +85,7 @@ def members_line(row: Mapping[str, Any]) -> str:
 
 def signed(value: float) -> str:
     """Format points with their sign: `-3.1`, `+0.4`, `0.0`."""
+    # A value that rounds to 0 is shown without a sign.
     text = f"{100 * value:+.1f}"
     return "0.0" if text in ("+0.0", "-0.0") else text
 

@@ -223,7 +223,7 @@ def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
     with pytest.raises(
         UserError,
         match=(
-            r"^fcsd\.load: torch_dtype: is here dtype=…, for example dtype='bfloat16'"
+            r"^fcsd\.load: torch_dtype: use dtype=… instead, for example dtype='bfloat16'"
         ),
     ):
         fcsd.load(base_checkpoint, torch_dtype=torch.bfloat16)

@@ -471,7 +471,7 @@ def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
         refused(
             *command,
             message=(
-                f"{message}|: no such f(ile|older)|no file can be called so|the path is"
+                f"{message}|: no such f(ile|older)|no file can have this name|the path is"
                 " not UTF-8"
             ),
         )

@@ -1,5 +1,5 @@
-"""Write the results of a checkpoint into its model card (`README.md`) and as data
-(`.eval_results/`), and a run's folder for the Hub.
+"""Write the results of a checkpoint to its model card (`README.md`) and as data
+(`.eval_results/`), and assemble a run's folder for the Hub.
 """
 
 import shutil
@@ -39,16 +39,16 @@ from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 
 RESULTS = ".eval_results"
-LEFT = "files.json"  # in a publication: what identifies the model that it was made of
+LEFT = "files.json"  # in a publication: fingerprints of the model that it was made from
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a
-# Benchmark. The one of our suites' data sets that
-# https://huggingface.co/docs/hub/eval-results names as a Benchmark.
+# Benchmark. Among our suites' data sets, https://huggingface.co/docs/hub/eval-results
+# names only this one as a Benchmark.
 _BENCHMARK_TASKS = {"openai/gsm8k": "gsm8k"}
 
 
 def write_card(facts: Facts, folder: Path) -> None:
-    """Write `README.md`, and a file a task in `.eval_results/` for what was measured on
-    data sets of the Hub.
+    """Write `README.md`, and one file in `.eval_results/` for each task that was
+    measured on a data set of the Hub.
     """
     write_text(folder / CARD, str(model_card(with_linked_licence(facts, folder))))
     for name, entry in result_entries(facts.result).items():
@@ -60,7 +60,7 @@ def write_card(facts: Facts, folder: Path) -> None:
 
 
 def model_card(facts: Facts) -> ModelCard:
-    """Write the card of `fcsd.training.card` with what was measured."""
+    """Build the card of `fcsd.training.card` with the measured results."""
     return card_of(facts, _result(facts), model_index(facts.result))
 
 
@@ -85,7 +85,9 @@ def _result(facts: Facts) -> dict[str, str] | None:
 
 
 def _layers(sandbox: Mapping[str, Any]) -> str:
-    """Describe `namespaces user pid net, landlock_abi 7, seccomp, without rlimits`."""
+    """Format the layers of a sandbox: `namespaces user pid net, landlock_abi 7,
+    seccomp, without rlimits`.
+    """
     words = []
     for name, value in sandbox.items():
         if isinstance(value, bool):
@@ -101,8 +103,8 @@ def _layers(sandbox: Mapping[str, Any]) -> str:
 def _tasks(
     result: Mapping[str, Any] | None,
 ) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield (task, measured row, suite row) of every task on a data set of the Hub;
-    nothing of a quick look.
+    """Return (task, measured row, suite row) of every task on a data set of the Hub; []
+    for a quick look, which must not pass for a result.
     """
     if result is None or result["settings"]["limit"]:
         return []
@@ -137,8 +139,8 @@ def model_index(result: Mapping[str, Any] | None) -> list[EvalResult] | None:
 
 
 def result_entries(result: Mapping[str, Any] | None) -> dict[str, EvalResultEntry]:
-    """Return task -> entry of `.eval_results/TASK.yaml`: per cent, with the setting in
-    the notes.
+    """Return task -> entry of `.eval_results/TASK.yaml`, in per cent, with metric,
+    shots and versions in the notes.
     """
     versions = (result or {}).get("settings", {}).get("versions", {})
     entries = {}
@@ -172,10 +174,10 @@ def write_publication(
     report_folder: Path,
     folder: Path,
 ) -> None:
-    """Assemble the folder from the distilled model and the report; weights are
-    hard-linked where the disk allows.
+    """Assemble the folder for the Hub from the distilled model and the report.
 
-    original: folder of the original checkpoint, whose licence is inherited.
+    Weights are hard-linked where the file system allows. original: folder of the
+    original checkpoint, whose licence files are copied.
     """
     report = read_json(report_folder / "report.json")
     if not (model / CONFIG).is_file():
@@ -189,6 +191,8 @@ def write_publication(
             if file.name != MODELING_FILE and not is_noise(file.name):
                 (new / file.relative_to(model)).parent.mkdir(exist_ok=True)
                 place(file, new / file.relative_to(model))
+        # The code is written anew and not copied, as an old checkpoint may hold older
+        # code.
         if "auto_map" in config:
             write_code(model, family_of(config), new)
         for file in sorted(report_folder.iterdir()):
@@ -199,18 +203,24 @@ def write_publication(
                 )
             elif file.suffix == ".png":
                 shutil.copyfile(file, new / file.name)
-        # The page of all answers holds the benchmarks' questions, which are not to
-        # spread: it stays here.
+        # The page of all answers stays local: it holds the benchmarks' questions, which
+        # should not spread.
         text = (report_folder / "report.md").read_text(encoding="utf-8")
         write_text(new / "report.md", without_places(text.replace(ITEMS_LINK, "")))
         for file in files_like(original, ["LICENSE*"]) if original is not None else ():
             if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, config, original, new), new)
+        # `fcsd push` compares the folder with these, and refuses weights that were
+        # swapped.
         outputs = read_manifest(model.parent).get("outputs", {})
         write_sealed(
             new / LEFT,
-            {name: known for name, known in outputs.items() if _is_of_model(name)},
+            {
+                name: fingerprint
+                for name, fingerprint in outputs.items()
+                if _is_of_model(name)
+            },
         )
 
 
@@ -219,5 +229,5 @@ def _is_of_model(output: str) -> bool:
 
 
 def place(file: Path, to: Path) -> None:
-    """Link weights where the disk allows; copy what a reader may edit there."""
+    """Link weights where the file system allows; copy files that a reader may edit."""
     (link_or_copy if file.suffix == ".safetensors" else shutil.copyfile)(file, to)

@@ -1,4 +1,4 @@
-"""Collect what a model card says about a run from its folder."""
+"""Collect the facts for the model card of a run from its folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +22,14 @@ def facts_of_run(
     original: Path | None,
     folder: Path,
 ) -> Facts:
-    """Collect what a run knows about its main model; `folder` has the figures."""
+    """Collect the facts that a run records about its main model.
+
+    folder: the publish folder, of whose figures the card shows those that exist.
+    """
     publication = recipe.publication
     base = publication.base_model or recipe.model.path or None
     inherited = inherited_from(original) if original is not None else {}
+    # The figures that the card shows; a run may have drawn only some of them.
     captions = {
         "deltas.png": "Difference to the original.",
         "loss.png": "Training loss.",

@@ -1,4 +1,4 @@
-"""Send a folder to a model repository of the Hub, and say in one line what it refuses."""
+"""Send a folder to a model repository of the Hub; its refusals become one line."""
 
 import contextlib
 import sys
@@ -28,12 +28,12 @@ _STALE = [
     "report.*",
     "comparison.*",
 ]
-"""What an earlier push may have left in the repository and this one no longer has."""
+"""Files of an earlier push that are deleted where this one no longer has them."""
 
 
 def upload(new: Path, repo_id: str, private: bool) -> str:
-    """Make of the repository what the folder holds; the owner's other files stay.
-    Returns its address.
+    """Bring the repository to the content of the folder, keep the owner's other files,
+    and return its address.
     """
     if get_token() is None:
         raise UserError(
@@ -54,20 +54,23 @@ def upload(new: Path, repo_id: str, private: bool) -> str:
 
 
 def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
-    """Check an existing repository: it may be updated, unless it holds another kind of
-    model, or is public while the user believes it private. A card that has other words
-    there is named, for it may have been edited on the page."""
+    """Refuse to update a repository that holds another kind of model, or is public
+    while the user believes it private.
+
+    A note tells of a card that will be replaced by another text, since it may have been
+    edited on the page.
+    """
     try:
         repository = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
-    other, model_type = (
+    existing_type, model_type = (
         (repository.config or {}).get("model_type"),
         read_json(new / CONFIG)["model_type"],
     )
-    if other not in (None, model_type):
+    if existing_type not in (None, model_type):
         raise UserError(
-            f"{repo_id}: exists and holds a model of type '{other}', not"
+            f"{repo_id}: exists and holds a model of type '{existing_type}', not"
             f" '{model_type}'; choose another name"
         )
     if private and not repository.private:
@@ -90,10 +93,10 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
 
 @contextlib.contextmanager
 def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
-    """Turn what the client raises into one line that says what to do; the token is in none."""
+    """Turn the client's errors into one line with a remedy, and without the token."""
 
-    def said(text: object) -> str:
-        """Return one line of at most 200 letters, without the token."""
+    def excerpt(text: object) -> str:
+        """Return one line of at most 200 characters, without the token."""
         return " ".join(str(text).split()).replace(get_token() or "\0", "…")[:200]
 
     reasons = {
@@ -117,7 +120,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(
             error
         ):
-            reason = said(str(error).partition("\n")[2])
+            reason = excerpt(str(error).partition("\n")[2])
             raise UserError(
                 f"{repo_id}: the Hub refuses the metadata of README.md: {reason};"
                 " nothing was sent: correct the lines between the ---, or what"
@@ -127,27 +130,29 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         if isinstance(error, HfHubHTTPError):
             status, server = (
                 error.response.status_code,
-                said(error.server_message or ""),
+                excerpt(error.server_message or ""),
             )
         if status in reasons:
             raise UserError(
                 f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})"
             ) from None
+        # Timeouts and conflicts (408, 409, 412) pass with time, so they count as a
+        # broken upload.
         if status is not None and 400 <= status < 500 and status not in (408, 409, 412):
             raise UserError(
                 f"{repo_id}: the Hub refuses this ({status}:"
                 f" {server or 'no reason given'})"
             ) from None
         cause = error.__cause__ or error
-        # of whichever HTTP library the client has
+        # Connection errors have this in their name in any HTTP library of the client.
         if "Connect" in type(cause).__name__:
             raise UserError(
-                f"{repo_id}: the Hub at {endpoint} cannot be reached ({said(cause)});"
-                " look at the network, proxy and HF_ENDPOINT, and run the same command"
-                " again"
+                f"{repo_id}: the Hub at {endpoint} cannot be reached"
+                f" ({excerpt(cause)}); look at the network, proxy and HF_ENDPOINT, and"
+                " run the same command again"
             ) from None
         raise UserError(
             f"{repo_id}: the upload broke off ({type(cause).__name__}:"
-            f" {said(server or cause)}); run the same command again, it continues from"
-            " what has arrived"
+            f" {excerpt(server or cause)}); run the same command again, it continues"
+            " from what has arrived"
         ) from None

@@ -1,7 +1,7 @@
-"""What is published names no place of the publisher's machine (of an absolute path the
-last name is left) and holds no secret, by the rules of detect-secrets.
+"""Keep paths of the publisher's machine and secrets out of published files: absolute
+paths are cut to their last name, and secrets are found by the rules of detect-secrets.
 
-Not covered: relative paths; secrets without a form of their own (passwords, hex
+Not covered: relative paths; secrets without a recognisable form (passwords, hex
 digits); pictures and weights.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 from fcsd.base.errors import UserError
 
 PLACE = re.compile(r"(?<![\w/.:~\\-])~?(?:/[\w.@+-]+){2,}")
-"""An absolute path of two names or more in a text; `/` alone, `and/or` and what stands
-in an address are none.
+"""An absolute path of at least two names in a text; a lone `/`, `and/or` and parts of
+an address do not match.
 """
 
 
 _ANYWHERE = re.compile(
     r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
 )
-"""Forms that no vocabulary has by chance; those of Hugging Face and the third are not
-among detect-secrets' (1.5).
+"""Tokens whose form no vocabulary contains by chance. detect-secrets (1.5) has no rule
+for those of Hugging Face and for GitHub's `github_pat_`.
 """
 _VOCABULARY = ("tokenizer.json", "vocab.", "merges.txt", ".model", ".tiktoken", ".bpe")
-# `AP` and nine letters; any address
+# Rules that ordinary text meets: `AP` and nine letters; any IP address.
 _ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")
 
 
@@ -36,7 +36,9 @@ def without_places(text: str) -> str:
 
 
 def public_text(name: str, text: str) -> str:
-    """Return what a file of that name publishes: JSON value by value, other text as it stands."""
+    """Return the text of a file without paths of this machine; JSON is cleaned value by
+    value.
+    """
     if not name.endswith(".json"):
         return without_places(text)
     return json.dumps(_public(json.loads(text)), indent=2) + "\n"
@@ -44,9 +46,9 @@ def public_text(name: str, text: str) -> str:
 
 def _public(value: Any) -> Any:
     if isinstance(value, dict):
-        return {without_places(key): _public(each) for key, each in value.items()}
+        return {without_places(key): _public(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_public(each) for each in value]
+        return [_public(item) for item in value]
     if not isinstance(value, str):
         return value
     return (
@@ -69,24 +71,27 @@ def _rules() -> dict[str, list[re.Pattern[str]]]:
     }
 
 
-def refuse_secrets(file: Path, shown: Path) -> None:
-    """Refuse a text file with a token or key, by line and never with its letters;
-    `shown`: its name for the user.
+def refuse_secrets(file: Path, original: Path) -> None:
+    """Refuse a text file with a token or key; the error names the line and never shows
+    the secret.
+
+    original: the file that the user knows, for the error.
     """
     from huggingface_hub import get_token
 
-    text, own = file.read_bytes().decode("utf-8", "replace"), get_token()
+    text, token = file.read_bytes().decode("utf-8", "replace"), get_token()
     rules = {
-        "access token": [_ANYWHERE, *([re.compile(re.escape(own))] if own else [])]
+        # The user's own token is searched for as such, whatever its form.
+        "access token": [_ANYWHERE, *([re.compile(re.escape(token))] if token else [])]
     }
+    # Among the many words of a vocabulary, some match the looser rules by chance.
     if not any(part in file.name for part in _VOCABULARY):
         rules |= _rules()
     for name, patterns in rules.items():
-        if match := next(
-            (each for pattern in patterns if (each := pattern.search(text))), None
-        ):
-            line = text.count("\n", 0, match.start()) + 1
-            raise UserError(
-                f"{shown}, line {line}: contains what looks like a secret ({name});"
-                " remove it, and revoke it"
-            )
+        for pattern in patterns:
+            if match := pattern.search(text):
+                line = text.count("\n", 0, match.start()) + 1
+                raise UserError(
+                    f"{original}, line {line}: contains what looks like a secret"
+                    f" ({name}); remove it, and revoke it"
+                )

@@ -1,11 +1,11 @@
-"""`fcsd push`: a checkpoint with its card to the Hub, or the exact folder that would go
-there.
+"""`fcsd push`: upload a checkpoint with its card to the Hub, or write the exact folder
+that would be uploaded.
 
 Everything is checked, and the folder assembled from named kinds of files, before the
-Hub is asked anything. `huggingface_hub.upload_folder` sends it: with hf_xet in a stream
-of commits, without it through LFS; either way what arrived before an interruption is
-not sent again, but for what hf_xet had not noted yet (the last 20 s of a process that
-is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd keeps none.
+Hub is contacted. `huggingface_hub.upload_folder` sends it: with hf_xet in a stream of
+commits, without it through LFS. Either way, data that arrived before an interruption is
+not sent again, except what hf_xet had not yet recorded (the last 20 s of a process that
+is killed). It reads the token (HF_TOKEN, `hf auth login`); fcsd stores none.
 
 Not covered: pull requests, branches, data sets.
 """
@@ -61,10 +61,10 @@ _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 
 @dataclass(frozen=True)
 class NewCard:
-    """The facts of a card that the checkpoint does not know; for folders without
-    `README.md`.
+    """Facts for a new card that the checkpoint itself does not record; only for folders
+    without `README.md`.
 
-    base: hub id or folder of the original. licence: overrules the one inherited from
+    base: hub id or folder of the original. licence: overrides the one inherited from
     `base`. results: folders of `fcsd evaluate` for the original and for this
     checkpoint.
     """
@@ -82,17 +82,17 @@ def push(
     dry_run: Path | None = None,
     card: NewCard | None = None,
 ) -> str:
-    """Upload `folder` to the model repository `owner/name`, which is created if there
-    is none; its address, or dry_run.
+    """Upload `folder` to the model repository `owner/name`, which is created if needed,
+    and return its address, or dry_run.
 
-    folder: a run (its `publish` is taken), a `publish` folder, a stage's folder, or a
-    FarSkip checkpoint. dry_run: write the folder that would be uploaded to this new
+    folder: a run (its `publish` is used), a `publish` folder, a stage's folder, or a
+    FarSkip checkpoint. dry_run: write the files that would be uploaded to this new
     folder, and send nothing.
 
     Raises:
-        UserError: before anything is sent: no repository id, no FarSkip checkpoint,
-            weights that do not fit their index or config, remote code missing, a token
-            in a text file; then what the Hub refuses.
+        UserError: before anything is sent: the repository id is invalid, there is no
+            FarSkip checkpoint, weights do not fit their index or config, remote code is
+            missing, or a text file contains a token; later: the Hub refuses.
     """
     _check_repo_id(repo_id)
     checkpoint = _checked(find_checkpoint(folder))
@@ -106,8 +106,8 @@ def push(
             _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
     with scratch_folder("fcsd-push") as new:
-        # Links: nothing of the weights is written a second time, on whatever disk they
-        # are.
+        # Symbolic links, which work across disks: weights are not written a second
+        # time.
         _assemble(
             checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve())
         )
@@ -121,6 +121,7 @@ def find_checkpoint(folder: Path) -> Path:
             f"{folder}: no such folder; give a run, its publish folder, or a FarSkip"
             " checkpoint"
         )
+    # The publish folder comes before the model: it has the card and the results.
     for candidate in (folder, folder / "publish", folder / "model"):
         if (candidate / CONFIG).is_file():
             return candidate
@@ -166,7 +167,7 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _checked(source: Path) -> Checkpoint:
-    """Check that config, index, shards, tensor shapes and remote code belong together."""
+    """Check that config, index, shards, tensor shapes and remote code fit together."""
     checkpoint = read_checkpoint(source)
     if checkpoint.connectivity is None or checkpoint.foreign:
         raise UserError(
@@ -192,27 +193,29 @@ def _checked(source: Path) -> Checkpoint:
 
 
 def _check_unchanged(source: Path) -> None:
-    """Refuse weights or a config that are not those which the stage or the publication noted."""
+    """Refuse weights or a config that differ from the record of the stage or of the
+    publication.
+    """
     manifest = (source.parent if source.name == "model" else source) / "manifest.json"
-    noted = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
+    records = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
     if (source / LEFT).is_file():
-        noted.append(
+        records.append(
             (
                 source / LEFT,
                 read_sealed(source / LEFT, "`fcsd run` makes this folder again"),
             )
         )
-    for file, outputs in noted:
-        made, config = outputs.get("model"), outputs.get(f"model/{CONFIG}")
-        if made is not None and made != weights_fingerprint(source):
+    for file, outputs in records:
+        weights, config = outputs.get("model"), outputs.get(f"model/{CONFIG}")
+        if weights is not None and weights != weights_fingerprint(source):
             raise UserError(
-                f"{file}: describes other weights ({made[:12]}…) than those in"
+                f"{file}: describes other weights ({weights[:12]}…) than those in"
                 f" {source}: they are damaged, or were changed since; `fcsd run` of the"
                 " recipe leaves them again, or copy these to a folder of their own and"
                 " push that"
             )
-        now = model_outputs(source)[f"model/{CONFIG}"]
-        if config is not None and (changes := differences(config, now)):
+        current = model_outputs(source)[f"model/{CONFIG}"]
+        if config is not None and (changes := differences(config, current)):
             raise UserError(
                 f"{source / CONFIG}: is not what {file} describes"
                 f" ({'; '.join(changes[:3])}); put it back, or copy the checkpoint to a"
@@ -235,14 +238,16 @@ def _modules(config: dict[str, Any]) -> list[str]:
 def _assemble(
     checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any
 ) -> None:
-    """Fill `new` with what goes to the Hub, and print it; kinds of files that are not
-    named here stay behind.
+    """Fill `new` with the files for the Hub and print them; files of any kind that is
+    not listed stay behind.
     """
     source = checkpoint.folder
     _check_unchanged(source)
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
+        # The modeling code is written anew, so that an old checkpoint gets the current
+        # code.
         if file == source / MODELING_FILE:
             assert checkpoint.family is not None
             write_code(source, checkpoint.family, new)
@@ -260,14 +265,17 @@ def _assemble(
             )
         text = (source / CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
         if (source / "report.json").is_file():
-            # The repository id that the recipe of a publish folder wrote into its card.
+            # The card of a publish folder names the repository of its recipe, which may
+            # not be the one that is pushed to.
             publication = (read_json(source / "report.json").get("recipe") or {}).get(
                 "publication"
             ) or {}
-            if other := publication.get("repo_id"):
-                text = text.replace(f'"{other}"', f'"{repo_id}"')
+            if recipe_id := publication.get("repo_id"):
+                text = text.replace(f'"{recipe_id}"', f'"{repo_id}"')
         write_text(new / CARD, text)
     for file in sorted(new.rglob("*")):
+        # Every text file is searched, whoever wrote it: what has been published stays
+        # known.
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
             refuse_secrets(file, source / file.relative_to(new))
     _say(checkpoint, new, repo_id)
@@ -291,26 +299,26 @@ def _files(checkpoint: Checkpoint) -> list[Path]:
 
 
 def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
-    """Collect what is known about a checkpoint without a card: its config, its stage's
-    manifest, what the user says.
+    """Collect the facts about a checkpoint without a card, from its config, its stage's
+    manifest and the user's options.
     """
     source = checkpoint.folder
     stage = source.name == "model"
     record = read_manifest(source.parent if stage else source)
     origin = origin_of(record)
-    # What the user names and what the record names may be one model, on the Hub and on
-    # this machine.
+    # The user's base and the recorded one may be the same model on the Hub and on this
+    # machine; the local one needs no network, so it comes first.
     named = [(card.base, None), (origin.get("path"), origin.get("revision"))]
-    places: list[tuple[str, str | None]] = [
+    bases: list[tuple[str, str | None]] = [
         (path, revision) for path, revision in named if path is not None
     ]
-    places.sort(key=lambda place: not Path(place[0]).is_dir())
+    bases.sort(key=lambda candidate: not Path(candidate[0]).is_dir())
     base = card.base or origin.get("path")
-    # `fcsd convert` left its record among the weights, which may have been trained
-    # there since.
+    # `fcsd convert` writes its record among the weights, which may have been trained in
+    # that folder since.
     training = record if record and (stage or record["stage"] != "convert") else None
     inherited: dict[str, Any] = next(
-        (terms for place in places if (terms := inherited_by(*place))), {}
+        (terms for candidate in bases if (terms := inherited_by(*candidate))), {}
     )
     result = comparison = None
     if card.results is not None:
@@ -324,7 +332,7 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
         language=tuple(inherited.get("language", [])),
         training=training,
         untrained=training is None
-        and any(_same_weights(source, *place) for place in places),
+        and any(_same_weights(source, *candidate) for candidate in bases),
         chat=has_chat_template(source),
         result=result,
         comparison=comparison,
@@ -332,9 +340,10 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
 
 
 def _same_weights(source: Path, base: str, revision: str | None) -> bool:
-    """Tell whether the weight files are those of the original, where that lies on this
-    machine. A converted checkpoint shares them as links, which is seen at once; others
-    are read."""
+    """Tell whether the weight files are those of the original, if that is on this
+    machine. Those of a converted checkpoint are links, which costs no reading; others
+    are hashed.
+    """
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
         with contextlib.suppress(LocalEntryNotFoundError):  # not in the cache
@@ -344,31 +353,32 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
     if not (folder / CONFIG).is_file() or "farskip" in read_json(folder / CONFIG):
         return False
     try:
-        mine, its = (
-            {file.name: file for file in weight_files(place)}
-            for place in (source, folder)
+        converted, original = (
+            {file.name: file for file in weight_files(checkpoint)}
+            for checkpoint in (source, folder)
         )
-    except UserError:  # of the original, only some shards are here
+    except UserError:  # the cache holds only some shards of the original
         return False
+    # Names and sizes first: they tell most models apart without reading a byte.
     sizes = [
         {name: file.stat().st_size for name, file in files.items()}
-        for files in (mine, its)
+        for files in (converted, original)
     ]
-    pairs = [(file, its.get(name, file)) for name, file in sorted(mine.items())]
-    return (
-        bool(mine)
-        and sizes[0] == sizes[1]
-        and all(
-            one.samefile(other) or file_sha256(one) == file_sha256(other)
-            for one, other in pairs
-        )
+    if not converted or sizes[0] != sizes[1]:
+        return False
+    return all(
+        file.samefile(original[name])
+        or file_sha256(file) == file_sha256(original[name])
+        for name, file in sorted(converted.items())
     )
 
 
 def _results(
     source: Path, original: Path, converted: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the result of this checkpoint and its comparison; refuse a result of other weights."""
+    """Read the result of this checkpoint and compare it with the original's; refuse a
+    result of other weights.
+    """
     if manifest := read_manifest(converted):
         measured = manifest["inputs"].get("model")
         if measured is not None and measured != weights_fingerprint(source):
@@ -383,14 +393,17 @@ def _results(
             file=sys.stderr,
         )
     result, samples = read_results(converted)
-    before, old = read_results(original, like=result)
+    original_result, original_samples = read_results(original, like=result)
     return result, compare(
-        {"result": before, "samples": old}, {"result": result, "samples": samples}
+        {"result": original_result, "samples": original_samples},
+        {"result": result, "samples": samples},
     )
 
 
 def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
-    """Print what goes, what stays behind, and what a reader of the page would miss."""
+    """Print the files that are sent, those left out, and what a reader of the page
+    would miss.
+    """
     source, notes = checkpoint.folder, []
     sent = {
         str(file.relative_to(new)): file.stat().st_size
@@ -400,18 +413,20 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     for name, size in sent.items():
         print(f"{size:>15,}  {name}")
     print(f"{sum(sent.values()):>15,}  bytes in {len(sent)} files")
-    kept = {Path(name).parts[0] for name in sent} | {
+    expected = {Path(name).parts[0] for name in sent} | {
         "stage.json",
         "manifest.json",
         LEFT,
     }
-    rest = [
+    left_out = [
         file.name + "/" * file.is_dir()
         for file in sorted(source.iterdir())
-        if file.name not in kept
+        if file.name not in expected
     ]
-    if rest:
-        notes.append(f"left out, no part of a published checkpoint: {', '.join(rest)}")
+    if left_out:
+        notes.append(
+            f"left out, no part of a published checkpoint: {', '.join(left_out)}"
+        )
     card = front_matter(new / CARD)
     if not any(
         name.startswith("tokenizer") or name.endswith(".model") for name in sent
@@ -423,44 +438,45 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
         notes.append(
             "no generation_config.json: generation uses transformers' defaults"
         )
-    # it is kept as it is, and was made by a recipe or by hand
-    old = (source / CARD).is_file()
+    # An existing card is the user's to edit; a new one is made from options.
+    has_card = (source / CARD).is_file()
     where = f"edit {source / CARD}"
-    if old and (source / "report.json").is_file():
+    if has_card and (source / "report.json").is_file():
         where += ", or publication in the recipe and `fcsd run` it again"
     if not card.get("license"):
         notes.append(
             "no licence on the card:"
-            f" {where if old else '--license, or a base model whose card has one'}"
+            f" {where if has_card else '--license, or a base model whose card has one'}"
         )
     if not card.get("base_model"):
         notes.append(
             "no base model on the card, the original's hub id:"
-            f" {where if old else '--base-model'}"
+            f" {where if has_card else '--base-model'}"
         )
     if not card.get("model-index"):
-        how = "`fcsd evaluate` without --limit, for the original and for this one"
+        commands = "`fcsd evaluate` without --limit, for the original and for this one"
         notes.append(
             "no results on the card:"
-            f" {how}{'' if old else ', then --results ORIGINAL MODEL'}"
+            f" {commands}{'' if has_card else ', then --results ORIGINAL MODEL'}"
         )
+    # A card copied from another repository may still load the model of that one.
     loaded = set(
         re.findall(
             r'from_pretrained\("([\w.-]+/[\w.-]+)"',
             (new / CARD).read_text(encoding="utf-8"),
         )
     )
-    if others := sorted(loaded - {repo_id, card.get("base_model")}):
-        notes.append(f"{CARD} loads {', '.join(others)}, not {repo_id}")
+    if other_models := sorted(loaded - {repo_id, card.get("base_model")}):
+        notes.append(f"{CARD} loads {', '.join(other_models)}, not {repo_id}")
     for name in sent:
         if Path(name).suffix in (".md", ".json", ".yaml") and not name.startswith(
             "tokenizer"
         ):
             words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
-            if here := [word for word in sorted(words) if Path(word).exists()]:
+            if local_paths := [word for word in sorted(words) if Path(word).exists()]:
                 notes.append(
                     f"{name}: names places of this machine:"
-                    f" {here[0]}{', …' if here[1:] else ''}"
+                    f" {local_paths[0]}{', …' if local_paths[1:] else ''}"
                 )
     for note in notes:
         print(f"fcsd push: note: {note}", file=sys.stderr)

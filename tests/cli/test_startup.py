@@ -1,0 +1,34 @@
+"""What the command line loads before it has work to do: no heavy library."""
+
+from tests.support import start
+
+MISTAKE = """
+import sys
+from fcsd.cli.main import main
+status = main(['distill', 'nowhere.yaml'])
+print(status, 'torch' in sys.modules)
+"""
+
+# The records behind the options of estimate and plan lie in modules that use torch.
+HELP = """
+import sys
+from fcsd.cli.main import COMMANDS, main
+for name in COMMANDS.keys() - {'estimate', 'plan'}:
+    try: main([name, '--help'])
+    except SystemExit: pass
+    heavy = {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)
+    assert not heavy, (name, heavy)
+"""
+
+
+def test_a_mistaken_recipe_is_refused_before_torch_is_loaded() -> None:
+    with start("-c", MISTAKE) as child:
+        out, error = child.communicate()
+    assert out == "2 False\n"
+    assert error == "fcsd distill: error: nowhere.yaml: no such file\n"
+
+
+def test_the_help_of_a_command_loads_no_heavy_library() -> None:
+    with start("-c", HELP) as child:
+        _, error = child.communicate()
+    assert (child.returncode, error) == (0, "")
