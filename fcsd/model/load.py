@@ -160,6 +160,7 @@ def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> User
 
 def free_memory() -> None:
     """Release the memory of models that are no longer referenced."""
+    # The allocator releases only blocks whose tensors are gone, so collect cycles first.
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()

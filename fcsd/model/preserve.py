@@ -30,6 +30,8 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
         if tokenizer
     }
     python, array = random.getstate(), numpy.random.get_state()
+    # The training that goes on afterwards has to draw the same random numbers as without
+    # the evaluation.
     with torch.random.fork_rng(devices=_devices(model)):
         try:
             yield

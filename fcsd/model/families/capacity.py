@@ -130,6 +130,7 @@ class Dropping:
         keeps = kept_pairs(ids, limit, order_weights)
         if tokens is not None:
             keeps |= ~tokens[:, None]
+        # Activation checkpointing calls the experts again in the backward pass.
         if number not in self._counted:
             self._counted.add(number)
             dropped = (~keeps).sum()

@@ -95,6 +95,7 @@ def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
     sizes = next((value for value in output if isinstance(value, list)), None)
     if sizes is not None:
         # JetMoE returns the pairs sorted by expert, and the number of pairs per expert.
+        # Scattering the experts by the order of the sort undoes it.
         order: Tensor = output[0]
         by_expert = torch.arange(len(sizes), device=order.device).repeat_interleave(
             torch.tensor(sizes, device=order.device)

@@ -149,6 +149,7 @@ def _loaded(
     If there is no index, or it cannot be fetched, all safetensors files outside folders
     count.
     """
+    # The order of precedence: a file that the config names, a single file, the index.
     first = str(config.get(NAMED) or (WEIGHTS if WEIGHTS in sizes else INDEX))
     names = {first}
     if first not in sizes or not first.endswith(".safetensors"):

@@ -37,6 +37,7 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
         per_token = _numbers_per_token(layer)
         if per_token is None:
             return None
+        # A window bounds the cache; without one it grows with the text.
         window = {
             "sliding_attention": getattr(layer, "sliding_window", None),
             "hybrid_sliding": getattr(layer, "sliding_window", None),
@@ -50,6 +51,7 @@ def _numbers_per_token(config: Any) -> int | None:
     """Count the cached numbers per token and attention layer."""
     heads = getattr(config, "num_attention_heads", None)
     rank = getattr(config, "kv_lora_rank", None)
+    # Multi-head latent attention: one latent for all heads, keys and values.
     if rank:
         return int(rank + config.qk_rope_head_dim)
     if not isinstance(heads, int):

@@ -36,6 +36,7 @@ def count_parameters(
                 parameter.numel() - parameter.numel() // count * experts_per_token
             )
     active: dict[str, int | None] = {part: total[part] - unused[part] for part in PARTS}
+    # Text does not pass through the towers of a multimodal model.
     if family.multimodal:
         active["other"] = 0
     if experts_per_token is None:

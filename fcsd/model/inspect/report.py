@@ -254,6 +254,7 @@ def _total(config: Any) -> int | None:
         AutoModelForImageTextToText,
     )
 
+    # From the largest to the smallest: a wrapper with towers, a model with head, a body.
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
             with without_advice(), torch.device("meta"):

@@ -124,6 +124,8 @@ def calibrate_checkpoint(
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks, measured)
                 bar.update()
+        # A result that is ruled out never becomes a calibrated model: the mark in the
+        # config comes last.
         _judge(state, ranks)
         kl = measured.kl(models, models.head()) if measured is not None else None
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}

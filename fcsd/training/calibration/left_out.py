@@ -69,6 +69,7 @@ class LeftOut:
 
     def behind_folding(self, models: Models, index: int) -> None:
         """Move the stream of the calibrated weights behind a layer."""
+        # The layer's weights have their maps folded in by now.
         for number, batch in enumerate(self.batches):
             stream = to(self.streams[CALIBRATED][number], models.device)
             stream = models.student.step(index, to(batch, models.device), stream)
@@ -91,6 +92,7 @@ class LeftOut:
                     )
                     for name, streams in self.streams.items()
                 }
+                # One sum for each row: rows are the units of the standard error.
                 batches.append(
                     [
                         _row(hidden, numbered, head, config)

@@ -88,6 +88,8 @@ def calibrate_model(
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
+    # The config is saved with the model and tells that its weights are no longer the
+    # original's.
     setattr(
         student.config,
         CALIBRATED,

@@ -157,6 +157,7 @@ class Work:
 
     def step(self, batch_index: int) -> Stream:
         """Return the student's stream of a batch behind the layer."""
+        # Streams are stored in main memory between the layers.
         batch, stream = (
             to(values, self.device)
             for values in (self.batches[batch_index], self.student[batch_index])
@@ -166,6 +167,7 @@ class Work:
     def rows(self, values: Tensor, batch_index: int) -> Tensor:
         """Select the values (N, ...) at the tokens of text of a batch."""
         flat, mask = values.reshape(-1, values.shape[-1]), self.masks[batch_index]
+        # Without padding no copy is needed.
         return flat if bool(mask.all()) else flat[mask.to(flat.device)]
 
     def problems(self, num_inputs: int = 1) -> tuple[LeastSquares, LeastSquares]:

@@ -113,6 +113,7 @@ class Steps:
         stream, return the layer's input in a pass of the model.
         """
         with self._only(index, stream, _reached):
+            # The pass ends in `_reached`: layers behind the target never run.
             try:
                 body_hidden(
                     self.model, batch["input_ids"], batch["position_ids"], None, None
