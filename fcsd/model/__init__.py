@@ -1,5 +1,5 @@
-"""Models: `families`, their `connectivity`, `inspect`, and checkpoints: found, loaded,
-left as they were by a score.
+"""Models: `families` and their `connectivity`, `inspect`, and how checkpoints are found
+and loaded; `preserve` restores a model after an evaluation.
 
-Not covered: where a model is computed (`fcsd.parallel`).
+Not covered: devices and ranks (`fcsd.parallel`).
 """

@@ -1,5 +1,5 @@
-"""What a MoE needs under autocast: experts in half precision, routers in float32, a
-teacher that computes alike.
+"""Run a MoE under autocast: experts in half precision, routers in float32, and a teacher
+that rounds like the student.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError
 from fcsd.model.families.routers import find_routers
 
-# transformers' loop for where torch's kernel cannot be had is an operator of its own.
+# Where torch's kernel is not available, transformers runs a loop, which is an operator
+# of its own.
 _OPERATORS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 _libraries: list[torch.library.Library] = []  # a rule lasts as long as its library
 
 
 def autocast_experts() -> None:
-    """Give autocast a rule for grouped matmuls, as it has one for `mm` and `bmm`, for
+    """Register autocast rules for grouped matmuls, like those for `mm` and `bmm`, for
     the rest of the process.
 
     transformers runs the experts of a MoE in one grouped matmul, for which torch's
     autocast has no rule (https://github.com/pytorch/pytorch/issues/174763): with
-    float32 weights they run in float32, seven times as long on an H100 as in bfloat16
-    (docs/scale.md). Where torch brings a rule of its own, that is kept.
+    float32 weights they run in float32 and take seven times as long on an H100 as in
+    bfloat16 (docs/scale.md). A rule that torch brings itself is not replaced.
     """
     import transformers.integrations.moe  # noqa: F401, defines the second operator
 
@@ -50,13 +51,13 @@ def autocast_experts() -> None:
 def _rule(
     operator: Callable[..., Tensor], device: str, key: str
 ) -> Callable[..., Tensor]:
-    """Make the operator in autocast's dtype: float32 tensors are cast, as autocast does
-    for `mm`.
+    """Wrap the operator so that it runs in autocast's dtype: float32 tensors are cast,
+    as autocast does for `mm`.
     """
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def grouped(
-        *tensors: Tensor | None, **others: Tensor | torch.dtype | None
+        *tensors: Tensor | None, **options: Tensor | torch.dtype | None
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
 
@@ -65,9 +66,10 @@ def _rule(
                 x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
             )
 
+        # Without autocast's key, or the call would come back to this rule.
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return operator(
-                *map(cast, tensors), **{name: cast(x) for name, x in others.items()}
+                *map(cast, tensors), **{name: cast(x) for name, x in options.items()}
             )
 
     return grouped
@@ -75,10 +77,10 @@ def _rule(
 
 @contextlib.contextmanager
 def float32_routers(model: nn.Module) -> Iterator[None]:
-    """Keep autocast out of a model's routers within the block.
+    """Disable autocast in a model's routers within the block.
 
-    Families compute their routers in float32, in a bfloat16 model too. Autocast would
-    round the operands of that matmul, and send tokens to other experts.
+    Families compute their routers in float32, even in a bfloat16 model. Autocast would
+    round the operands of that matmul and send tokens to other experts.
     """
     entered: list[torch.autocast] = []
 
@@ -89,6 +91,7 @@ def float32_routers(model: nn.Module) -> Iterator[None]:
         entered.append(torch.autocast(weight.device.type, enabled=False))
         entered[-1].__enter__()
 
+        # The hidden states come from a matmul under autocast, in half precision.
         def widened(value: Any) -> Any:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
@@ -108,6 +111,7 @@ def float32_routers(model: nn.Module) -> Iterator[None]:
                     leave_autocast, with_kwargs=True
                 ).remove
             )
+            # Called after an error, too, so that no autocast stays disabled.
             stack.callback(
                 router.register_forward_hook(enter_again, always_call=True).remove
             )
@@ -122,13 +126,13 @@ def _routers(model: nn.Module) -> list[nn.Module]:
 
 
 class UnderAutocast:
-    """A frozen model that computes as the student does that is trained from its weights
-    under autocast.
+    """A frozen model that rounds like a student that is trained from its weights under
+    autocast.
 
-    Autocast rounds the weights of matmuls alone. Where the student's weights are in
-    float32 and the model's in bfloat16, the model's matrices stay as they are, and all
-    else (embeddings, norms, routers) is in float32 while it computes. Without this the
-    two differ by the rounding of every layer, and so do the experts that tokens go to.
+    Autocast rounds only the weights of matmuls. If the student's weights are in float32
+    and the model's in bfloat16, the model's matrices stay as they are, and everything
+    else (embeddings, norms, routers) is in float32 while it computes. Without this, the
+    two differ by the rounding in every layer, and tokens go to other experts.
     """
 
     def __init__(self, model: nn.Module, *, student_dtype: torch.dtype):
@@ -139,7 +143,7 @@ class UnderAutocast:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Compute so within the block."""
+        """Let the model compute so within the block."""
         device = next(self.model.parameters()).device.type
         try:
             for (tensor, _), wide in zip(self.narrow, self.wide, strict=True):
@@ -152,8 +156,8 @@ class UnderAutocast:
 
 
 def _beside_matmuls(model: nn.Module) -> list[Tensor]:
-    """Return the tensors in half precision that autocast does not round everywhere, and
-    those of routers.
+    """Return the half-precision tensors of routers, and those that some module uses
+    without rounding by autocast.
     """
     routers = {part for router in _routers(model) for part in router.modules()}
     rounded = {
@@ -162,9 +166,9 @@ def _beside_matmuls(model: nn.Module) -> list[Tensor]:
     for module in model.modules():
         in_matmul = () if module in routers else _of_matmul(module)
         rounded_here = {id(parameter) for parameter in in_matmul}
-        here = {id(parameter) for parameter in module.parameters(recurse=False)}
-        # the head may share its weight with the embeddings
-        rounded -= here - rounded_here
+        held = {id(parameter) for parameter in module.parameters(recurse=False)}
+        # A head may share its weight with the embeddings, which do not round it.
+        rounded -= held - rounded_here
     return [
         tensor
         for tensor in (*model.parameters(), *model.buffers())
@@ -173,8 +177,8 @@ def _beside_matmuls(model: nn.Module) -> list[Tensor]:
 
 
 def _of_matmul(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module that autocast rounds: of linear layers, and of
-    all experts in one.
+    """Return the parameters of a module that autocast rounds: those of a linear layer,
+    and the 3-dimensional ones of experts.
     """
     parameters = list(module.parameters(recurse=False))
     if isinstance(module, nn.Linear):

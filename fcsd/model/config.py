@@ -1,4 +1,4 @@
-"""Schema of what is trained and compared: model, connectivity, teacher, adapters."""
+"""Schema of the recipe sections model, connectivity, teacher and lora."""
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -21,14 +21,14 @@ class ModelConfig(Strict):
     trust_remote_code: bool = option(
         False, "allow code that comes with the checkpoint to run"
     )
-    # It is that of the teacher, and of every model while it is evaluated.
+    # Also the teacher's dtype, and that of every model while it is evaluated.
     dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's own")
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
 
 class ConnectivityConfig(Strict):
-    """Which layers are rewired, and which of their two inputs (see
+    """The layers to rewire, and the inputs of their two branches (see
     `fcsd.model.connectivity.Connectivity`).
     """
 
@@ -61,7 +61,7 @@ class ConnectivityConfig(Strict):
 
 
 class _OfACheckpoint(Strict):
-    """A teacher that is a checkpoint of its own, and not the student's weights."""
+    """A teacher that is a separate checkpoint instead of the student's weights."""
 
     backend: str
     # another checkpoint, with the student's vocabulary; null: model.path
@@ -79,8 +79,8 @@ class _OfACheckpoint(Strict):
 
 
 class ShardedTeacherConfig(_OfACheckpoint):
-    """Run a second, frozen model: whole on one process, in shards over several where
-    the engine shards.
+    """Run a second, frozen model: a whole one on one process, shards on several if the
+    engine shards.
     """
 
     backend: Literal["sharded"] = "sharded"
@@ -108,8 +108,8 @@ class CachedTeacherConfig(_OfACheckpoint):
     spot_check_rows: int = Field(4, ge=0)
 
 
-# Where the teacher's final hidden states come from; the numbers are the same, memory
-# and time are not.
+# The source of the teacher's final hidden states. All give the same numbers; memory and
+# time differ.
 TeacherConfig = Annotated[
     ShardedTeacherConfig | AdapterOffTeacherConfig | CachedTeacherConfig,
     one_of(
@@ -123,17 +123,17 @@ TeacherConfig = Annotated[
 
 
 class AdapterConfig(Strict):
-    """Low-rank adapters are trained, the weights of the model are not; names are those
+    """Train low-rank adapters and freeze the weights of the model. The names are those
     of `peft.LoraConfig`.
     """
 
     r: int = Field(16, gt=0)
     lora_alpha: float = Field(32, gt=0)
     lora_dropout: float = Field(0.0, ge=0, lt=1)
-    # Names of Linear modules; all-linear: all but the head.
+    # Names of Linear modules, or all-linear for all but the head.
     target_modules: str | list[str] | None = "all-linear"
-    # Experts are one parameter of three dimensions: mlp.experts.gate_up_proj,
-    # mlp.experts.down_proj
+    # Experts are parameters of three dimensions, not Linear modules:
+    # mlp.experts.gate_up_proj, mlp.experts.down_proj
     target_parameters: list[str] | None = None
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
-"""The dtype of each tensor: in memory as transformers loads it, in files as the
-checkpoint has it.
+"""Determine the dtype of each tensor: in memory, as transformers loads it, and in files,
+as the checkpoint stores it.
 
 A model in bfloat16 is not bfloat16 throughout. Families list tensors that stay in
 float32 (`_keep_in_fp32_modules_strict`: the weight or the correction bias of a router),
@@ -28,7 +28,7 @@ from fcsd.model.families.routers import find_routers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_ADAPTED = ".base_layer"  # what peft adds to the name of a tensor that has adapters
+_ADAPTED = ".base_layer"  # peft inserts it into the names of adapted tensors
 PLAIN = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -39,14 +39,14 @@ PLAIN = {
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a recipe's word."""
+    """Return the torch dtype that a recipe names."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of real numbers, buffers too, and a tied tensor under
-    each of its names.
+    """Yield names and floating-point tensors, buffers included; a tied tensor comes
+    under each of its names.
     """
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *model.named_buffers(remove_duplicate=False)):
@@ -60,65 +60,65 @@ def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def loaded_dtypes(
     model: "PreTrainedModel", dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each real tensor of a model that `from_pretrained` would load
-    in `dtype`.
+    """Return the dtypes that the floating-point tensors of a model would have if
+    `from_pretrained` loaded it in `dtype`.
     """
     fresh = without_storage(model, dtype)
     dtypes = {name: tensor.dtype for name, tensor in real_tensors(fresh)}
-    for pattern, kept in fresh._get_dtype_plan(dtype).items():
-        # transformers reads the patterns so (`build_glob_alternation`).
+    for pattern, planned_dtype in fresh._get_dtype_plan(dtype).items():
+        # transformers reads the patterns in the same way (`build_glob_alternation`).
         expression = re.compile(pattern.replace("*", ".*"))
-        dtypes |= dict.fromkeys(filter(expression.search, dtypes), kept)
+        dtypes |= dict.fromkeys(filter(expression.search, dtypes), planned_dtype)
     return dtypes
 
 
 def kept_in_float32(model: "PreTrainedModel") -> set[str]:
-    """Return the names of the tensors that are in float32 in a bfloat16 model."""
+    """Return the names of the tensors that stay in float32 in a bfloat16 model."""
     dtypes = loaded_dtypes(model, torch.bfloat16)
     return {name for name in dtypes if dtypes[name] == torch.float32}
 
 
 def kept_routers(model: "PreTrainedModel") -> list[nn.Module]:
-    """Return the routers all of whose parameters are in float32 in a bfloat16 model."""
-    kept = kept_in_float32(model)
+    """Return the routers whose parameters all stay in float32 in a bfloat16 model."""
+    float32_names = kept_in_float32(model)
     try:
         routers = find_routers(model)
     except UserError:
         return []
-    return [
-        router.module
-        for router in routers
-        if (
-            names := {
-                f"{router.name}.{name}" for name, _ in router.module.named_parameters()
-            }
-        )
-        and names <= kept
-    ]
+    modules = []
+    for router in routers:
+        names = {
+            f"{router.name}.{name}" for name, _ in router.module.named_parameters()
+        }
+        if names and names <= float32_names:
+            modules.append(router.module)
+    return modules
 
 
 def without_storage(model: "PreTrainedModel", dtype: torch.dtype | None = None) -> Any:
-    """Build the same model on the meta device, as it would be built before weights are
-    read in `dtype`.
+    """Build the same model on the meta device, as it is before weights are loaded in
+    `dtype`.
     """
     built: Any = type(model)
     config, dtype = copy.deepcopy(model.config), model.dtype if dtype is None else dtype
     _set_dtype(config, dtype)
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
+    # transformers builds a model under the dtype that it loads; modules that ask for
+    # float32 get it all the same.
     try:
         torch.set_default_dtype(dtype)
         with torch.device("meta"):
             fresh = built(config)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     if "_weight_conversions" in model.__dict__:
         fresh._weight_conversions = model._weight_conversions
     return fresh
 
 
 def _set_dtype(config: Any, dtype: torch.dtype) -> None:
-    """Write a dtype into a config and those inside it, which the parts of a multimodal
-    model are built by.
+    """Write a dtype into a config and its sub-configs, from which the parts of a
+    multimodal model are built.
     """
     config.dtype = dtype
     for name in config.sub_configs:
@@ -127,16 +127,16 @@ def _set_dtype(config: Any, dtype: torch.dtype) -> None:
 
 
 def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Take the tensors that are named to their dtypes, in place.
+    """Cast the named tensors to their dtypes, in place.
 
-    `Module.to` knows one dtype for all, and takes the imaginary part out of complex
+    `Module.to` casts all tensors to one dtype, and drops the imaginary part of complex
     buffers (the rotary embedding of Llama 4's images).
     """
     for name, tensor in list(real_tensors(model)):
         dtype = dtypes.get(name, tensor.dtype)
         if dtype == tensor.dtype:
             continue
-        # the data of a sharded tensor is another tensor, inside it
+        # The data of a sharded tensor (DTensor) is a tensor inside it.
         if is_traceable_wrapper_subclass(tensor):
             cast_tensor = tensor.detach().to(dtype)
             if isinstance(tensor, nn.Parameter):
@@ -147,8 +147,8 @@ def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
-    """Take a model to `dtype`, in place, to the dtypes that it would have if it had
-    been loaded so.
+    """Cast a model in place to the dtypes that it would have if it had been loaded in
+    `dtype`.
     """
     cast(model, loaded_dtypes(model, dtype))
 
@@ -158,8 +158,8 @@ def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:
 
 @dataclass(frozen=True)
 class FileDtypes:
-    """The dtypes that a model is saved in: what its config declares, and that of each
-    tensor by its name.
+    """The dtypes that a model is saved in: the one that its config declares, and that of
+    each tensor by name.
     """
 
     declared: torch.dtype
@@ -169,12 +169,11 @@ class FileDtypes:
 def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
     """Return the dtypes in which a model is to be saved.
 
-    A tensor's is that of the files of the checkpoint that the model was loaded from. It
-    is that of the tensor in memory where there is no checkpoint, where it is quantised,
-    or where the model was loaded in another dtype than its checkpoint declares.
+    A tensor has the dtype of the files of the checkpoint that the model was loaded
+    from. It has its dtype in memory if there is no checkpoint, if it is quantised, or
+    if the model was loaded in another dtype than the checkpoint declares.
 
-    model: as it was loaded, before a training takes it to a dtype; it may carry
-    adapters.
+    model: as it was loaded, before a training casts it; it may have adapters.
     """
     state = {
         name.replace(_ADAPTED, ""): tensor
@@ -190,7 +189,7 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
         checkpoint = (
             read_checkpoint(source, any_family=True) if source is not None else None
         )
-    except UserError:  # it was changed since it was loaded
+    except UserError:  # the folder has changed since the model was loaded
         checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:
         return FileDtypes(model.dtype, dtypes)
@@ -200,17 +199,17 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
         if dtype in PLAIN
     }
     for name, names in names_in_files(model).items():
-        # One tensor in memory is several in files (an expert's each): the widest keeps
-        # them all.
-        widths = [in_files[known] for known in (*names, name) if known in in_files]
-        if name in dtypes and widths:
-            dtypes[name] = max(widths, key=lambda dtype: dtype.itemsize)
+        # One tensor in memory may be several in files (one for each expert): the widest
+        # dtype holds them all.
+        file_dtypes = [in_files[key] for key in (*names, name) if key in in_files]
+        if name in dtypes and file_dtypes:
+            dtypes[name] = max(file_dtypes, key=lambda dtype: dtype.itemsize)
     return FileDtypes(model.dtype, dtypes)
 
 
 def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """Return the dtype that `from_pretrained(dtype="auto")` chooses; None where it has
-    no real numbers.
+    """Return the dtype that `from_pretrained(dtype="auto")` chooses; None if the
+    checkpoint declares none and has no floating-point tensors.
     """
     declared = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     if declared is not None:
@@ -220,18 +219,20 @@ def declared_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
 
 
 def names_in_files(model: "PreTrainedModel") -> dict[str, list[str]]:
-    """Return, for each tensor of a model's state dict, its names in checkpoint files,
-    by transformers' conversions.
+    """Return, for each tensor of a model's state dict, its names in checkpoint files
+    according to transformers' conversions.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     fresh = without_storage(model)
     names: dict[str, list[str]] = {}
+    # Some conversions need several tensors at once. Those are converted together, and
+    # each gets the names of all.
     together = {}
     for name, tensor in fresh.state_dict().items():
         try:
             names[name] = list(revert_weight_conversion(fresh, {name: tensor}))
-        except ValueError:  # a conversion of several tensors at once
+        except ValueError:
             together[name] = tensor
-    of_all = list(revert_weight_conversion(fresh, together)) if together else []
-    return names | dict.fromkeys(together, of_all)
+    joint_names = list(revert_weight_conversion(fresh, together)) if together else []
+    return names | dict.fromkeys(together, joint_names)

@@ -1,4 +1,4 @@
-"""The original model, tokenizers, dtypes and the identity of data: what the stages load."""
+"""Load what the stages work on: checkpoints, their configs and tokenizers."""
 
 import gc
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class ModelFolder:
     """The folder of a checkpoint, and how a model is loaded from it.
 
-    config: `path` is what errors and records call it.
+    config: its `path` is the name in errors and records.
     """
 
     config: "ModelConfig"
@@ -44,15 +44,15 @@ class ModelFolder:
 
     @cached_property
     def weights(self) -> str:
-        """The fingerprint of its weights, never of its path."""
+        """The fingerprint of the weights; it does not depend on the path."""
         return weights_fingerprint(self.folder)
 
     def fingerprints(self, name: str) -> dict[str, Any]:
-        """Return what identifies it as an input of a stage: `name`, its weights;
-        `name/FILE`, what is read of the files beside them.
+        """Return the fingerprints that identify it as an input of a stage: `name` for
+        the weights, `name/FILE` for the files beside them that are read.
 
         Raises:
-            UserError: a stage left it, and it is not what the stage left; weights that
+            UserError: it is the output of a stage and has changed since, or its weights
                 are NaN or infinite.
         """
         if self.folder.name == "model":
@@ -60,18 +60,20 @@ class ModelFolder:
         check_finite(self.folder)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
         return {name: self.weights} | {
-            f"{name}/{file}": known for file, known in files.items()
+            f"{name}/{file}": fingerprint for file, fingerprint in files.items()
         }
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """Its files, which are complete, of a family that can be converted."""
+        """The facts about its files, which are complete and of a family that can be
+        converted.
+        """
         return read_checkpoint(self.folder)
 
     @cached_property
     def vocab_size(self) -> int | None:
-        """The number of tokens that its embeddings have a row for, a tokenizer may have
-        fewer; None: not said.
+        """The number of rows of its embeddings, of which a tokenizer may use fewer; None
+        if the config does not say.
         """
         config = read_checkpoint_json(self.folder / CONFIG)
         text = config.get("text_config")
@@ -79,9 +81,9 @@ class ModelFolder:
         return size if isinstance(size, int) else None
 
     def load_config(self, any_family: bool = False) -> Any:
-        """Return its config object, with upstream's defaults filled in; that of a
-        family that is not known is transformers' own. Raises UserError as
-        `read_checkpoint` and the loading of configs.
+        """Return its config object, with upstream's defaults filled in; for an unknown
+        family, the one that transformers loads. Raises UserError as `read_checkpoint`
+        and the loading of configs.
         """
         checkpoint = (
             read_checkpoint(self.folder, any_family=True)
@@ -98,8 +100,8 @@ class ModelFolder:
 
 
 def find_model(config: "ModelConfig") -> ModelFolder:
-    """Find the checkpoint that a `model` section names, or raise UserError; of a hub id
-    what is missing is fetched.
+    """Find the checkpoint that a `model` section names, or raise UserError. Missing
+    files of a hub id are downloaded.
     """
     return ModelFolder(config, find_folder(config.path, config.revision))
 
@@ -112,11 +114,11 @@ def load_checkpoint(
     any_family: bool = False,
     **options: Any,
 ) -> "PreTrainedModel":
-    """Load a checkpoint as its `model` section says, as it is or with the connectivity
-    given.
+    """Load a checkpoint as its `model` section says, with its own connectivity or with
+    another.
 
-    weights: False gives the same model without storage, for a rank that will be sent
-    its shard. any_family, options, and what is raised: as `load_model`.
+    weights: False returns the same model without storage, for a rank that receives its
+    shard from another. any_family, options and errors: as in `load_model`.
     """
     config = model.config
     loaded: PreTrainedModel = load_model(
@@ -136,8 +138,8 @@ def load_checkpoint(
 def to_device(
     model: "PreTrainedModel", name: str | Path, device: torch.device
 ) -> "PreTrainedModel":
-    """Move a model to the device of this rank, or raise UserError; `from_pretrained`
-    leaves it in main memory.
+    """Move a model from main memory, where `from_pretrained` leaves it, to the device of
+    this rank, or raise UserError.
     """
     try:
         return torch.nn.Module.to(model, device)
@@ -148,7 +150,7 @@ def to_device(
 
 
 def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
-    """Return the error of weights that are larger than what is left of a device."""
+    """Return the error for weights that exceed the free memory of a device."""
     return UserError(
         f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside"
         " what is there; free the device, or shard the weights over several"
@@ -157,32 +159,40 @@ def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> User
 
 
 def free_memory() -> None:
-    """Give the memory of a model that is not needed any more back to the device."""
+    """Release the memory of models that are no longer referenced."""
+    # The allocator releases only blocks whose tensors are gone, so collect cycles first.
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.memory.empty_cache()
 
 
 def tokenizer_of(
-    given: Any, name: str, *, trust_remote_code: bool = False
+    tokenizer_or_path: Any, name: str, *, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer that an argument of this name is, or that lies in the folder
-    that it names.
+    """Return a tokenizer as it is, or load it from its folder.
+
+    name: the argument's name in errors.
     """
     from transformers import PreTrainedTokenizerBase
 
-    if isinstance(given, str | Path):
-        return load_tokenizer(given, trust_remote_code=trust_remote_code)
-    hint = " (its `.tokenizer`)" if hasattr(given, "tokenizer") else ""
-    check_kind(name, given, PreTrainedTokenizerBase, f"a tokenizer{hint} or its path")
-    tokenizer: PreTrainedTokenizerBase = given
+    if isinstance(tokenizer_or_path, str | Path):
+        return load_tokenizer(tokenizer_or_path, trust_remote_code=trust_remote_code)
+    # A processor is not a tokenizer, but has one.
+    hint = " (its `.tokenizer`)" if hasattr(tokenizer_or_path, "tokenizer") else ""
+    check_kind(
+        name,
+        tokenizer_or_path,
+        PreTrainedTokenizerBase,
+        f"a tokenizer{hint} or its path",
+    )
+    tokenizer: PreTrainedTokenizerBase = tokenizer_or_path
     return tokenizer
 
 
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that lies beside a checkpoint."""
+    """Load the tokenizer in the folder of a checkpoint."""
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
@@ -196,7 +206,8 @@ def load_tokenizer(
             " tokenizer_config.json beside the weights"
         )
     if (folder / CONFIG).is_file():
-        # AutoTokenizer reads it too, and would blame the tokenizer for its faults.
+        # Read here first: AutoTokenizer reads it, too, and would report its faults as
+        # those of the tokenizer.
         model_type = str(read_checkpoint_json(folder / CONFIG).get("model_type"))
         row = FAMILIES.get(base_model_type(model_type))
         if row is not None and (row.like or model_type.startswith(PREFIX)):

@@ -1,5 +1,5 @@
-"""Positions: the longest sequence that a model's config says it takes, set against the
-rows that it is trained on.
+"""Compare the longest sequence that a model's config allows with the rows that it is
+trained on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from fcsd.model.load import ModelFolder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# What transformers' text models call a learned embedding of each position; those of
-# images are called so, too.
+# Names of learned position embeddings in transformers' text models; image encoders use
+# the same ones.
 _TABLES = ("wpe", "embed_positions", "position_embeddings")
 _NOT_TEXT = ("vision", "visual", "image", "audio")
 
 
 def num_positions(config: Any) -> int | None:
-    """Return the longest sequence that a model's config says it takes; None where it
-    says nothing.
+    """Return the longest sequence that a model's config allows; None if it does not
+    say.
     """
     positions: int | None = getattr(
         config.get_text_config(), "max_position_embeddings", None
@@ -40,15 +40,15 @@ def check_positions(
     key: str = "max_length",
     tell: bool = True,
 ) -> None:
-    """Say on stderr, if `tell`, that rows of `max_length` tokens are longer than the
+    """Warn on stderr, if `tell`, when rows of `max_length` tokens are longer than the
     model's positions.
 
-    model: a config stands for a model that is still to be made. key: what the user
-    calls max_length.
+    model: a config stands for a model that is not built yet. key: the user's name for
+    max_length.
 
     Raises:
-        UserError: they are, and the positions are a table (learned embeddings), which
-            ends there.
+        UserError: rows are longer, and the positions are a table (learned embeddings)
+            with no rows beyond them.
     """
     shapes: Iterable[tuple[str, tuple[int, ...]]] = ()
     if isinstance(model, ModelFolder):
@@ -76,27 +76,27 @@ def check_positions(
         )
     if tell:
         print(
-            f"{text}: what an example has behind them is where the model was never"
-            f" trained; {positions} would fit",
+            f"{text}: the model was never trained on positions beyond them;"
+            f" {positions} would fit",
             file=sys.stderr,
         )
 
 
 def _of_folder(model: ModelFolder) -> tuple[Any, Iterable[tuple[str, tuple[int, ...]]]]:
-    """Return the config, None where transformers cannot read it, and names and shapes
-    of the tensors.
+    """Return the config, or None if transformers cannot read it, and the names and
+    shapes of the tensors.
     """
     checkpoint = read_checkpoint(model.folder, any_family=True)
     try:
         return model.load_config(any_family=True), checkpoint.shapes.items()
-    except (OSError, ValueError):  # the loading says why
+    except (OSError, ValueError):  # loading the model reports why
         return None, ()
 
 
 def _is_table(tensor: str, shape: tuple[int, ...], positions: int) -> bool:
     parts = tensor.split(".")
     is_text = not any(word in part for part in parts for word in _NOT_TEXT)
-    # OPT's begins with two rows of its own.
+    # OPT's table begins with two extra rows.
     return (
         is_text
         and any(part in _TABLES for part in parts)

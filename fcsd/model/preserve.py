@@ -1,4 +1,4 @@
-"""What an evaluation in the middle of a training run must leave as it was."""
+"""Restore the state that an evaluation in the middle of a training run must not change."""
 
 import contextlib
 import copy
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]:
-    """Restore every module's `.training`, `use_cache`, the generation settings, the
-    tokenizer's padding and the generators of Python, NumPy and torch (of the CPU, and
-    of the CUDA devices that the model is on) on leaving."""
+    """Restore, at the end of the block, every module's `.training`, `use_cache`, the
+    generation settings, the tokenizer's padding and the random generators of Python,
+    NumPy and torch (CPU, and the CUDA devices that the model is on).
+    """
     import numpy
     import torch
 
@@ -23,12 +24,14 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
     config = model.config
     use_cache = getattr(config, "use_cache", None)
     generation = copy.deepcopy(model.generation_config)
-    sides = {
+    tokenizer_settings = {
         name: getattr(tokenizer, name)
         for name in ("padding_side", "truncation_side", "pad_token")
         if tokenizer
     }
     python, array = random.getstate(), numpy.random.get_state()
+    # The training that goes on afterwards has to draw the same random numbers as without
+    # the evaluation.
     with torch.random.fork_rng(devices=_devices(model)):
         try:
             yield
@@ -40,31 +43,31 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
             if use_cache is not None:
                 config.use_cache = use_cache
             model.generation_config = generation
-            for name, value in sides.items():
+            for name, value in tokenizer_settings.items():
                 setattr(tokenizer, name, value)
 
 
 def _devices(model: "PreTrainedModel") -> list[int]:
     """Return the CUDA devices that the model computes on, and no others.
 
-    Each that is asked costs a context of 0.5 GB there, which the ranks of the other
-    devices would pay as well.
+    Reading a device's generator costs a context of 0.5 GB there; with all devices,
+    every rank would have one on each.
     """
     import torch
 
     if not torch.cuda.is_available():
         return []
-    own = {
+    devices = {
         weight.device.index
         for weight in model.parameters()
         if weight.device.type == "cuda"
     }
-    return sorted(own | {torch.cuda.current_device()})
+    return sorted(devices | {torch.cuda.current_device()})
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the notices and bars of lm-eval and datasets."""
+    """Silence the notices of lm-eval and the progress bars of datasets."""
     import datasets
 
     logger = logging.getLogger("lm_eval")

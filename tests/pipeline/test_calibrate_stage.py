@@ -178,7 +178,7 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     assert state_of(folder) == whole("stage")[0]
     said = capfd.readouterr().err
     assert (
-        "is not there any more"
+        "is gone; beginning with the first layer"
         if "before" in lost
         else "is not the model that was calibrated"
     ) in said

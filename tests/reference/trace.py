@@ -121,14 +121,12 @@ def _add_sides(
         if readers:
             roles.sides.append(Side(tuple(dict.fromkeys(modules)), tuple(readers)))
         else:
-            roles.rest.append(
-                f"what {side} reads: no weight of it multiplies that alone"
-            )
+            roles.rest.append(f"input of {side}: no weight multiplies it alone")
         for use in sorted(follow.other_uses.get(side, ())):
-            roles.rest.append(f"what {side} reads, where {use} takes it")
+            roles.rest.append(f"input of {side}: {use} reads it, too")
     read = {module for modules in sides.values() for module in modules}
     roles.rest += [
-        f"what {name} reads: it is not given the output of a norm"
+        f"input of {name}: not the output of a norm"
         for name in branches
         if name not in read
     ]
@@ -178,7 +176,7 @@ def _add_groups(
     for side in sides:
         if side not in {name for name, _ in groups}:
             roles.rest.append(
-                f"what {side} adds: its last product does not reach the stream by sums"
+                f"output of {side}: its last matmul does not reach the stream by sums"
                 " alone"
             )
 

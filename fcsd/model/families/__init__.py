@@ -1,15 +1,15 @@
-"""The MoE families that fcsd converts, as data: what their layers are called upstream,
-and nothing else.
+"""Describe the MoE families that fcsd converts as data: the upstream names of their
+layers, and nothing else.
 
 `FAMILIES` maps a Hugging Face `model_type` to a `Family`. Every name is spelled as in
-the upstream modeling file that the entry names, so an upstream rename shows as a
-refusal (`convert_model` compares class names), never as a wrong model. The rows are in
+the upstream modeling file of the entry, so that an upstream rename leads to a refusal
+(`convert_model` compares class names), never to a wrong model. The rows are in
 `standard`, `adapted` and `multimodal`.
 
 A family is listed only when the contract tests in `tests/model/connectivity` pass on it
 against an independent reference. To add one: `docs/families.md`.
 
-Not covered: the families in `REFUSED`, which the equations have no meaning for.
+Not covered: the families in `REFUSED`, for which the equations have no meaning.
 """
 
 import difflib
@@ -43,8 +43,8 @@ _ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
 
 
 def _installed_transformers() -> str | None:
-    """Return the version of transformers without importing it; None: it is not there,
-    as where the site is built.
+    """Return the version of transformers without importing it; None if it is not
+    installed, as where the documentation is built.
     """
     try:
         return importlib.metadata.version("transformers")
@@ -63,7 +63,7 @@ NEWER: dict[str, Family] = {
     for row in _ROWS
     if _INSTALLED is not None and _release(row.since) > _release(_INSTALLED)
 }
-"""Families that only a newer transformers than the installed one has."""
+"""Families that need a newer transformers than the installed one."""
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row for row in _ROWS if row.model_type not in NEWER
@@ -72,7 +72,7 @@ FAMILIES: dict[str, Family] = {
 _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
 
 PREFIX = "farskip_"
-"""A converted checkpoint has `model_type` PREFIX + the model type of its base."""
+"""The `model_type` of a converted checkpoint is PREFIX + that of the original."""
 
 SERVED = (
     "deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "instella_moe", "llama4", "llama4_text", "mixtral", "olmoe",
@@ -82,8 +82,8 @@ SERVED = (
 distribution fcsd-serving).
 """
 
-# Config fields that count experts, "section.field" where one is in a section: those of
-# all families, and of others.
+# Config fields that count experts ("section.field" for one in a section), of all
+# families here and of some others.
 EXPERTS = (
     "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "ffn_config.moe_num_experts",
     "num_routed_experts", "n_experts",
@@ -99,40 +99,38 @@ _SECTIONS = ("ffn_config", "text_config")
 ALIASES = {
     "AXK1": "axk1",  # A.X-K1, before transformers had the family
     "joyai_llm_flash": "deepseek_v3",  # JoyAI-LLM-Flash
-    # Kimi-K2; its page says that this name is for engines to tell it from DeepSeek
+    # Kimi-K2; according to its page, the name lets engines tell it from DeepSeek
     "kimi_k2": "deepseek_v3",
 }
-"""Model types of published checkpoints -> the family that they are by another name:
-same classes, same tensor names.
+"""Model types of published checkpoints that are another name for a family -> that
+family; classes and tensor names are the same.
 """
 
 
 def base_model_type(model_type: str) -> str:
-    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`; of an alias its family."""
+    """Return `qwen3_moe` for both `qwen3_moe` and `farskip_qwen3_moe`; resolve aliases."""
     name = model_type.removeprefix(PREFIX)
     return ALIASES.get(name, name)
 
 
 def serve_command(model_type: str, where: str) -> str | None:
-    """Return the command that serves a converted checkpoint; None where the plugin does
-    not know its family.
+    """Return the command that serves a converted checkpoint; None if the plugin does
+    not support its family.
     """
-    known = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
-    return f"vllm serve {where}" if known else None
+    served = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
+    return f"vllm serve {where}" if served else None
 
 
 def read_field(config: Any, name: str) -> Any:
-    """Read a config field, "section.field" of a section; None where the config has no
-    such field.
-    """
+    """Read a config field, or "section.field"; None if the config has no such field."""
     for part in name.split("."):
         config = getattr(config, part, None)
     return config
 
 
 def expert_counts(config: Any) -> tuple[int | None, int | None]:
-    """Count the routed experts of a layer, and those that one token uses; None where
-    the config does not tell.
+    """Return the numbers of routed experts in a layer and of those that one token uses;
+    None if the config does not say.
 
     config: the config object of the decoder layers.
     """
@@ -151,11 +149,11 @@ def expert_counts(config: Any) -> tuple[int | None, int | None]:
 
 
 def expert_groups(config: Any) -> tuple[int, int]:
-    """Return into how many groups a layer's experts are parted, and of how many of them
-    one token's are; (1, 1): any.
+    """Return the number of groups of a layer's experts, and the number of groups that
+    one token's experts come from; (1, 1) without such a limit.
 
-    config: the config object of the decoder layers. Experts in order make up the groups
-    (DeepSeek's node-limited routing).
+    A group is a run of consecutive experts (DeepSeek's node-limited routing). config:
+    the config object of the decoder layers.
     """
     groups, chosen = (getattr(config, name, None) for name in ("n_group", "topk_group"))
     if not groups or not chosen or getattr(config, "topk_method", None) == "greedy":
@@ -164,8 +162,8 @@ def expert_groups(config: Any) -> tuple[int, int]:
 
 
 def row_width(config: Any) -> int:
-    """Return the elements of a row that travels to an expert: of the latent space of
-    experts that have one.
+    """Return the number of elements in a row that is sent to an expert: the width of
+    the experts' latent space if they have one, else the hidden size.
     """
     return int(
         next(value for name in _ROW_WIDTH if (value := getattr(config, name, None)))
@@ -173,8 +171,9 @@ def row_width(config: Any) -> int:
 
 
 def check_not_refused(model_type: str) -> None:
-    """Raise UserError with the reason for a model type in `REFUSED`, with the version
-    that it needs for one in `NEWER`."""
+    """Raise UserError for a model type in `REFUSED`, with the reason, or in `NEWER`,
+    with the version that it needs.
+    """
     if (row := NEWER.get(base_model_type(model_type))) is not None:
         raise UserError(
             f"model type '{model_type}' needs transformers {row.since} or newer;"
@@ -191,12 +190,12 @@ def family_of(config: Any) -> Family:
 
     Args:
         config: a transformers config object, or the mapping read from a `config.json`.
-            A FarSkip config gives the family of its base.
+            A FarSkip config gives the family of its original.
 
     Raises:
         UserError: there is no `model_type`; the family is refused or not supported; the
-            model is dense, so that there is no expert communication to move out of the
-            way; it has a part that the equations of its family do not speak of.
+            model is dense, so that it has no expert communication to overlap; or it has
+            a part that the equations of its family do not cover.
     """
     get = (
         config.get
@@ -221,6 +220,8 @@ def family_of(config: Any) -> Family:
         near = difflib.get_close_matches(model_type, FAMILIES, n=3, cutoff=0.6)
         hint = f"; the nearest that are: {', '.join(near)}" if near else ""
         raise UserError(f"model type '{model_type}' is not supported{hint}; {_SEE}")
+    # The rules for dense layers read fields that upstream fills in; a raw `config.json`
+    # may lack them.
     if not isinstance(config, Mapping) and not any(moe_mask(config, family)):
         fields = MOE_LAYERS[family.moe_layers][0]
         num_layers = text_config(config, family).num_hidden_layers

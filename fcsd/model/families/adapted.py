@@ -1,17 +1,17 @@
-"""Families whose layer is not the plain pre-norm layer: what `rewire` has to know about
-each is data, too.
+"""Describe the families whose layer is not the plain pre-norm layer; `rewire` gets all it
+needs to know about them as data.
 
-The equations of a layout and of the residual rules are in `Family`. What is particular
-to a family here:
+The equations of the layouts and residual rules are in `Family`. Particulars of the
+families here:
 
-- glm_moe_dsa, mistral_large4: attention hands the positions that it attends to on to
+- glm_moe_dsa, mistral_large4: attention passes the positions that it attends to on to
   the next layer.
 - afmoe, kolibri1, axk1, beam, muse_spark, gemma4: a norm follows shared + routed;
-  inkling: a convolution over time does. The stream gets N(shared + routed), of which no
-  part can be taken out, so all of it counts as routed.
-- beam: sums are scaled by depth; muse_spark: a learned gate a channel weighs stream and
-  branch; gemma4: the layer's output is multiplied by a scalar. Attention reads what
-  that leaves of the stream after attention.
+  inkling: a convolution over time follows it. The stream gets N(shared + routed), from
+  which no part can be separated, so all of it counts as routed.
+- beam: sums are scaled by depth; muse_spark: a learned gate per channel weighs stream
+  and branch; gemma4: the layer's output is multiplied by a scalar. Attention reads the
+  stream after attention, scaled in this way.
 - gemma4: the router, the experts and a dense MLP each read the stream after attention;
   the dense MLP is the part that is always active, under the same norm as the routed
   experts.
@@ -20,8 +20,8 @@ to a family here:
 - cohere2_moe: attention and MLP read one norm of the same stream, so that only
   attention's input changes.
 - dbrx: both norms are inside a module that also holds attention.
-- jetmoe: attention has experts too. They are part of attention; in flight is the output
-  of the MLP's experts, with their bias.
+- jetmoe: attention has experts as well, which stay part of attention; only the output
+  of the MLP's experts, with their bias, is in flight.
 """
 
 from fcsd.model.families.family import Family, wrapper
@@ -200,7 +200,7 @@ ROWS: tuple[Family, ...] = (
         model_type="mistral_large4",
         folding=Folding(
             reads=INDEXER,
-            # A norm of its own before the queries.
+            # The indexer norms its input before the queries.
             other_uses=(("self_attn.indexer", "aten.native_layer_norm"),),
         ),
         config="MistralLarge4Config",

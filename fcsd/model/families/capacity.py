@@ -1,21 +1,20 @@
 """Give each expert a capacity, and drop the pairs of token and expert above it.
 
-capacity = factor x K x tokens / E, rounded up; E experts, K of them a token. The
-article of `docs/steer.md` has it in two ways: its text leaves K out, which at top-8
-would drop seven pairs of eight of an even routing, and its code rounds down
+capacity = factor x K x tokens / E, rounded up, with E experts, K of them a token. The
+article of `docs/steer.md` has two definitions: its text leaves K out, which at top-8
+would drop seven of eight pairs of an even routing, and its code rounds down
 (`int(load_factor * top_k * B * T // n_experts)`), which drops all pairs of a single
-token. Its text is followed in what a dropped pair gives, zero; its code reads behind
-the expert's buffer there, where JAX promises nothing.
+token. A dropped pair gives zero, as in the article's text; its code reads past the end
+of the expert's buffer there, for which JAX makes no promise.
 
-The tokens are those of one forward pass of one process, as the article's text ("each
-GPU gathers its tokens into expert-specific buffers"), GShard's groups and Megatron have
-it; its code counts those of all devices. So expert parallelism changes nothing: two
-ranks drop what one process drops that runs their micro-batches one after the other.
-Padding takes no room; in training nor does text behind the last token with loss of a
-row.
+The tokens are those of one forward pass of one process, as in the article's text ("each
+GPU gathers its tokens into expert-specific buffers"), GShard's groups and Megatron; the
+article's code counts those of all devices. Expert parallelism therefore changes
+nothing: two ranks drop the same pairs as one process that runs their micro-batches one
+after the other. Padding takes no room, and in training neither does text behind the
+last token with loss in a row.
 
-Not covered: rows in the experts' kernels and on the wire that a dropped pair would
-save.
+Not covered: saving the work and traffic of dropped pairs.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
 
 Drop = Literal["order", "weight"]
-"""Which pairs are dropped: those of the last tokens of the pass, or those of the
-smallest weights.
+"""The pairs to drop: those of the last tokens in the pass, or those with the smallest
+weights.
 """
 
 
@@ -47,31 +46,32 @@ def capacity(factor: float, num_tokens: int, top_k: int, num_experts: int) -> in
 
 
 def kept_pairs(experts: Tensor, limit: int, weights: Tensor | None = None) -> Tensor:
-    """Return which pairs, experts (T, K), are among the first `limit` of their expert,
-    (T, K) bool.
+    """Return which pairs (T, K) are among the first `limit` of their expert.
 
-    weights: (T, K); then it is those of the largest weights, and of equal ones the
-    first. Without them, in order.
+    experts: (T, K) ids. weights: (T, K); if given, pairs with larger weights come
+    first, and equal ones in order. Without them, all come in order.
     """
     flat = experts.reshape(-1)
     order = torch.arange(len(flat), device=flat.device)
     if weights is not None:
         order = weights.reshape(-1).argsort(descending=True, stable=True)
+    # The second, stable sort groups the pairs by expert and keeps the order within each.
     order = order[flat[order].argsort(stable=True)]
     ordered = flat[order].contiguous()
-    place = torch.arange(len(flat), device=flat.device) - torch.searchsorted(
+    # The rank of a pair within its expert: its index less that of the expert's first.
+    rank = torch.arange(len(flat), device=flat.device) - torch.searchsorted(
         ordered, ordered
     )
     return (
         torch.empty_like(flat, dtype=torch.bool)
-        .scatter_(0, order, place < limit)
+        .scatter_(0, order, rank < limit)
         .view(experts.shape)
     )
 
 
 class Dropping:
-    """The capacity of one model's experts, and what has been dropped since `take` was
-    called last.
+    """The capacity of one model's experts, and the counts of pairs since the last call of
+    `take`.
     """
 
     def __init__(
@@ -79,56 +79,58 @@ class Dropping:
     ):
         self.factor, self.drop, self.training_only = factor, drop, training_only
         self.routers = find_routers(model)
-        # (B * T,) bool, which tokens take room; None: all
+        # (B * T,) bool: the tokens that take room; None: all
         self.tokens: Tensor | None = None
         self.num_tokens = 0
         self._counted: set[int] = set()
-        self._pairs: list[Tensor] = []  # of a layer in a pass: dropped, and all
+        # [dropped, all], one entry for each layer and pass
+        self._pairs: list[Tensor] = []
 
     def begin(self, tokens: Tensor | None) -> None:
-        """Start a forward pass; tokens: (B, T) that are not padding, which takes no
-        room, None: all of them.
+        """Start a forward pass. Layers that are recomputed drop the same pairs and are
+        not counted again.
 
-        Where layers are recomputed, they drop what they dropped before and are not
-        counted again.
+        tokens: (B, T), which tokens are not padding; None: all. Padding takes no room.
         """
         self.tokens = None if tokens is None else tokens.reshape(-1).bool()
         self.num_tokens = 0 if self.tokens is None else int(self.tokens.sum())
         self._counted.clear()
 
     def take(self) -> tuple[Tensor, Tensor] | None:
-        """Return the pairs that were dropped and all pairs, over layers and passes;
-        None: no pass was made.
+        """Return the numbers of dropped and of all pairs over layers and passes, and
+        reset them; None if there was no pass.
         """
         pairs, self._pairs = self._pairs, []
         if not pairs:
             return None
-        dropped, whole = torch.stack(pairs).sum(0)
-        return dropped, whole
+        dropped, total = torch.stack(pairs).sum(0)
+        return dropped, total
 
     @torch.no_grad()
     def kept(self, number: int, experts: Tensor, weights: Tensor) -> Tensor:
         """Return which pairs (N, K) of a layer's router are kept; padding keeps its
-        own, which nobody reads.
+        pairs, whose output is never read.
         """
         router, tokens = self.routers[number], self.tokens
         if tokens is not None and len(tokens) != len(experts):
             raise UserError(
                 f"capacity factor: {router.name} has {len(experts)} tokens of"
-                f" {len(tokens)} of the batch, so that padding cannot be told; leave"
-                " the factor out"
+                f" {len(tokens)} of the batch, so that padding cannot be told apart;"
+                " leave the factor out"
             )
         num_tokens = len(experts) if tokens is None else self.num_tokens
         limit = capacity(self.factor, num_tokens, router.top_k, router.num_experts)
-        by = weights if self.drop == "weight" else None
+        order_weights = weights if self.drop == "weight" else None
+        # Padding goes to one more expert, so that it fills no real one.
         ids = (
             experts
             if tokens is None
             else experts.masked_fill(~tokens[:, None], router.num_experts)
         )
-        keeps = kept_pairs(ids, limit, by)
+        keeps = kept_pairs(ids, limit, order_weights)
         if tokens is not None:
             keeps |= ~tokens[:, None]
+        # Activation checkpointing calls the experts again in the backward pass.
         if number not in self._counted:
             self._counted.add(number)
             dropped = (~keeps).sum()
@@ -141,13 +143,13 @@ class Dropping:
 
 
 class _Cap:
-    """What stands before the experts of one layer."""
+    """The hook in front of one layer's experts."""
 
     def __init__(self, dropping: Dropping, number: int, experts: nn.Module):
         self.dropping, self.number, self.experts = dropping, number, experts
 
     def weights(self, experts: Tensor, weights: Tensor) -> Tensor:
-        """Return the routing weights (N, K), 0 without a gradient where a pair is dropped."""
+        """Return the routing weights (N, K), with 0 and no gradient for dropped pairs."""
         if self.dropping.training_only and not self.experts.training:
             return weights
         return weights.masked_fill(
@@ -158,16 +160,16 @@ class _Cap:
         """Change the weights that the experts are called with."""
         runtime = getattr(self.experts, "farskip_ep", None)
         if runtime is not None and runtime.has_rows:
-            return None  # rows that have travelled already
+            return None  # the rows have been dispatched already
         names = _arguments(self.experts)
         values = [*args, *(kwargs[name] for name in names[len(args) :])]
-        others = {name: value for name, value in kwargs.items() if name not in names}
-        return capped(self.experts, tuple(values)), others
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        return capped(self.experts, tuple(values)), options
 
 
 def capped(experts: Any, chosen: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what experts whose forward is entered past their hooks are called with:
-    rows, choices and weights.
+    """Return the arguments (rows, choices, weights, ...) with the weights of dropped
+    pairs set to 0, for callers that bypass the experts' hooks.
     """
     cap: _Cap | None = experts.__dict__.get("farskip_cap")
     return (
@@ -183,18 +185,18 @@ def dropping(
     *,
     training_only: bool = False,
 ) -> Iterator[Dropping]:
-    """Drop pairs above a capacity in forward passes inside, of an original or a
-    converted model.
+    """Drop pairs above a capacity in the forward passes of the block, in an original or
+    a converted model.
 
-    A dropped pair has weight zero: it adds nothing, and nothing of it has a gradient.
-    The weights of a token's other pairs stay. `attention_mask` of a call says what is
-    padding, which takes no room. training_only: passes in evaluation mode drop nothing,
-    and `begin` says what is padding, not the call.
+    A dropped pair has weight zero: it adds nothing and has no gradient. The weights of
+    a token's other pairs stay the same. The `attention_mask` of a call marks padding,
+    which takes no room. training_only: passes in evaluation mode drop nothing, and
+    padding is marked by `begin` instead of the call.
 
     Raises:
         UserError: the model has no routers, its experts are not called with choices and
-            weights (JetMoE, Llama 4), it drops already, or its ranks share their
-            tokens; a factor that is not above 0.
+            weights (JetMoE, Llama 4), it has a capacity already, its ranks share their
+            tokens, or the factor is not above 0.
     """
     if not (math.isfinite(factor) and factor > 0) or drop not in ("order", "weight"):
         raise UserError(
@@ -204,11 +206,11 @@ def dropping(
     owner, state = unwrapped(model), Dropping(model, factor, drop, training_only)
     caps = [_cap(owner, state, number) for number in range(len(state.routers))]
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def begin_pass(_: nn.Module, args: Any, kwargs: Any) -> None:
         mask = kwargs.get("attention_mask")
         inputs = [*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")]
         length = next(
-            (each.shape[1] for each in inputs if isinstance(each, Tensor)), None
+            (value.shape[1] for value in inputs if isinstance(value, Tensor)), None
         )
         if mask is not None and (
             not isinstance(mask, Tensor) or mask.ndim != 2 or length is None
@@ -216,12 +218,13 @@ def dropping(
             raise UserError(
                 "capacity factor: an attention_mask (B, T) is needed, got another mask"
             )
+        # With a cache the mask covers earlier tokens, too; those of this pass come last.
         state.begin(None if mask is None or length is None else mask[:, -length:])
 
     with contextlib.ExitStack() as stack:
         if not training_only:
             stack.callback(
-                owner.register_forward_pre_hook(before, with_kwargs=True).remove
+                owner.register_forward_pre_hook(begin_pass, with_kwargs=True).remove
             )
         for cap in caps:
             stack.callback(
@@ -233,8 +236,8 @@ def dropping(
 
 
 def _arguments(experts: Any) -> list[str]:
-    """Return the names of what experts are called with, adapted by peft or not: rows,
-    choices and weights.
+    """Return the names of the experts' first three arguments (rows, choices and
+    weights), whether peft adapts the experts or not.
     """
     base = experts.get_base_layer() if hasattr(experts, "get_base_layer") else experts
     return list(inspect.signature(type(base).forward).parameters)[1:4]
@@ -252,7 +255,7 @@ def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
             " the factor out"
         )
     if "farskip_cap" in experts.__dict__:
-        raise UserError(f"capacity factor: {type(owner).__name__} drops already")
+        raise UserError(f"capacity factor: {type(owner).__name__} has one already")
     if (
         getattr(getattr(owner.config, "distributed_config", None), "tp_size", None) or 1
     ) > 1:

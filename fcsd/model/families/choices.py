@@ -1,10 +1,10 @@
 """Record which experts a model's routers choose in a forward pass.
 
-Choices are read behind the family's own top-k, so that groups, correction biases and a
-bias of ours are in them: from the router's output, or from what the experts are called
-with. E experts, K of them a token.
+Choices are read after the family's own top-k, so that they include groups, correction
+biases and fcsd's own bias: from the router's output, or from the arguments of the
+experts. E experts, K of them a token.
 
-Not covered: tokens of images in families that have experts of their own for them.
+Not covered: image tokens in families that have separate experts for them.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from fcsd.model.families.structure import unwrapped
 
 
 class Routed(NamedTuple):
-    """What one router did with its tokens: experts (tokens, K) that each goes to, and
-    the logits (tokens, E).
+    """The routing of one router's tokens: the chosen experts (tokens, K) and the logits
+    (tokens, E).
     """
 
     experts: Tensor
@@ -30,21 +30,21 @@ class Routed(NamedTuple):
 
 
 class Recording:
-    """What the routers of a model chose in the forward passes since `take` was called last."""
+    """The choices of a model's routers in the forward passes since the last `take`."""
 
     def __init__(self, routers: list[Router], *, with_gradient: bool = False):
         self.routers, self.with_gradient = routers, with_gradient
         self._calls: list[list[Routed]] = [[] for _ in routers]
 
     def take(self) -> list[Routed]:
-        """Return, for each of `routers`, all tokens since the last call, and forget
-        them; UserError: one has none.
+        """Return the records of each of `routers` since the last call, and clear them.
+        Raise UserError if a router has none.
         """
         calls, self._calls = self._calls, [[] for _ in self.routers]
         for router, records in zip(self.routers, calls, strict=True):
             if not records:
                 raise UserError(
-                    f"router {router.name} chose nothing: no forward pass of its layer was seen"
+                    f"router {router.name} chose nothing: its layer has not run"
                 )
         return [
             Routed(
@@ -55,7 +55,7 @@ class Recording:
         ]
 
     def hooks(self, index: int) -> tuple[Before, After]:
-        """Return what listens to the experts beside a router, and to the router."""
+        """Return the hooks for a router: one before its experts, one after itself."""
         router = self.routers[index]
         logits: list[Tensor] = []
 
@@ -64,7 +64,7 @@ class Recording:
             scores = values[router.logits_index if len(values) > 1 else 0]
             scores = scores if self.with_gradient else scores.detach()
             if (chosen := _chosen(router, values)) is None:
-                # the block chooses, and calls its experts with the choice
+                # The MoE block chooses, and passes its choice to the experts.
                 logits.append(scores)
             else:
                 self._calls[index].append(Routed(chosen.detach(), scores))
@@ -86,14 +86,16 @@ def _is_choice(value: Any) -> bool:
 
 
 def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
-    """Read experts (tokens, K) off a router's output; None where it gives logits only."""
-    if (
-        choice := next((value for value in output if _is_choice(value)), None)
-    ) is not None:
+    """Read the chosen experts (tokens, K) from a router's output; None if it returns only
+    logits.
+    """
+    choice = next((value for value in output if _is_choice(value)), None)
+    if choice is not None:
         return choice
     sizes = next((value for value in output if isinstance(value, list)), None)
     if sizes is not None:
-        # JetMoE: the pairs sorted by expert, and how many each expert has
+        # JetMoE returns the pairs sorted by expert, and the number of pairs per expert.
+        # Scattering the experts by the order of the sort undoes it.
         order: Tensor = output[0]
         by_expert = torch.arange(len(sizes), device=order.device).repeat_interleave(
             torch.tensor(sizes, device=order.device)
@@ -102,7 +104,7 @@ def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
             torch.empty_like(order).scatter_(0, order, by_expert).view(-1, router.top_k)
         )
     if len(output) == 2:
-        # Llama 4: scores of all experts, 0 for those that are not chosen
+        # Llama 4 returns scores of all experts, with 0 for those that are not chosen.
         scores: Tensor = output[1 - router.logits_index]
         return scores.topk(router.top_k, dim=-1).indices
     return None
@@ -110,29 +112,29 @@ def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
 
 @contextlib.contextmanager
 def recording(model: nn.Module, *, with_gradient: bool = False) -> Iterator[Recording]:
-    """Record what each router chooses in forward passes inside; `take` gives it.
+    """Record the choices of each router in the forward passes of the block; `take`
+    returns them.
 
-    with_gradient: gradients flow through the logits, under activation checkpointing
-    too.
+    with_gradient: gradients flow through the logits, also under activation
+    checkpointing.
 
-    Under expert or data parallelism it sees the tokens of this rank only; under tensor
-    parallelism every rank of the group sees the same ones.
+    Under expert or data parallelism only the tokens of this rank are recorded; under
+    tensor parallelism every rank of the group records the same ones.
 
     Raises:
         UserError: the model has no router.
     """
     recorder = Recording(find_routers(model), with_gradient=with_gradient)
     modules = dict(unwrapped(model).named_modules())
-    before: list[tuple[nn.Module, Before]] = []
-    after: list[tuple[nn.Module, After]] = []
+    expert_hooks: list[tuple[nn.Module, Before]] = []
+    router_hooks: list[tuple[nn.Module, After]] = []
     for index, router in enumerate(recorder.routers):
         before_experts, after_router = recorder.hooks(index)
-        after.append((router.module, after_router))
-        if (
-            experts := modules.get(f"{router.name.rpartition('.')[0]}.experts")
-        ) is not None:
-            before.append((experts, before_experts))
-    # First of the hooks: tensor-parallel plans replace the experts of other ranks in
-    # the output.
-    with hooked(after=after, prepend=True), hooked(before=before):
+        router_hooks.append((router.module, after_router))
+        experts = modules.get(f"{router.name.rpartition('.')[0]}.experts")
+        if experts is not None:
+            expert_hooks.append((experts, before_experts))
+    # Before all other hooks: those of tensor-parallel plans replace the experts of other
+    # ranks in the output.
+    with hooked(after=router_hooks, prepend=True), hooked(before=expert_hooks):
         yield recorder

@@ -1,5 +1,6 @@
-"""Describe one MoE family by its upstream names. Standard library only: recipes and
-`--help` read this without torch."""
+"""Describe one MoE family by its upstream names. Standard library only, so that recipes
+and `--help` can read it without torch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,61 +14,63 @@ from fcsd.model.families.folding import USUAL, Folding
 class Family:
     """Names of one family, in the spelling of its upstream modeling file.
 
-    The layers of all families, A for attention, M for the MLP or MoE block, N for norms
-    (also those behind a branch), c the residual multiplier or 1:
+    These are the layers of all families, with A for attention, M for the MLP or MoE
+    block, N for norms (including those behind a branch), and c for the residual
+    multiplier or 1:
 
         pre_norm    h = r(o) + c·A(N(o));   o' = r(h) + c·M(N(h))
         post_norm   x = N(o);  h = N(r(x) + A(x));   o' = r(h) + M(h)      a norm may be missing
         parallel    o' = o + A(N(o)) + M(N(o))
 
-    r is what a residual connection keeps of the stream: all (sum), a factor times it
-    (factor), sqrt((i-1)/i) times it for the i-th sum of the model (depth), or a learned
-    factor a channel (gate). A rewired layer computes the same with two changes.
-    Attention's branch reads o without the routed output of the layer before: what r
-    leaves of h, plus the shared output. The MLP's branch reads h without A: r(o), in
-    post_norm N(r(x)); in parallel that is what it reads anyway.
+    r is the part of the stream that a residual connection keeps: all of it (sum), a
+    factor times it (factor), sqrt((i-1)/i) times it for the i-th sum of the model
+    (depth), or a learned factor per channel (gate). A rewired layer computes the same
+    with two changes. Attention's branch reads o without the routed output of the
+    previous layer: r(h) plus the shared output. The MLP's branch reads h without A:
+    r(o), in post_norm N(r(x)); in parallel it reads that anyway.
     """
 
     model_type: str
     """Key in Hugging Face's Auto mappings."""
     config: str
-    """Class of the configuration, NAMEConfig; NAME begins the other classes that a row
-    leaves out.
+    """Class of the configuration, NAMEConfig; the other classes that a row leaves out
+    begin with NAME.
     """
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
     upstream: str = ""
-    """File inside the transformers package that the other names come from;
-    models/TYPE/modeling_TYPE.py, TYPE the model type (of `like`) without "_text"."""
+    """File in the transformers package from which the other names come; by default
+    models/TYPE/modeling_TYPE.py, where TYPE is the model type (or `like`) without
+    "_text"."""
     causal_lm: str = ""
-    """Class of the model with its LM head; NAMEForCausalLM, NAME without "Text"."""
+    """Class of the model with its LM head; by default NAMEForCausalLM, with NAME without
+    "Text"."""
     base_model: str = ""
-    """Class of the model without head; NAMEModel."""
+    """Class of the model without head; by default NAMEModel."""
     decoder_layer: str | tuple[str, ...] = ""
-    """Class of a decoder layer, MoE or dense; several where the kinds of a hybrid have
-    a class each; NAMEDecoderLayer."""
+    """Class of a decoder layer, MoE or dense, or several if each kind of layer in a
+    hybrid has its own; by default NAMEDecoderLayer."""
     layout: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
-    """Where the branches leave the stream; the equations are above."""
+    """Where the branches read the stream; the equations are above."""
     in_norm: str | None = "input_layernorm"
     """Attribute of the layer: norm before attention."""
     mlp_norm: str | tuple[str, ...] | None = "post_attention_layernorm"
-    """Attribute of the layer: norm before the MoE block; several attributes where
-    several modules read the stream after attention, and the first of them reads all of
-    it."""
+    """Attribute of the layer: norm before the MoE block; several attributes if several
+    modules read the stream after attention, and the first of them reads all of it."""
     norms: str | None = None
-    """Attribute of the layer: module that holds both norms (and attention), where the
-    layer itself does not.
+    """Attribute of the layer: module that holds both norms (and attention), if the layer
+    itself does not.
     """
     attention: str = "self_attn"
-    """Attribute of the layer: attention; read only where `layout` is not pre_norm."""
+    """Attribute of the layer: attention; read only if `layout` is not pre_norm."""
     moe: str = "mlp"
     """Attribute of the layer: MoE block, or the dense MLP of a dense layer."""
     moe_argument: str | None = None
-    """Argument of the layer that its MoE block is called with, where the layer asks for
-    the block's class; a stand-in, which has another, is called like a dense MLP and has
-    to give a tensor."""
+    """Argument of the layer that is passed on to its MoE block, if the layer checks the
+    block's class. A stand-in of another class is called like a dense MLP and has to
+    return a tensor."""
     block_shared: str | None = None
-    """Attribute of the MoE block: its shared expert, where it has one."""
+    """Attribute of the MoE block: its shared expert, if it has one."""
     block_gate: str | None = None
     """Attribute of the MoE block: linear whose sigmoid multiplies the shared expert's output."""
     shared_in_place: bool = False
@@ -75,20 +78,20 @@ class Family:
     layer_shared: str | None = None
     """Attribute of the layer: shared expert beside the MoE block; may be None in a given model."""
     shared_average: str | None = None
-    """Attribute of the MoE block: "average" where its output is (shared + routed) / 2."""
+    """Attribute of the MoE block: "average" if its output is (shared + routed) / 2."""
     additive: bool = True
-    """shared + routed is what the stream gets. False: a norm or a convolution follows
-    the sum, so that no part of it can be taken out, and all of it counts as routed."""
+    """The stream gets shared + routed. False: a norm or a convolution follows the sum, so
+    that no part of it can be separated, and all of it counts as routed."""
     residual_multiplier: str | None = None
     """Attribute of the layer: factor on both residual branches."""
     residual: Literal["sum", "factor", "depth", "gate"] = "sum"
-    """What the residual connections keep of the stream; r below."""
+    """The part of the stream that residual connections keep: r above."""
     residual_names: tuple[str | None, str | None] = (None, None)
-    """Attributes of the layer, at attention and at the MLP: the factor; the index of a
-    depth-scaled sum; the gate module. None keeps all."""
+    """Attributes of the layer, at attention and at the MLP: the factor, the index of a
+    depth-scaled sum, or the gate module. None keeps all of the stream."""
     side_output: str | None = None
-    """The layer returns a second value, which the model's loop hands to the next layer
-    by this name.
+    """Name by which the model's loop passes a second value that a layer returns to the
+    next layer.
     """
     stream_edit: str | None = None
     """Method of the model that edits the stream between layers; it is applied to what
@@ -99,20 +102,20 @@ class Family:
     moe_layers: str = "all"
     """Which layers are MoE: a key of `MOE_LAYERS`."""
     packing: Literal["position_ids", "given_masks", "leaks"] = "position_ids"
-    """What keeps the examples of a packed row apart: the masks that the family makes
-    from the position ids; masks that it is given, because its own leave the position
-    ids out; or nothing (leaks): a state or a convolution runs on through the row, or
-    its forward makes positions of its own, so that it trains on padded rows."""
+    """How the examples of a packed row are kept apart: by masks that the family makes
+    from the position ids; by masks that it is given, because its own ignore the position
+    ids; or not at all (leaks): a state or a convolution runs through the row, or the
+    forward makes its own positions. Such a model trains on padded rows."""
     folding: Folding = USUAL
-    """Which weights read what a branch is given and write what it adds, where their
-    names are others than in most.
+    """The weights that read the input of a branch and those that write its output, if
+    their names are not the usual ones.
     """
     like: str | None = None
-    """Model type whose classes of transformers the family's own are made of, where
+    """Model type from whose transformers classes the family's own are derived, if
     transformers has none: they are in `fcsd/model/connectivity/classes`. Weights are
     converted and tokenizers found as for that type."""
     reference: Literal["written", "generic"] = "written"
-    """What the contract tests compare with: forward passes written by hand down to the
+    """The reference of the contract tests: forward passes written by hand down to the
     routing, or the layer equations on the family's own modules."""
     auto_model: str = ""
     """Auto class of `causal_lm`: AutoModelForCausalLM; AutoModelForImageTextToText for
@@ -120,24 +123,25 @@ class Family:
     transformers lists there."""
 
     fuses_rows: str | None = None
-    """Tensor that transformers (5.23) concatenates from several of the checkpoint.
-    Where it shards while it loads, each rank takes its rows of every one of them: the
-    rows of the whole are mixed up, and the model is silently wrong. Or (5.24) a tensor
-    of the checkpoint that it splits into several, which fails on a rank's rows."""
+    """Tensor that transformers (5.23) concatenates from several tensors of the
+    checkpoint. If it shards while loading, each rank takes its rows of each of them:
+    the rows of the concatenation are mixed up, and the model is silently wrong. Or
+    (5.24) a tensor of the checkpoint that it splits into several, which fails on a
+    rank's rows."""
     spread_refused: str | None = None
-    """Why no rank can have some of the experts only: a clause that ends
+    """Why a rank cannot hold only some of the experts: a clause that follows
     "--expert-parallel: "; None: it can.
     """
     scaled_experts: str | None = None
-    """Pattern of the modules that hold the experts, where these take rows that are
-    scaled already (so that transformers has no plan for them): one dense product over
-    all experts, of which a token's own are not zero."""
+    """Pattern of the modules that hold the experts, if these take rows that are scaled
+    already (so that transformers has no plan for them): one dense matmul over all
+    experts, where only the rows of a token's own experts are not zero."""
     overlap_refused: str | None = None
-    """Why the exchanges of its experts cannot run beside computation: a clause; None: they can."""
+    """Why the exchanges of its experts cannot run beside computation, as a clause; None: they can."""
     since: str = "5.23"
-    """Lowest transformers that a FarSkip checkpoint has been loaded with, to the
-    original's equations; older ones may lack the family, or compute something else.
-    With an older one the row is in `NEWER` instead of `FAMILIES`."""
+    """Lowest transformers with which a FarSkip checkpoint has been loaded and followed
+    the original's equations; older ones may lack the family or compute something else.
+    With an older one installed, the row is in `NEWER` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")
@@ -153,13 +157,14 @@ class Family:
                 "AutoModelForCausalLM" if text else "AutoModelForImageTextToText"
             ),
         }
+        # The class is frozen; `__setattr__` of a dataclass would refuse.
         for field, value in usual.items():
             object.__setattr__(self, field, getattr(self, field) or value)
 
     @property
     def multimodal(self) -> bool:
-        """A wrapper: the stack in it is rewired, and the fields of the stack are in its
-        text config.
+        """Whether it is a wrapper: the text stack in it is rewired, whose fields are in
+        its text config.
         """
         return not self.causal_lm.endswith("ForCausalLM")
 
@@ -172,8 +177,8 @@ def wrapper(
     causal_lm: str = "",
     base_model: str = "",
 ) -> Family:
-    """Return the row of the wrapper around a text stack; its classes begin with `name`
-    but for those given.
+    """Return the row of the wrapper around a text stack. Its classes begin with `name`,
+    except those that are given.
     """
     return replace(
         text,
@@ -258,19 +263,21 @@ MOE_LAYERS: dict[str, tuple[tuple[str, ...], Callable[[Any], list[bool]]]] = {
         lambda config: [bool(config.enable_moe_block)] * config.num_hidden_layers,
     ),
 }
-"""Rule name -> (config fields that decide, upstream's own condition as a function of
-the config).
+"""Rule name -> (config fields that decide, upstream's own condition as a function of the
+config that returns the mask of MoE layers).
 """
 
 
 def moe_mask(config: Any, family: Family) -> list[bool]:
-    """Return one entry a decoder layer: True where it is an MoE layer. `config` is a
-    config object (defaults filled in)."""
+    """Return which decoder layers are MoE layers.
+
+    config: a config object, with upstream's defaults filled in.
+    """
     return MOE_LAYERS[family.moe_layers][1](text_config(config, family))
 
 
 def text_config(config: Any, family: Family) -> Any:
-    """Return the config object that describes the decoder layers: `config` itself, or
-    the part of a wrapper's.
+    """Return the config object that describes the decoder layers: `config` itself, or a
+    wrapper's text config.
     """
     return config.get_text_config() if family.multimodal else config

@@ -1,4 +1,6 @@
-"""Multimodal families: the text stack inside a wrapper is rewired, the rest is left alone."""
+"""Describe multimodal families: the text stack inside a wrapper is rewired, and the rest
+stays as it is.
+"""
 
 from dataclasses import replace
 
@@ -49,7 +51,7 @@ TEXT_ROWS: tuple[Family, ...] = (
         reference="generic",
     ),
 )
-"""Text models that transformers has a CausalLM for, besides their wrapper."""
+"""Text models for which transformers has a CausalLM class besides their wrapper."""
 
 _STACKS = {row.model_type: row for row in (*STANDARD, *ADAPTED, *TEXT_ROWS)}
 

@@ -1,5 +1,5 @@
-"""MoE families that the connectivity has no meaning for, each with the reason for the
-error message.
+"""List the MoE families for which the connectivity has no meaning, with the reasons for
+error messages.
 """
 
 _HYPER = (

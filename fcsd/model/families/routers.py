@@ -1,5 +1,5 @@
-"""Find the routers of a model: no list a family, transformers names their class
-(`_can_record_outputs`).
+"""Find the routers of a model by the classes that transformers names in
+`_can_record_outputs`, without a list for each family.
 """
 
 import re
@@ -19,8 +19,9 @@ from fcsd.model.families.structure import unwrapped
 class Router:
     """The router of one MoE layer.
 
-    layer: index of the decoder layer. name: of the module in the model. logits_index:
-    where the module's output, if it is a tuple, has the logits [tokens, num_experts].
+    layer: index of the decoder layer. name: the module's name in the model.
+    logits_index: index of the logits [tokens, num_experts] in the module's output, if
+    that is a tuple.
     """
 
     layer: int
@@ -34,13 +35,13 @@ class Router:
 def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model, converted or not, in the order of its layers.
 
-    They are the modules that transformers records `router_logits` of. Two kinds need a
-    second look: where it records the whole MoE block (ERNIE 4.5 VL), the router is the
-    first one beside experts in it, that of text; where attention has experts too
-    (JetMoE), the router is that of the MoE block.
+    They are the modules whose `router_logits` transformers records, with two special
+    cases: if it records a whole MoE block (ERNIE 4.5 VL), the router is the first one
+    beside experts in it, that of text; if attention has experts as well (JetMoE), the
+    router is that of the MoE block.
 
     Raises:
-        UserError: there is none, or not one for each MoE layer.
+        UserError: there is no router, or not one for each MoE layer.
     """
     owner = unwrapped(model)
     config = owner.config
@@ -65,14 +66,15 @@ def find_routers(model: nn.Module) -> list[Router]:
         )
     routers = []
     for layer, candidates in sorted(by_layer.items()):
+        # Attention may have a router as well: that of the MoE block is preferred.
         inside = [
             candidate
             for candidate in candidates
             if family is not None and f".{family.moe}." in candidate[0]
         ]
-        (name, index), *others = inside or candidates
-        if others:
-            names = ", ".join(candidate[0] for candidate in [(name, index), *others])
+        (name, index), *surplus = inside or candidates
+        if surplus:
+            names = ", ".join(candidate[0] for candidate in [(name, index), *surplus])
             raise UserError(
                 f"model type '{config.model_type}': layer {layer} has several routers:"
                 f" {names}"
@@ -81,45 +83,50 @@ def find_routers(model: nn.Module) -> list[Router]:
             Router(layer, name, owner.get_submodule(name), num_experts, top_k, index)
         )
     layers = [router.layer for router in routers]
-    if family is not None and layers != (
-        wanted := [k for k, is_moe in enumerate(moe_mask(config, family)) if is_moe]
-    ):
+    if family is None:
+        return routers
+    moe_layers = [k for k, is_moe in enumerate(moe_mask(config, family)) if is_moe]
+    if layers != moe_layers:
         raise UserError(
             f"model type '{config.model_type}': routers found in layers {layers}, but"
-            f" MoE layers are {wanted}"
+            f" MoE layers are {moe_layers}"
         )
     return routers
 
 
 def _recorded(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield name of module and index of logits for everything that `router_logits` is
-    recorded of.
+    """Yield the name and the index of the logits for each module whose `router_logits`
+    transformers records.
     """
-    seen: set[nn.Module] = set()
+    yielded: set[nn.Module] = set()
     entries = [entry for module in model.modules() for entry in _entries(module)]
     for name, module in model.named_modules():
         for target, index, part in entries:
             if (
                 isinstance(module, target)
                 and f".{part or ''}" in f".{name}"
-                and module not in seen
+                and module not in yielded
             ):
-                seen.add(module)
-                beside = _beside_experts(module)
-                yield (f"{name}.{beside}", 0) if beside else (name, index)
+                yielded.add(module)
+                # A module with experts is a whole MoE block: its router is inside.
+                inner = _beside_experts(module)
+                yield (f"{name}.{inner}", 0) if inner else (name, index)
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[type[nn.Module], int, str | None]]:
     entries: Any = (getattr(module, "_can_record_outputs", None) or {}).get(
         "router_logits", []
     )
+    # An entry is a class, or an `OutputRecorder` with a class and an index.
     for entry in entries if isinstance(entries, list | tuple) else [entries]:
         if isinstance(target := getattr(entry, "target_class", entry), type):
             yield target, getattr(entry, "index", 1), getattr(entry, "layer_name", None)
 
 
 def _beside_experts(block: nn.Module) -> str | None:
-    """Return the name of the first router in a module that holds experts."""
+    """Return the name of the first router beside experts in a module; None if it holds
+    none.
+    """
     children = dict(block.named_modules())
     for name in children:
         owner, _, last = name.rpartition(".")

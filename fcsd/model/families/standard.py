@@ -1,4 +1,6 @@
-"""Families whose decoder layer is the plain pre-norm layer: names are all that differs."""
+"""Describe the families whose decoder layer is the plain pre-norm layer, which differ
+only in names.
+"""
 
 from fcsd.model.families.family import Family
 from fcsd.model.families.folding import INDEXER, Folding

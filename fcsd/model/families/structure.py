@@ -12,14 +12,14 @@ from fcsd.model.families import FAMILIES, base_model_type
 LOGIT_SCALES = {
     "logits_scaling": -1, "logit_scale": 1, "logits_mup_width_multiplier": -1, "output_multiplier": 1,
 }  # fmt: skip
-"""Config field -> power: the head's output, or the hidden states before it, are
-multiplied by it (1) or divided.
+"""Config field -> power: 1 multiplies the head's output, or the hidden states before it,
+by the field; -1 divides by it.
 """
 
 
 def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
-    """Tell what keeps the examples of a packed row apart in a model with this config;
-    see `Family.packing`.
+    """Return how a model with this config keeps the examples of a packed row apart; see
+    `Family.packing`.
     """
     row = FAMILIES.get(base_model_type(config.model_type))
     return "position_ids" if row is None else row.packing
@@ -29,8 +29,8 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
     """Return (logit_scale, softcap): the model's logits are softcap * tanh(logit_scale
     * head(h) / softcap).
 
-    logit_scale: the field of `LOGIT_SCALES` that the config has, or 1 divided by it; 1
-    without one. softcap: `final_logit_softcapping`, else None.
+    logit_scale: the config's field of `LOGIT_SCALES`, or its inverse; 1 without such a
+    field. softcap: `final_logit_softcapping`, or None.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
@@ -41,17 +41,17 @@ def head_scaling(config: Any) -> tuple[float, float | None]:
 
 
 def unpadded_vocab_size(config: Any) -> int | None:
-    """Count the rows of the head that are tokens, where a family says so (inkling
-    families); None: all.
+    """Return the number of rows of the head that are tokens, if the config says so
+    (inkling families); None: all.
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     return getattr(config, "unpadded_vocab_size", None)
 
 
 def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
-    """Find the linear head and the module that gives its hidden states.
+    """Find the linear head and the module that computes its hidden states.
 
-    They are called `lm_head` and `model`; `transformer` in dbrx; in llama4 they belong
+    They are called `lm_head` and `model`, in dbrx `transformer`. In llama4 they belong
     to its `language_model`.
     """
     owner = model
@@ -68,7 +68,9 @@ def head_and_body(model: Any) -> tuple[nn.Linear, nn.Module]:
 
 
 def output_head(model: nn.Module) -> nn.Linear:
-    """Find the head of a causal language model, also inside DDP or a DeepSpeed engine."""
+    """Find the head of a causal language model, which may be inside DDP or a DeepSpeed
+    engine.
+    """
     return head_and_body(unwrapped(model))[0]
 
 

@@ -1,4 +1,4 @@
-"""The families as a table for people: `fcsd families`, docs/families.md."""
+"""Format the families as a table, for `fcsd families` and docs/families.md."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,8 @@ from fcsd.model.families.refused import REFUSED
 
 
 def families_facts() -> dict[str, Any]:
-    """Return what can be converted, how it was verified, and what is refused why.
+    """Return the families that can be converted and how they were verified, and the
+    refused ones with their reasons.
 
     {"families": [...], "refused": {model type: reason}}
     """
@@ -53,5 +54,5 @@ def families_table(facts: Mapping[str, Any]) -> str:
     if not facts["refused"]:
         return table
     reasons = [[name, reason] for name, reason in facts["refused"].items()]
-    why = markdown(["refused", "reason"], reasons, left=2)
-    return f"{table}\n\n{why}"
+    refusals = markdown(["refused", "reason"], reasons, left=2)
+    return f"{table}\n\n{refusals}"

@@ -1,5 +1,5 @@
-"""Tell what a checkpoint is, what of it would be rewired, and what that costs, without
-loading its weights.
+"""Report what a checkpoint is, which layers would be rewired, and how much memory that
+needs, without loading its weights.
 
     from fcsd.model.inspect import inspect_model, report_table
     print(report_table(inspect_model("Qwen/Qwen3-30B-A3B")))
@@ -8,7 +8,7 @@ loading its weights.
 the facts together, `parameters` counts on the meta device, `memory` turns counts into
 bytes, `table` prints.
 
-Not covered: the memory of a training (`fcsd.planning.cost`); code that comes with a
+Not covered: the memory of a training (`fcsd.planning.cost`). Code that comes with a
 checkpoint is never run.
 """
 

@@ -1,5 +1,5 @@
-"""Find the config of a folder or Hub repository, and the sizes of its weight files,
-where there are any.
+"""Find the config of a folder or Hub repository, and the sizes of its weight files if
+there are any.
 """
 
 import json
@@ -37,36 +37,36 @@ class Source:
 
     config: dict[str, Any]
     where: str
-    """What an error about the config names."""
+    """Name of the config in errors."""
     file_sizes_bytes: dict[str, int]
-    """Weight file -> size; empty where there are none, or where the Hub does not tell."""
+    """Weight file -> size; empty if there are none, or if the Hub does not say."""
     missing_files: tuple[str, ...]
-    """Weight files that the index names and that are not there."""
+    """Weight files that the index names but that do not exist."""
     stale_index: str = ""
-    """The sentence on an index that does not count."""
+    """A sentence about an index that is passed over."""
     quantisation: Quantisation | None = None
-    """What config, or ModelOpt's file beside it, says."""
+    """According to the config, or to ModelOpt's file beside it."""
     folder: Path | None = None
-    """Where the weights lie, of a local checkpoint that has any, and all."""
+    """Folder of the weights, for a local checkpoint with complete weights."""
 
     @property
     def own_config(self) -> dict[str, Any]:
-        """The config with connectivity and family in our names; raises UserError as
+        """The config with connectivity and family in fcsd's names; raises UserError as
         `in_our_names`.
         """
         return in_our_names(self.config, self.where)
 
 
 def find_source(path: str | Path, revision: str | None = None) -> Source:
-    """Read the config of a local folder, or fetch it and the index of a Hub repository
-    `owner/name`, no weights.
+    """Read the config of a local folder, or fetch config and index, but no weights, of a
+    Hub repository `owner/name`.
 
-    The configs of the shipped recipes' models are in `fcsd/model/inspect/configs`, for
-    where the Hub cannot be reached.
+    Without access to the Hub, the configs of the shipped recipes' models are read from
+    `fcsd/model/inspect/configs`.
 
     Raises:
-        UserError: no such folder and not found on the Hub, no config, a damaged config,
-            a revision for a local folder.
+        UserError: there is no such folder and no such repository, the config is missing
+            or damaged, or a revision is given for a local folder.
     """
     if (folder := local_folder(path, revision, CONFIG)) is not None:
         return _local(folder)
@@ -85,9 +85,11 @@ def _local(folder: Path) -> Source:
     }
     missing = tuple(name for name in names if name not in sizes)
     stale = stale_index(folder, weights.passed_over) if weights is not None else ""
-    whole = folder if sizes and not missing else None
-    said = said_quantisation(config, folder)
-    return Source(config, str(folder / CONFIG), sizes, missing, stale, said, whole)
+    complete = folder if sizes and not missing else None
+    quantisation = said_quantisation(config, folder)
+    return Source(
+        config, str(folder / CONFIG), sizes, missing, stale, quantisation, complete
+    )
 
 
 def _config(file: Path, where: str) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def _remote(name: str, revision: str | None) -> Source:
 
     try:
         file = Path(hf_hub_download(name, CONFIG, revision=revision))
-    # network, authorisation, offline mode: each is the user's to solve
+    # Network, authorisation, offline mode: the Hub's own message tells the user.
     except Exception as error:
         shipped = _SHIPPED / f"{name.replace('/', '--')}.json"
         if revision is None and shipped.is_file():
@@ -122,30 +124,32 @@ def _remote(name: str, revision: str | None) -> Source:
             HfApi().model_info(name, revision=revision, files_metadata=True).siblings
             or []
         )
-    except Exception:  # the sizes are an extra: a cached config is enough
+    # The sizes are optional: offline, a cached config is enough.
+    except Exception:
         files = []
     config = _config(file, f"{name}: {CONFIG}")
     sizes = {file.rfilename: file.size for file in files if file.size is not None}
-    said = said_quantisation(config)
-    if said is None and any(file.rfilename == MODELOPT for file in files):
-        with suppress(Exception):  # as the sizes
-            written = read_checkpoint_json(
+    quantisation = said_quantisation(config)
+    if quantisation is None and any(file.rfilename == MODELOPT for file in files):
+        with suppress(Exception):  # optional, like the sizes
+            settings = read_checkpoint_json(
                 Path(hf_hub_download(name, MODELOPT, revision=revision))
             )
-            said = modelopt_quantisation(written)
+            quantisation = modelopt_quantisation(settings)
     loaded = _loaded(name, revision, sizes, config)
-    return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=said)
+    return Source(config, f"{name}: {CONFIG}", loaded, (), quantisation=quantisation)
 
 
 def _loaded(
     name: str, revision: str | None, sizes: Mapping[str, int], config: Mapping[str, Any]
 ) -> dict[str, int]:
-    """Leave the sizes of the weight files that transformers loads from a repository, in
+    """Return the sizes of the weight files that transformers loads from a repository, in
     order.
 
-    Without an index, or where it cannot be had, those of all safetensors files that are
-    not in a folder.
+    If there is no index, or it cannot be fetched, all safetensors files outside folders
+    count.
     """
+    # The order of precedence: a file that the config names, a single file, the index.
     first = str(config.get(NAMED) or (WEIGHTS if WEIGHTS in sizes else INDEX))
     names = {first}
     if first not in sizes or not first.endswith(".safetensors"):
@@ -155,7 +159,7 @@ def _loaded(
     if first in sizes and first.endswith(".json"):
         from huggingface_hub import hf_hub_download
 
-        with suppress(Exception):  # the sizes are an extra
+        with suppress(Exception):  # the sizes are optional
             index = read_checkpoint_json(
                 Path(hf_hub_download(name, first, revision=revision))
             )
@@ -166,11 +170,12 @@ def _loaded(
 def config_object(
     config_class: Any, raw: Mapping[str, Any], model_type: str, where: str
 ) -> Any:
-    """Build transformers' config of the unconverted model from a `config.json`; a
-    UserError names `where`.
+    """Build transformers' config of the unconverted model from a `config.json`; errors
+    name `where`.
     """
-    own = ("farskip", "auto_map", *INSTELLA_KEYS)
-    values = {key: value for key, value in raw.items() if key not in own} | {
+    # The base family's class does not know the keys of a conversion.
+    added_keys = ("farskip", "auto_map", *INSTELLA_KEYS)
+    values = {key: value for key, value in raw.items() if key not in added_keys} | {
         "model_type": model_type
     }
     try:
@@ -178,7 +183,7 @@ def config_object(
             return config_class.from_dict(
                 json.loads(json.dumps(values), object_hook=_special_float)
             )
-    # transformers' strict configs raise many kinds for a wrong field
+    # transformers' strict configs raise many kinds of errors for a wrong field.
     except Exception as error:
         raise UserError(
             f"{where}: transformers refuses it: {one_line(error)}"
@@ -186,24 +191,24 @@ def config_object(
 
 
 def checkpoint_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype that a checkpoint's config names; bfloat16 where it names none
-    of `BYTES`.
+    """Return the dtype that a checkpoint's config names; bfloat16 if it names none of
+    `BYTES`.
     """
     inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, Mapping) else {}):
-        if (dtype := place.get("dtype") or place.get("torch_dtype")) in BYTES:
+    for section in (config, inner if isinstance(inner, Mapping) else {}):
+        if (dtype := section.get("dtype") or section.get("torch_dtype")) in BYTES:
             return str(dtype)
     return "bfloat16"
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Read transformers' {"__float__": "Infinity"} as the infinite number that it stands for."""
+    """Decode transformers' {"__float__": "Infinity"} to the number that it stands for."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Keep transformers' advice on a config to itself: it is for those who run the model."""
+    """Silence transformers' advice on a config, which is for those who run the model."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Bytes that serving needs. Standard library only.
+"""Compute the bytes that serving needs. Standard library only.
 
-Serving holds the weights in bfloat16 and a key-value cache in bfloat16. Multi-head
-latent attention is taken to cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers
-a token and layer, as transformers, vLLM and SGLang do.
+Serving holds the weights and a key-value cache, both in bfloat16. Multi-head latent
+attention is assumed to cache its latent, `kv_lora_rank + qk_rope_head_dim` numbers a
+token and layer, as in transformers, vLLM and SGLang.
 
 Not covered: training, whose memory depends on the recipe (`fcsd estimate`).
 """
@@ -15,13 +15,13 @@ _WITHOUT_KEYS = ("linear_attention", "conv", "mamba", "moe")
 
 
 def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
-    """Compute the bytes of one sequence's key-value cache in bfloat16, or None where
-    the config does not tell.
+    """Compute the bytes of one sequence's key-value cache in bfloat16; None if the
+    config does not say.
 
-    config: of the decoder layers. Its `layer_types` says which layers keep only a
-    window (`sliding_window`, `attention_chunk_size`) and which keep no keys and values
-    at all (linear attention, convolution, mamba). What does not grow with the text, and
-    the keys of sparse attention's indexers, are not counted.
+    config: that of the decoder layers. Its `layer_types` says which layers cache only a
+    window (`sliding_window`, `attention_chunk_size`) and which cache no keys and values
+    at all (linear attention, convolution, mamba). State that does not grow with the
+    text and the keys of sparse attention's indexers are not counted.
     """
     kinds = (
         getattr(config, "layer_types", None)
@@ -37,6 +37,7 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
         per_token = _numbers_per_token(layer)
         if per_token is None:
             return None
+        # A window bounds the cache; without one it grows with the text.
         window = {
             "sliding_attention": getattr(layer, "sliding_window", None),
             "hybrid_sliding": getattr(layer, "sliding_window", None),
@@ -47,9 +48,10 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
 
 
 def _numbers_per_token(config: Any) -> int | None:
-    """Count the cached numbers a token and attention layer."""
+    """Count the cached numbers per token and attention layer."""
     heads = getattr(config, "num_attention_heads", None)
     rank = getattr(config, "kv_lora_rank", None)
+    # Multi-head latent attention: one latent for all heads, keys and values.
     if rank:
         return int(rank + config.qk_rope_head_dim)
     if not isinstance(heads, int):

@@ -1,4 +1,4 @@
-"""Parameters of a model on the meta device, by what they are for."""
+"""Count the parameters of a model on the meta device, by part."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,28 +14,29 @@ def count_parameters(
     """Count the parameters of a regular model exactly: {"total", "active", "parts":
     part -> {"total", "active"}}.
 
-    Tied matrices count once. Active is what one text token uses: all but the routed
-    experts that were not chosen for it, and but the towers of a multimodal model; None
-    where that is not known. Router biases that are buffers are no parameters.
+    Tied matrices count once. Active parameters are those that one text token uses: all
+    except routed experts that are not chosen for it and the towers of a multimodal
+    model; None if unknown. Router biases that are buffers do not count.
 
-    num_experts: of a layer; None takes the first dimension of the experts' tensors.
-    experts_per_token: None where the config does not say.
+    num_experts: experts of a layer; None takes the first dimension of the experts'
+    tensors. experts_per_token: None if the config does not say.
     """
     total, unused = dict.fromkeys(PARTS, 0), dict.fromkeys(PARTS, 0)
-    seen: set[int] = set()
+    counted: set[int] = set()
     for part, parameter, routed in _parameters(model, family):
-        if id(parameter) in seen:
+        if id(parameter) in counted:
             continue
-        seen.add(id(parameter))
+        counted.add(id(parameter))
         total[part] += parameter.numel()
         if routed and experts_per_token is not None:
-            # some hold experts side by side
-            known = num_experts and parameter.shape[0] % num_experts == 0
-            count = num_experts if known else parameter.shape[0]
+            # Some families stack the rows of all experts in the first dimension.
+            divisible = num_experts and parameter.shape[0] % num_experts == 0
+            count = num_experts if divisible else parameter.shape[0]
             unused[part] += (
                 parameter.numel() - parameter.numel() // count * experts_per_token
             )
     active: dict[str, int | None] = {part: total[part] - unused[part] for part in PARTS}
+    # Text does not pass through the towers of a multimodal model.
     if family.multimodal:
         active["other"] = 0
     if experts_per_token is None:
@@ -52,8 +53,10 @@ def count_parameters(
 
 
 def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
-    """Yield part, parameter and whether it belongs to the experts that a token chooses
-    from; the first time counts.
+    """Yield parts, parameters and whether a parameter belongs to routed experts.
+
+    A parameter may come several times, of which the first counts: specific parts are
+    yielded before general ones.
     """
     yield from _all("embeddings", model.get_input_embeddings())
     yield from _all("lm_head", model.get_output_embeddings())
@@ -78,7 +81,8 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
                         parameter,
                         False,
                     )
-                else:  # a mixer may choose among experts too (JetMoE)
+                # Attention may be routed to experts as well (JetMoE).
+                else:
                     yield (
                         "attention",
                         parameter,
@@ -97,9 +101,9 @@ def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     for name in (family.block_shared, family.block_gate):
         yield from _all("shared_experts", getattr(block, name or "", None))
     for name, parameter in block.named_parameters():
-        # one norm for the output of all experts
-        of_all = parameter.ndim == 1 and "norm" in name
-        routed = not of_all and ("experts" in name.split(".") or parameter.ndim == 3)
+        # A norm of the experts' summed output is not one expert's.
+        is_norm = parameter.ndim == 1 and "norm" in name
+        routed = not is_norm and ("experts" in name.split(".") or parameter.ndim == 3)
         yield "routed_experts" if routed else "router", parameter, routed
 
 

@@ -1,4 +1,4 @@
-"""The facts about one checkpoint, as plain data."""
+"""Collect the facts about one checkpoint as plain data."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -47,16 +47,16 @@ SELECTIONS = (
 
 
 def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, Any]:
-    """Tell everything about a checkpoint that its config says, as JSON data; unknown
-    values are None.
+    """Return the facts about a checkpoint that follow from its config, as JSON data;
+    unknown values are None.
 
     Nothing is loaded and no code of the checkpoint runs. A family that cannot be
-    converted is not an error: `can_be_converted` is false, `reason` says why, and what
-    transformers can build is still counted.
+    converted is not an error: `can_be_converted` is false, `reason` says why, and the
+    parameters are still counted if transformers can build the model.
 
     Raises:
-        UserError: no such checkpoint; a config that is damaged, or that transformers
-            refuses.
+        UserError: there is no such checkpoint, its config is damaged, or transformers
+            refuses the config.
     """
     source = find_source(path, revision)
     raw = source.config
@@ -106,34 +106,42 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
 
 
 def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Tell what `fcsd convert` and loading would find: the headers of local weights are
-    read as they read them.
+    """Return the facts that only the weights can tell, from the headers of local files,
+    which are checked as `fcsd convert` and loading would.
     """
     from fcsd.model.connectivity.checkpoint import read_checkpoint
     from fcsd.model.connectivity.load import check_tensors, config_and_class
     from fcsd.model.quantised.methods import why_not_here, why_not_loaded
 
-    said = source.quantisation
+    quantisation = source.quantisation
     try:
         if source.folder is not None and facts["can_be_converted"]:
             checkpoint = read_checkpoint(source.folder)
             with without_advice():
                 check_tensors(checkpoint, *config_and_class(checkpoint))
-            if checkpoint.leftover and said is not None:
-                return {"quantization": None, "leftover_quantization": said.words}
-        if said is not None and (reason := why_not_loaded(said)) is not None:
+            # Fields of a quantisation that the tensors do not have any more.
+            if checkpoint.leftover and quantisation is not None:
+                return {
+                    "quantization": None,
+                    "leftover_quantization": quantisation.words,
+                }
+        reason = why_not_loaded(quantisation) if quantisation is not None else None
+        if reason is not None:
             raise UserError(f"{source.where}: {reason}")
     except UserError as error:
         return {"can_be_converted": False, "reason": facts["reason"] or str(error)}
     with without_advice():
         return {
-            "loading_problem": why_not_here(source.config) if said is not None else None
+            "loading_problem": (
+                why_not_here(source.config) if quantisation is not None else None
+            )
         }
 
 
 def _of_a_family(
     raw: Mapping[str, Any], family: Family, source: Source
 ) -> dict[str, Any]:
+    """Return the facts about a checkpoint of a listed family."""
     from fcsd.model.connectivity.modeling import base_model_class
     from fcsd.model.inspect.parameters import count_parameters
 
@@ -145,6 +153,8 @@ def _of_a_family(
     parameters = count_parameters(
         _on_meta(cls._from_config, config, source), family, experts, per_token
     )
+    # The family is listed, but this model of it may be dense, or have a part that is
+    # not supported.
     reason = None
     try:
         family_of(config)
@@ -173,8 +183,8 @@ def _of_a_family(
 
 
 def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Tell what transformers' own classes know of a family that is not on the list; no
-    remote code runs.
+    """Return the facts about an unlisted family, as far as transformers' own classes
+    know it; no remote code runs.
     """
     from transformers import CONFIG_MAPPING
 
@@ -184,10 +194,10 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
         reason = None
     except UserError as error:
         reason = _reason(error)
-    known = model_type in CONFIG_MAPPING
+    is_known = model_type in CONFIG_MAPPING
     config = (
         config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where)
-        if known
+        if is_known
         else None
     )
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
@@ -212,7 +222,9 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
 
 
 def _reason(error: UserError) -> str:
-    """Say why, without the families that could be converted instead: there are dozens."""
+    """Return the error's reason without its list of the families that can be converted,
+    of which there are dozens.
+    """
     text = re.split(
         r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error)
     )[0]
@@ -233,7 +245,7 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
 
 def _total(config: Any) -> int | None:
     """Count the parameters of the largest model class that transformers has for a
-    config; None without one.
+    config; None if it has none.
     """
     import torch
     from transformers import (
@@ -242,6 +254,7 @@ def _total(config: Any) -> int | None:
         AutoModelForImageTextToText,
     )
 
+    # From the largest to the smallest: a wrapper with towers, a model with head, a body.
     for auto in (AutoModelForImageTextToText, AutoModelForCausalLM, AutoModel):
         try:
             with without_advice(), torch.device("meta"):
@@ -249,7 +262,7 @@ def _total(config: Any) -> int | None:
                     parameter.numel()
                     for parameter in auto.from_config(config).parameters()
                 )
-        # no such class for this config, or one that cannot be built: the next may do
+        # No such class for this config, or it cannot be built: try the next.
         except Exception:
             continue
     return None
@@ -258,24 +271,28 @@ def _total(config: Any) -> int | None:
 def _connectivity(
     raw: Mapping[str, Any], mask: list[bool], source: Source
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the `farskip` field that the checkpoint has or means, and what is wrong with it."""
+    """Return the checkpoint's `farskip` field, translated from AMD's keys if it has
+    those, and an error in it.
+    """
     is_farskip = str(raw["model_type"]).startswith(PREFIX)
     if not is_farskip and not has_instella_keys(raw):
         return None, None
     try:
         if is_farskip:
-            own = Connectivity.from_field(raw["farskip"], source.where)
+            connectivity = Connectivity.from_field(raw["farskip"], source.where)
         else:
             check_described(raw, source.where)
-            own = from_instella(raw, mask, source.where)
-        field = own.field(mask)
+            connectivity = from_instella(raw, mask, source.where)
+        field = connectivity.field(mask)
     except UserError as error:
         return None, str(error)
     return (field if field["layers"] else None), None
 
 
 def _needs(raw: Mapping[str, Any], family: Family) -> str | None:
-    """Return what runs a model whose classes transformers does not have; None for all others."""
+    """Return what is needed to run a model whose classes transformers lacks; None for
+    all others.
+    """
     from fcsd.model.connectivity.modeling import supported_transformers
 
     if family.like is None:
@@ -293,23 +310,28 @@ def _selections(mask: list[bool]) -> Iterator[tuple[str, dict[str, Any]]]:
     for selection in SELECTIONS:
         try:
             layers = resolve_layers(selection, mask)
-        except UserError:  # a percentage that comes to no layer
+        except UserError:  # a percentage that amounts to no layer
             layers = []
         yield selection, {"layers": layers, "moe": sum(mask[index] for index in layers)}
 
 
 def _cache(text: Any) -> dict[str, Any] | None:
+    # Past all windows, each further block of tokens takes the same number of bytes; the
+    # 65th is assumed to be such.
     try:
-        first, second = (cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65))
-        begin = cache_bytes(text)
-    except Exception:  # attention has other names, or a value that depends on the layer
+        bytes_64, bytes_65 = (
+            cache_bytes(text, count * CACHE_TOKENS) for count in (64, 65)
+        )
+        first_bytes = cache_bytes(text)
+    # The config names attention differently, or a value depends on the layer.
+    except Exception:
         return None
-    if begin is None or first is None or second is None:
+    if first_bytes is None or bytes_64 is None or bytes_65 is None:
         return None
     return {
         "tokens": CACHE_TOKENS,
-        "first_bytes": begin,
-        "further_bytes": second - first,
+        "first_bytes": first_bytes,
+        "further_bytes": bytes_65 - bytes_64,
         "latent": bool(getattr(text, "kv_lora_rank", None)),
     }
 

@@ -1,4 +1,4 @@
-"""The facts about a checkpoint, for people."""
+"""Format the facts about a checkpoint as text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,9 @@ PARTS = {
 
 
 def report_table(facts: Mapping[str, Any]) -> str:
-    """Format what `fcsd inspect` prints of `fcsd.model.inspect.inspect_model`."""
+    """Format the facts of `fcsd.model.inspect.inspect_model` as `fcsd inspect` prints
+    them.
+    """
     return "\n\n".join(
         "\n".join(part) for part in (_head(facts), *_tables(facts)) if part
     )
@@ -97,7 +99,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _family(facts: Mapping[str, Any]) -> str:
-    """Return the model type, and the family where the file calls it otherwise (AMD's
+    """Return the family, and the model type if the config has another name for it (AMD's
     Instella-MoE).
     """
     model_type, family = facts["model_type"], facts["family"]
@@ -139,7 +141,7 @@ def _experts(experts: Mapping[str, Any]) -> str:
     shared = {
         True: "with shared experts",
         False: "no shared expert",
-        None: "shared experts not known",
+        None: "shared experts unknown",
     }
     return (
         f"{experts['routed']} routed, {experts['per_token'] or '?'} a token,"
@@ -185,7 +187,7 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 def _memory(memory: Mapping[str, Any]) -> list[str]:
     convert, serve = memory["convert"], memory["serve"]
     lines = [
-        "memory, 1 GiB = 2^30 bytes; what a training needs tells `fcsd estimate RECIPE`"
+        "memory, 1 GiB = 2^30 bytes; `fcsd estimate RECIPE` tells what training needs"
     ]
     if convert is not None:
         shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
@@ -204,7 +206,7 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
 
 def _cache(cache: Mapping[str, Any] | None) -> str:
     if cache is None:
-        return "cache not known"
+        return "cache size unknown"
     text = (
         f"cache {size(cache['first_bytes'])} for {cache['tokens']} tokens of a sequence"
     )
@@ -222,7 +224,7 @@ def _number(value: int | None) -> str:
 
 
 def ranges(indices: Sequence[int]) -> str:
-    """Format `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
+    """Format indices as ranges: `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
     spans: list[list[int]] = []
     for index in sorted(indices):
         if spans and index == spans[-1][1] + 1:

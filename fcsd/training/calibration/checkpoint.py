@@ -2,12 +2,12 @@
 calibration continues.
 
     work/model/                 the converted checkpoint, whose changed tensors are written layer by layer
-    work/state.json             the next layer, and what was solved so far
-    work/streams-LAYER-RANK.safetensors    all streams before that layer, of a rank's share of the rows
+    work/state.json             the next layer, and the results so far
+    work/streams-LAYER-RANK.safetensors    all streams before that layer, on a rank's share of the rows
 
-The source's weights are never written, so that a layer that was cut off is solved again
-from them. Nothing here is removed or renamed at the end: who calls this does so when it
-is noted that the model is whole.
+The source's weights are never written, so that an interrupted layer can be solved again
+from them. Nothing is removed or renamed at the end: the caller does so once it has
+recorded that the model is complete.
 """
 
 import itertools
@@ -58,7 +58,7 @@ from fcsd.training.losses.kl import row_parts
 
 _STATE = "state.json"
 _AGAIN = "it is calibrated from the first layer again"
-_LEFT_OUT = 8  # of so many tokens that are solved on, one more measures the result
+_LEFT_OUT = 8  # one further token measures the result for each 8 that are solved on
 _MOST_LEFT_OUT = 16_384
 
 
@@ -75,16 +75,15 @@ def calibrate_checkpoint(
     """Write the original, converted and calibrated, to `work/model`. All ranks call
     this, and each works on its share of the rows.
 
-    work: one from a run that was killed has to be of the same settings, and is
-    continued. left_out: rows that no map is solved on, to measure the KL to the
-    original on.
+    work: the folder of a killed run is continued; it has to be of the same settings.
+    left_out: rows that no map is solved on, to measure the KL to the original.
 
-    Returns: tokens, seconds, `layers`, what was solved in each
-    (`fcsd.training.calibration.model.calibrate_model`), and `kl` (`LeftOut.kl`), None
-    without rows for it.
+    Returns: tokens, seconds, `layers`, the residuals of each layer
+    (`fcsd.training.calibration.model.calibrate_model`), and `kl` (`LeftOut.kl`; None
+    without `left_out`).
 
-    Raises UserError: a checkpoint that is converted, calibrated or quantised; too
-    little text, or text that makes it worse; sums that cannot be solved.
+    Raises UserError: the checkpoint is converted, calibrated or quantised; there is too
+    little text, or it makes the model worse; the sums cannot be solved.
     """
     started, ranks = time.perf_counter(), launch.ranks
     models = Layerwise(
@@ -101,7 +100,7 @@ def calibrate_checkpoint(
     with writing(work):
         changed = models.files_of(layers)
         state = None
-        while state is None:  # a second time where what was left is damaged
+        while state is None:  # again if the leftovers of a killed run are damaged
             ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
             state = _resume(
                 work, models, original.folder, changed, text.batches, ranks, measured
@@ -117,12 +116,16 @@ def calibrate_checkpoint(
                 ranks=ranks,
                 left_out=measured,
             )
+            # A layer's weights are written before `_save` counts it: killed between the
+            # two, it is solved again.
             for result in steps:
                 if result is not None:
                     _write_layer(models, state, model, original.folder, ranks)
                     bar.set_postfix_str(shown(result))
                 _save(state, work, ranks, measured)
                 bar.update()
+        # A result that is ruled out never becomes a calibrated model: the mark in the
+        # config comes last.
         _judge(state, ranks)
         kl = measured.kl(models, models.head()) if measured is not None else None
         facts = {"tokens": text.num_tokens, "ridge": ridge, "layers": layers}
@@ -151,7 +154,7 @@ def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
 def _write_layer(
     models: Layerwise, state: State, model: Path, source: Path, ranks: Ranks
 ) -> None:
-    """Write what has changed of the layer that is loaded; the first rank does."""
+    """Write the changed tensors of the loaded layer, on the first rank."""
     if ranks.first:
         tensors = models.layer_tensors(state.next_layer - 1)
         state.written |= write_changed(model, models.files, tensors, source)
@@ -162,22 +165,23 @@ def _options(original: ModelFolder) -> dict[str, Any]:
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
     if "flash" in options.get("attn_implementation", ""):
-        del options["attn_implementation"]  # its kernels know no float32
+        del options["attn_implementation"]  # its kernels do not support float32
     return options
 
 
 def _judge(state: State, ranks: Ranks) -> None:
-    if (said := complaint(state.results)) is None:
+    if (verdict := complaint(state.results)) is None:
         return
-    is_ruled_out, line = said
+    is_ruled_out, message = verdict
     if is_ruled_out:
-        raise UserError(line)
+        raise UserError(message)
     if ranks.first:
-        print(line, file=sys.stderr)
+        print(message, file=sys.stderr)
 
 
 def calibratable(original: ModelFolder) -> Checkpoint:
-    """Return the checkpoint, if it is an original whose weights can be folded into.
+    """Return the checkpoint if it is an original with weights that maps can be folded
+    into.
 
     Raises:
         UserError: it is converted, calibrated or quantised.
@@ -205,19 +209,20 @@ def _prepare(
     model: Path,
     changed: Iterable[str],
 ) -> None:
-    """Convert the original, with weight files of its own where they will change;
-    nothing of it is kept that no state vouches for."""
+    """Convert the original, with copies instead of links of the weight files that will
+    change. A model without a state file beside it is discarded first.
+    """
     state = model.parent / _STATE
+    # Without a state, a killed run may have left the model half-written.
     if not state.is_file():
         discard_folder(model)
     if not model.is_dir():
         if state.is_file():
             print(
-                f"calibrate: {model}: is not there any more, beginning with the first"
-                " layer",
+                f"calibrate: {model}: is gone; beginning with the first layer again",
                 file=sys.stderr,
             )
-            state.unlink()  # it counts the layers of a model that is lost
+            state.unlink()  # it counts layers of the lost model
         convert_checkpoint(original.folder, model, connectivity)
     own_copies(model, original.folder, changed)
 
@@ -231,10 +236,10 @@ def _resume(
     ranks: Ranks,
     measured: LeftOut | None,
 ) -> State | None:
-    """Read the state of a run that was cut off, or begin before the first layer.
+    """Return the state of an interrupted run, or that before the first layer.
 
-    changed: the weight files that change. Returns None where what was left is damaged,
-    with a line; it is removed.
+    changed: the weight files that change. If the interrupted run left damaged files,
+    they are removed with a message, and None is returned.
     """
     state = ranks.from_first(lambda: _read_state(work, source, changed))
     if state is None:
@@ -252,6 +257,7 @@ def _resume(
             f" and this launch has {ranks.size}; launch {state['ranks']}, or remove the"
             " folder to begin again"
         )
+    # Each rank has a file of streams; all begin again if one rank's is unusable.
     file = _streams(work, state["next_layer"], ranks)
     tensors = _whole_streams(file)
     lost = next(
@@ -261,20 +267,21 @@ def _resume(
     if tensors is None or lost is not None:
         _remove_damaged(work, f"{lost}: is damaged or gone; {_AGAIN}", ranks)
         return None
-    held: dict[str, list[Stream]] = {
+    streams: dict[str, list[Stream]] = {
         "teacher": [{} for _ in batches],
         "student": [{} for _ in batches],
     }
     if measured is not None:
         measured.streams = {name: [{} for _ in measured.batches] for name in NAMES}
-        held |= measured.streams
+        streams |= measured.streams
+    # The names of the tensors are those that `_save` gives them.
     for key, value in tensors.items():
-        who, number, name = key.split(".")
-        held[who][int(number)][name] = value
-    student = held["student"] if any(held["student"]) else None
+        model, number, name = key.split(".")
+        streams[model][int(number)][name] = value
+    student = streams["student"] if any(streams["student"]) else None
     return State(
         state["next_layer"],
-        held["teacher"],
+        streams["teacher"],
         student,
         state["results"],
         state["written"],
@@ -282,10 +289,10 @@ def _resume(
 
 
 def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] | None:
-    """Return what `_save` noted, or what is damaged of it and of the model; None:
-    nothing was noted.
+    """Return the record that `_save` wrote, or {"damage": message} if it or the model is
+    damaged; None without a record.
 
-    Streams of other layers, and half-written ones, are removed.
+    Streams of other layers and half-written ones are removed.
     """
     state: dict[str, Any] | None = None
     if (work / _STATE).is_file():
@@ -293,10 +300,10 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
             state = read_sealed(work / _STATE, _AGAIN)
         except UserError as error:
             return {"damage": str(error)}
-    kept = None if state is None else f"streams-{state['next_layer']}-"
-    # of safetensors, which writes so
+    current = None if state is None else f"streams-{state['next_layer']}-"
+    # safetensors writes to a file whose name begins with .tmp first.
     for file in (*work.glob("streams-*"), *work.glob(".tmp*")):
-        if kept is None or not file.name.startswith(kept):
+        if current is None or not file.name.startswith(current):
             file.unlink()
     if state is None:
         return None
@@ -311,19 +318,19 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
 
 
 def _whole_streams(file: Path) -> dict[str, Tensor] | None:
-    """Read the streams that `_save` left; None where they are gone, or not what was written."""
+    """Read the streams that `_save` wrote; None if they are gone or damaged."""
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            known = (opened.metadata() or {}).get("sha256")
+            written = (opened.metadata() or {}).get("sha256")
     except (OSError, ValueError, SafetensorError):
         return None
-    return tensors if checksum(tensors) == known else None
+    return tensors if checksum(tensors) == written else None
 
 
 def _files_beside(model: Path) -> dict[str, str]:
-    """Return the hash of every file beside the weights; of the config, without what the
-    end of a calibration adds.
+    """Hash every file beside the weights; the config without the field that the end of
+    a calibration adds.
     """
     files = [
         file
@@ -341,11 +348,12 @@ def _files_beside(model: Path) -> dict[str, str]:
 
 
 def _remove_damaged(work: Path, damage: str, ranks: Ranks) -> None:
-    """Remove what a run left that was cut off, with a line that says why."""
+    """Remove the files of an interrupted run, and print why."""
 
     def begin() -> None:
         print(f"calibrate: {damage}", file=sys.stderr)
-        (work / _STATE).unlink(missing_ok=True)  # first: nothing else counts without it
+        # The state first: without it, the other files are not continued from.
+        (work / _STATE).unlink(missing_ok=True)
         for path in list(work.iterdir()):
             discard_folder(path) if path.is_dir() else path.unlink()
 
@@ -357,21 +365,23 @@ def _streams(work: Path, layer: int, ranks: Ranks) -> Path:
 
 
 def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> None:
-    """Leave all streams on disk, then note that they are what a run that is cut off now
-    goes on with.
+    """Write all streams to disk, then record that an interrupted run continues with
+    them.
     """
     parts = {"teacher": state.teacher, "student": state.student or []}
     parts |= measured.streams if measured is not None else {}
-    held = {
-        f"{who}.{number}.{name}": value.clone(memory_format=torch.contiguous_format)
-        for who, streams in parts.items()
+    # Cloned, because safetensors refuses tensors that share memory, as streams of
+    # several models may.
+    tensors = {
+        f"{model}.{number}.{name}": value.clone(memory_format=torch.contiguous_format)
+        for model, streams in parts.items()
         for number, stream in enumerate(streams)
         for name, value in stream.items()
     }
     target = _streams(work, state.next_layer, ranks)
-    save_file(held, target.with_suffix(".tmp"), {"sha256": checksum(held)})
+    save_file(tensors, target.with_suffix(".tmp"), {"sha256": checksum(tensors)})
     os.replace(target.with_suffix(".tmp"), target)
-    # all of them have left theirs, and the first has written the layer
+    # From here on all ranks have saved theirs, and the first has written the layer.
     ranks.share(lambda: None)
 
     def note() -> None:
@@ -388,7 +398,9 @@ def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> N
 
 
 def take_rows(rows: Any, num_tokens: int) -> list[Any]:
-    """Take rows, in order, until they hold `num_tokens` tokens of text, or there are no more."""
+    """Return the first rows that hold `num_tokens` tokens of text, or all rows if they
+    hold fewer.
+    """
     sample: list[Any] = []
     count = 0
     for row in rows:
@@ -400,27 +412,31 @@ def take_rows(rows: Any, num_tokens: int) -> list[Any]:
 
 
 def split_rows(rows: Any, num_tokens: int, width: int) -> tuple[list[Any], list[Any]]:
-    """Take rows with `num_tokens` tokens of text to calibrate on, and an eighth as many
-    to measure the result on.
+    """Return rows with `num_tokens` tokens of text to calibrate on, and rows with an
+    eighth as many to measure the result on.
 
-    The second ones are those that come next and share no example with the first. Where
-    there are too few, they are the last of the first, as long as eight times as many
-    distinct tokens as the model is wide may remain; else none.
+    The latter are the next rows that share no example with the former. If there are too
+    few of them, the last rows of the former are used, as long as eight times as many
+    tokens as the model is wide remain; otherwise none.
     """
     solved = take_rows(rows, num_tokens)
     sizes = [_num_tokens(row) for row in solved]
-    left_out, known, num_left = [], _examples(solved), 0
+    left_out, solved_examples, num_left = [], _examples(solved), 0
     for row in itertools.islice(rows, len(solved), None):
         if num_left >= _wanted(sum(sizes)):
             break
-        if known.isdisjoint(_examples([row])):
+        if solved_examples.isdisjoint(_examples([row])):
             left_out.append(row)
             num_left += _num_tokens(row)
+    # Too few rows came next: move rows from the end of `solved`.
     while num_left < _wanted(sum(sizes)) and sum(sizes[:-1]) >= 8 * width:
         left_out.insert(0, solved.pop())
         num_left += sizes.pop()
-    known = _examples(solved)
-    return solved, [row for row in left_out if known.isdisjoint(_examples([row]))]
+    # A row that was moved may share an example with those that remain.
+    solved_examples = _examples(solved)
+    return solved, [
+        row for row in left_out if solved_examples.isdisjoint(_examples([row]))
+    ]
 
 
 def _wanted(num_tokens: int) -> int:

@@ -1,20 +1,21 @@
-"""Maps of its own for every routed expert, where one map would have to do for all of
-them.
+"""Solve and fold separate maps for each routed expert, in place of one map for all.
 
-    x_e, y_e  what student and teacher read on the tokens that expert e of the student is chosen for, (N_e, D)
-    A_e       x_e A_e ≈ y_e, ridge towards the map A of all, into the weights that e reads with
+    x_e, y_e  inputs of student and teacher at the tokens that the student routes to expert e, (N_e, D)
+    A_e       x_e A_e ≈ y_e, ridge towards the shared map A; folded into the weights with which e reads
 
-    r_t  what is still missing to the original's stream behind the layer, token t (N, D)
-    v_e  what expert e adds, weighted by the router, on the tokens that it is chosen for (N_e, D)
-    B_e  v_e B_e ≈ v_e + r_e, ridge towards the identity, into what expert e writes;   then r_e <- r_e - v_e (B_e - I)
+    r_t  the error that remains in the stream behind the layer at token t, (N, D)
+    v_e  the output of expert e, weighted by the router, at the tokens that are routed to it, (N_e, D)
+    B_e  v_e B_e ≈ v_e + r_e, ridge towards the identity; folded into the weights with which e writes;
+         then r_e <- r_e - v_e (B_e - I)
 
-What experts add is solved one after another, each sees what those before it have left.
-One expert's outputs are in memory at a time: the module that holds them all is called
-again with the tokens, choices and weights of this one. An expert keeps the map of all
-where fewer tokens than D chose it, or where its own fits its sample only.
+The outputs are solved one expert after another, each on the error that the experts
+before it leave. Only one expert's outputs are in memory at a time: the module that
+holds all experts is called again with the tokens, choices and weights of that one. An
+expert keeps the shared map if fewer than D tokens are routed to it, or if its own map
+fits its sample only.
 
-Not covered: experts that are not called with (hidden states, choices, weights), or that
-add something beside them.
+Not covered: experts that are not called with (hidden states, choices, weights), or
+modules that add more than the experts' outputs.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ ADDS_RIDGE = 1e-2
 
 @dataclass(frozen=True)
 class Call:
-    """What a module of routed experts was called with, hidden (N, D), choices and
-    weights (N, K), and gave, (N, D).
+    """One call of a module of routed experts: hidden (N, D), choices and weights (N, K),
+    and the module's output, out (N, D).
     """
 
     args: tuple[Any, ...]
@@ -52,8 +53,8 @@ class Call:
     def expert(
         self, module: nn.Module, number: int, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the tokens (N_e,) that expert `number` is chosen for, of those in
-        `mask`, and what it adds there.
+        """Return the tokens (N_e,) that are routed to expert `number`, restricted to
+        `mask`, and the expert's output at them.
         """
         chosen = self.choices == number
         if mask is not None:
@@ -61,6 +62,9 @@ class Call:
         tokens, slots = chosen.nonzero(as_tuple=True)
         if not len(tokens):
             return tokens, self.out.new_empty(0, self.out.shape[-1])
+        # Families differ in the order and names of the arguments, so each tensor is
+        # recognised by identity. One choice a token makes the module run this expert
+        # alone.
         slices = {
             id(self.hidden): self.hidden[tokens],
             id(self.choices): self.choices[tokens, slots][:, None],
@@ -75,6 +79,7 @@ class Call:
         return tokens, out
 
     def to(self, device: torch.device) -> Call:
+        """Move the tensors of the call to a device."""
         moved = {
             id(value): value.to(device)
             for value in (self.hidden, self.choices, self.weights)
@@ -90,17 +95,18 @@ class Call:
 
 
 def _call_tensors(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Tell hidden states, choices and weights of a call apart; None for calls that are
-    of another kind.
+    """Return hidden states, choices and weights of a call; None if its arguments are
+    others.
     """
     tensors = [
         value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
     ]
     if len(tensors) != 3 or any(value.ndim != 2 for value in tensors):
         return None
-    hidden, *others = tensors
-    choices = [value for value in others if not value.is_floating_point()]
-    weights = [value for value in others if value.is_floating_point()]
+    # Choices are integers and weights are not; hidden states come first.
+    hidden, *routing = tensors
+    choices = [value for value in routing if not value.is_floating_point()]
+    weights = [value for value in routing if value.is_floating_point()]
     if not choices or not weights or choices[0].shape != weights[0].shape:
         return None
     return hidden, choices[0], weights[0]
@@ -108,21 +114,21 @@ def _call_tensors(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | Non
 
 @contextlib.contextmanager
 def calls_of(module: nn.Module) -> Iterator[list[Call]]:
-    """Give the calls of a module of routed experts; nothing for calls that are of another kind."""
+    """Record the calls of a module of routed experts, except those with other arguments."""
     calls: list[Call] = []
 
-    def after(args: Any, kwargs: Any, out: Any) -> None:
+    def record(args: Any, kwargs: Any, out: Any) -> None:
         tensors, out = _call_tensors(args, kwargs), first_tensor(out)
         if tensors is not None and out is not None and out.ndim == 2:
             calls.append(Call(args, kwargs, *tensors, out))
 
-    with hooked(after=[(module, after)]):
+    with hooked(after=[(module, record)]):
         yield calls
 
 
 @torch.no_grad()
 def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
-    """Return whether the experts, one at a time, add what the module gave."""
+    """Return whether the outputs of single experts add up to the module's output."""
     total = torch.zeros_like(call.out)
     for number in range(num_experts):
         tokens, out = call.expert(module, number)
@@ -133,32 +139,33 @@ def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
 def fold_reads(
     work: Work, experts: Experts, pairs: Sequence[tuple[Tensor, Tensor]], shared: Tensor
 ) -> list[float] | None:
-    """Give what every expert reads a map of its own, or the one of all (`shared`),
-    which the router has already.
+    """Fold a map into the weights with which each expert reads: its own, or `shared`,
+    which is folded into the router already.
 
-    pairs: what student and teacher read, (N, D) of each batch.
+    pairs: inputs (N, D) of student and teacher, one pair a batch.
 
-    Returns: squares left by the map of all and by these, relative to those of what the
-    teacher reads, over all experts; None where it is not known which of them are
-    chosen.
+    Returns: squared residuals of the shared map and of these maps over all experts,
+    relative to the teacher's inputs; None if the routes of the tokens are not known.
     """
     routes = _routes(work, experts)
+    # Ranks decide together: the sums below are added up over all of them.
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
         work.models.fold(work.index, experts.readers, shared, "reads")
         return None
-    wanted = before = after = 0.0
+
+    def parts(number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch_index, (route, (x, y)) in enumerate(zip(routes, pairs, strict=True)):
+            chosen = (route == number).any(-1)
+            held_out = work.text.held_out[batch_index][:, None]
+            is_tested = work.rows(held_out, batch_index)[chosen, 0]
+            yield is_tested, x[chosen], y[chosen]
+
+    # The residuals of a solution are relative to the squares of its y: times these, they
+    # add up over the experts.
+    target_squares = shared_squares = solved_squares = 0.0
     for number in range(_num_experts(work, experts)):
-        parts = (
-            (
-                work.rows(work.text.held_out[place][:, None], place)[chosen, 0],
-                x[chosen],
-                y[chosen],
-            )
-            for place, (route, (x, y)) in enumerate(zip(routes, pairs, strict=True))
-            for chosen in [(route == number).any(-1)]
-        )
         squares, solution = _solve(
-            work, parts, READS_RIDGE, f"what expert {number} reads", shared
+            work, parts(number), READS_RIDGE, f"input of expert {number}", shared
         )
         work.models.fold(
             work.index,
@@ -167,63 +174,72 @@ def fold_reads(
             "reads",
             number,
         )
-        wanted, before = wanted + squares, before + solution.before * squares
-        after += solution.after * squares
-    return [before / wanted, after / wanted] if wanted else [0.0, 0.0]
+        target_squares += squares
+        shared_squares += solution.before * squares
+        solved_squares += solution.after * squares
+    if not target_squares:
+        return [0.0, 0.0]
+    return [shared_squares / target_squares, solved_squares / target_squares]
 
 
 def _routes(work: Work, experts: Experts) -> list[Tensor]:
-    """Return which experts (N, K) are chosen for the tokens of text of each batch in
-    which that is known.
+    """Return the experts (N, K) to which the tokens of text are routed, for each batch
+    in which that is known.
     """
     routes: list[Tensor] = []
-    called: list[Any] = []
+    calls: list[Any] = []
 
-    def before(args: Any, kwargs: Any) -> None:
-        called.append(_call_tensors(args, kwargs))
+    # The routes are known before the experts run, so the pass ends there.
+    def record(args: Any, kwargs: Any) -> None:
+        calls.append(_call_tensors(args, kwargs))
         raise Stopped
 
-    with hooked(before=[(work.layer.get_submodule(experts.module), before)]):
-        for place, mask in enumerate(work.masks):
-            called.clear()
+    with hooked(before=[(work.layer.get_submodule(experts.module), record)]):
+        for batch_index, mask in enumerate(work.masks):
+            calls.clear()
             with contextlib.suppress(Stopped):
-                work.step(place)
-            if called and called[0] is not None and len(called[0][1]) == len(mask):
-                routes.append(work.rows(called[0][1], place).cpu())
+                work.step(batch_index)
+            if not calls or calls[0] is None:
+                continue
+            _, choices, _ = calls[0]
+            if len(choices) == len(mask):
+                routes.append(work.rows(choices, batch_index).cpu())
     return routes
 
 
 def fold_adds(work: Work, experts: Experts) -> list[float] | None:
-    """Give what every expert adds a map of its own.
+    """Fold a map into the weights with which each expert writes.
 
-    Returns: squares of what is missing before and after, relative to those before; None
-    where experts cannot be called one by one.
+    Returns: squares of the error before and after, relative to those before; None if
+    the experts cannot be called one by one.
     """
     module = work.layer.get_submodule(experts.module)
     num_experts = _num_experts(work, experts)
     calls: list[Call] = []
-    missing: list[Tensor] = []  # (N, D) of each batch
+    errors: list[Tensor] = []  # r, (N, D) for each batch
     understood = True
-    for place, mask in enumerate(work.masks):
+    for batch_index, mask in enumerate(work.masks):
         with calls_of(module) as batch_calls:
-            stream = work.step(place)
-        one = len(batch_calls) == 1 and len(batch_calls[0].hidden) == len(mask)
+            stream = work.step(batch_index)
+        # One call with all tokens of the batch, which single experts can reproduce. The
+        # latter is a matter of the module, so the first batch is enough.
+        is_single = len(batch_calls) == 1 and len(batch_calls[0].hidden) == len(mask)
         understood = (
             understood
-            and one
-            and (place > 0 or adds_up(module, batch_calls[0], num_experts))
+            and is_single
+            and (batch_index > 0 or adds_up(module, batch_calls[0], num_experts))
         )
         if understood:
             calls.append(batch_calls[0].to(torch.device("cpu")))
-            missing.append(
-                (work.teacher[place]["o"] - stream["o"].cpu()).flatten(0, -2)
+            errors.append(
+                (work.teacher[batch_index]["o"] - stream["o"].cpu()).flatten(0, -2)
             )
     if not all(work.ranks.share(lambda: understood)):
         return None
-    before = _squares(work, missing)
+    initial = _squares(work, errors)
     for number in range(num_experts):
-        _fold_adds(work, experts, number, calls, missing)
-    return [1.0, _squares(work, missing) / before] if before else [0.0, 0.0]
+        _fold_adds(work, experts, number, calls, errors)
+    return [1.0, _squares(work, errors) / initial] if initial else [0.0, 0.0]
 
 
 def _fold_adds(
@@ -231,61 +247,66 @@ def _fold_adds(
     experts: Experts,
     number: int,
     calls: Sequence[Call],
-    missing: Sequence[Tensor],
+    errors: Sequence[Tensor],
 ) -> None:
+    """Fold a map into the weights with which one expert writes, and subtract its effect
+    from the errors, in place.
+    """
     module = work.layer.get_submodule(experts.module)
-    added: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Tensor, Tensor]] = []
 
     def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for place, (call, rest) in enumerate(zip(calls, missing, strict=True)):
+        for batch_index, (call, error) in enumerate(zip(calls, errors, strict=True)):
             with torch.no_grad():
                 tokens, out = call.to(work.device).expert(
-                    module, number, work.masks[place]
+                    module, number, work.masks[batch_index]
                 )
             tokens, out = tokens.cpu(), out.double() * experts.factor
-            added.append((tokens, out.cpu()))
+            outputs.append((tokens, out.cpu()))
             yield (
-                work.text.held_out[place][tokens],
+                work.text.held_out[batch_index][tokens],
                 out,
-                out + rest[tokens].to(work.device).double(),
+                out + error[tokens].to(work.device).double(),
             )
 
-    _, solution = _solve(work, parts(), ADDS_RIDGE, f"what expert {number} adds")
+    _, solution = _solve(work, parts(), ADDS_RIDGE, f"output of expert {number}")
     if solution.map is None:
         return
     work.models.fold(work.index, experts.writers, solution.map, "writes", number)
     change = solution.map.cpu() - torch.eye(work.width, dtype=torch.float64)
-    for (tokens, out), rest in zip(added, missing, strict=True):
-        rest[tokens] -= (out @ change).to(rest.dtype)
+    for (tokens, out), error in zip(outputs, errors, strict=True):
+        error[tokens] -= (out @ change).to(error.dtype)
 
 
 def _solve(
     work: Work,
     parts: Iterable[tuple[Tensor, Tensor, Tensor]],
     ridge: float,
-    what: str,
-    towards: Tensor | None = None,
+    name: str,
+    prior: Tensor | None = None,
 ) -> tuple[float, Solution]:
-    """Solve for one expert over all ranks; return the squares of what was wanted, too.
+    """Solve for one expert over all ranks; return the squares of y and the solution.
 
-    parts: of each batch which tokens the map is tested on (N_e,), x and y (N_e, D).
+    parts: for each batch, which tokens (N_e,) the map is tested on, and x and y
+    (N_e, D).
     """
     problem, held_out = work.problems()
-    for held, x, y in parts:
-        for rows, sums in ((~held, problem), (held, held_out)):
+    for is_tested, x, y in parts:
+        for rows, sums in ((~is_tested, problem), (is_tested, held_out)):
             sums.add(
                 x[rows.to(x.device)].to(work.device),
                 y[rows.to(y.device)].to(work.device),
             )
     problem.sum_over(work.ranks)
     held_out.sum_over(work.ranks)
-    if problem.count < work.width:  # they say little of it: it keeps the map of all
+    # Too few tokens to determine a map: the expert keeps the prior.
+    if problem.count < work.width:
         problem.add_sums(held_out)
-        residual = problem.residual(towards)
+        residual = problem.residual(prior)
         solution = Solution(None, residual, residual)
     else:
         solution = problem.solve_checked(
-            held_out, ridge, f"layer {work.index}, {what}", work.ranks, towards
+            held_out, ridge, f"layer {work.index}, {name}", work.ranks, prior
         )
     return float(problem.yy), solution
 
@@ -294,9 +315,10 @@ def _num_experts(work: Work, experts: Experts) -> int:
     return len(work.layer.get_parameter(experts.writers[0][0]))
 
 
-def _squares(work: Work, missing: Sequence[Tensor]) -> float:
-    own = [
-        work.rows(rest, place).double().square().sum()
-        for place, rest in enumerate(missing)
+def _squares(work: Work, errors: Sequence[Tensor]) -> float:
+    """Sum the squared errors at the tokens of text, over all ranks."""
+    squares = [
+        work.rows(error, batch_index).double().square().sum()
+        for batch_index, error in enumerate(errors)
     ]
-    return float(sum(work.ranks.share(lambda: float(sum(own)))))
+    return float(sum(work.ranks.share(lambda: float(sum(squares)))))

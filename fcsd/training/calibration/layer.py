@@ -1,23 +1,23 @@
-"""Go through the decoder layers in order: solve and fold a rewired one, then hand both
-streams on to the next.
+"""Go through the decoder layers in order: solve and fold the maps of a rewired layer,
+then pass both streams on to the next layer.
 
-The same tokens go through teacher and student. For each rewired layer, all before it
-being calibrated already:
+The same tokens go through teacher and student. When a rewired layer is reached, all
+layers before it are calibrated already:
 
-1. x is what a branch of the student reads, y what the same branch of the teacher reads;
-   A goes into what reads x, for routed experts one of their own
+1. x is the input of a student's branch, y that of the same branch of the teacher. The
+   map A is folded into the weights that read x; routed experts get a map each
    (`fcsd.training.calibration.experts`).
-2. u, v are what the student's branches then add; [u v] B ≈ o(teacher) - o(student) + u
-   + v goes into what writes them: what the layer adds beside them (the stream, a part
-   that cannot be folded) stays as it is.
-3. What is then still missing goes into the routed experts, one after another.
+2. u and v are then the outputs of the student's branches. The map in [u v] B ≈
+   o(teacher) - o(student) + u + v is folded into the weights that write them. The other
+   terms of the layer's output (the stream, a part that cannot be folded) stay as they
+   are.
+3. The remaining error goes into the routed experts, one after another.
 
-A side whose input depends on another side of the same layer (`mlp: full`) is solved
-after that one is folded.
+A branch whose input depends on another branch of the same layer (`mlp: full`) is solved
+after that branch is folded.
 
-Not covered: layers in which nothing of a branch can be folded are left alone there
-(`Roles.rest` says so); where weights and streams come from and go to between the
-layers, which is `Models`' and the caller's.
+Not covered: branches into which nothing can be folded stay as they are (`Roles.rest`
+lists them). `Models` and the caller load the weights and store the streams.
 """
 
 import contextlib
@@ -37,9 +37,11 @@ from fcsd.training.calibration.state import Models, State, Text, Work, to
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
-    """Fold maps into a layer and take both streams behind it; return what was solved."""
+    """Fold maps into a layer, move both streams behind it, and return the residuals."""
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
+    # The order matters: each step is solved on the layer as the steps before it left
+    # it, and `_fold_reads` moves the teacher's stream that the others compare with.
     result: dict[str, Any] = {
         "layer": work.index,
         "reads": _fold_reads(work, roles, ridge, held_out),
@@ -49,109 +51,130 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
         result["adds"] = _fold_adds(work, roles.groups, ridge, held_out)
     if roles.experts:
         result["experts"] = fold_adds(work, roles.experts)
-    for place in range(len(work.batches)):
-        work.student[place] = to(work.step(place), "cpu")
+    for batch_index in range(len(work.batches)):
+        work.student[batch_index] = to(work.step(batch_index), "cpu")
     return result | {"held_out": held_out}
 
 
 def _fold_reads(
     work: Work, roles: Roles, ridge: float, held_out: dict[str, list[float]]
 ) -> dict[str, list[float]]:
-    """Take the teacher's stream behind the layer, and fold what maps what the student's
-    branches read to its.
+    """Move the teacher's stream behind the layer; map the inputs of the student's
+    branches to the teacher's, and fold the maps.
 
-    held_out: gets the same residuals of rows that were left out.
+    held_out: receives the same residuals on the held-out rows.
     """
-    sides, experts = roles.sides, roles.experts
-    own = experts.readers if experts else ()
-    wanted = _teacher(work, sides)
+    branches, experts = roles.sides, roles.experts
+    expert_readers = experts.readers if experts else ()
+    teacher_inputs = _teacher(work, branches)
     residuals: dict[str, list[float]] = {}
-    together = work.layer.farskip_plan.outdated
-    for round_sides in [sides] if together and sides else [[side] for side in sides]:
-        problems = {side: work.problems() for side in round_sides}
-        expert_inputs: list[Tensor] = []  # what the experts read
-        for place, ys in enumerate(wanted):
-            xs = _inputs(work, place, round_sides)
-            for side, problem in problems.items():
-                x = xs[side.modules[0]]
-                work.add(problem, place, x, ys[side.modules[0]].to(work.device))
-                expert_inputs += (
-                    [x.cpu()] if own and set(own) <= set(side.readers) else []
-                )
-        for side, problem in problems.items():
-            name = side.modules[0]
-            solution = work.solve(problem, ridge, f"what {name} reads")
-            residuals[name], held_out[name] = (
-                [solution.before, solution.after],
-                list(solution.held_out),
-            )
+    # Where the MLP reads an outdated stream, no branch's input depends on another
+    # branch of this layer, so one pass over the text serves them all.
+    if work.layer.farskip_plan.outdated and branches:
+        rounds = [branches]
+    else:
+        rounds = [[branch] for branch in branches]
+    for round_branches in rounds:
+        problems = {branch: work.problems() for branch in round_branches}
+        expert_inputs: list[Tensor] = []
+        for batch_index, ys in enumerate(teacher_inputs):
+            xs = _inputs(work, batch_index, round_branches)
+            for branch, problem in problems.items():
+                x = xs[branch.modules[0]]
+                y = ys[branch.modules[0]].to(work.device)
+                work.add(problem, batch_index, x, y)
+                if expert_readers and set(expert_readers) <= set(branch.readers):
+                    expert_inputs.append(x.cpu())
+        for branch, problem in problems.items():
+            name = branch.modules[0]
+            solution = work.solve(problem, ridge, f"input of {name}")
+            residuals[name] = [solution.before, solution.after]
+            held_out[name] = list(solution.held_out)
             if solution.map is None:
                 continue
+            # The experts are left out here: `fold_reads` below gives each a map,
+            # starting from the one that the router already has.
             work.models.fold(
                 work.index,
-                [place for place in side.readers if place not in own],
+                [weight for weight in branch.readers if weight not in expert_readers],
                 solution.map,
                 "reads",
             )
-            if experts and own and set(own) <= set(side.readers):
+            if (
+                experts
+                and expert_readers
+                and set(expert_readers) <= set(branch.readers)
+            ):
                 pairs = [
-                    (x, ys[name]) for x, ys in zip(expert_inputs, wanted, strict=True)
+                    (x, ys[name])
+                    for x, ys in zip(expert_inputs, teacher_inputs, strict=True)
                 ]
                 by_expert = fold_reads(work, experts, pairs, solution.map)
                 residuals |= {experts.module: by_expert} if by_expert else {}
     return residuals
 
 
-def _teacher(work: Work, sides: list[Side]) -> list[dict[str, Tensor]]:
-    """Run the teacher's layer on every batch; return what its branches read, of text,
-    by their names.
+def _teacher(work: Work, branches: list[Side]) -> list[dict[str, Tensor]]:
+    """Run the teacher's layer on every batch; return the inputs of its branches at the
+    tokens of text, by module name.
     """
-    layer, wanted = work.models.teacher.layers[work.index], []
-    for place, batch in enumerate(work.batches):
-        stream = to(work.teacher[place], work.device)
-        with _inputs_of(layer, sides) as inputs:
+    layer, branch_inputs = work.models.teacher.layers[work.index], []
+    for batch_index, batch in enumerate(work.batches):
+        stream = to(work.teacher[batch_index], work.device)
+        with _inputs_of(layer, branches) as inputs:
             stream = work.models.teacher_step(
                 work.index, to(batch, work.device), stream
             )
-        work.teacher[place] = to(stream, "cpu")
-        wanted.append(
-            {name: work.rows(value, place).cpu() for name, value in inputs.items()}
+        # Between layers, streams stay in main memory, so that the device's memory
+        # does not grow with the text.
+        work.teacher[batch_index] = to(stream, "cpu")
+        branch_inputs.append(
+            {
+                name: work.rows(value, batch_index).cpu()
+                for name, value in inputs.items()
+            }
         )
-    return wanted
+    return branch_inputs
 
 
-def _inputs(work: Work, place: int, sides: list[Side]) -> dict[str, Tensor]:
-    """Return what the student gives these branches: by its norms, or by its layer, run
-    until it has done so.
+def _inputs(work: Work, batch_index: int, branches: list[Side]) -> dict[str, Tensor]:
+    """Return the inputs of the student's branches: computed by its norms alone, or by
+    the layer, which runs until all of them are known.
     """
     family = work.models.student.family
     names = family.in_norm, family.mlp_norm
+    # In a plain pre-norm layer both inputs are norms of the stream before the layer.
+    # They need neither attention nor experts.
     plain = work.layer.farskip_plan.outdated and (family.layout, family.residual) == (
         "pre_norm",
         "sum",
     )
     if plain and isinstance(names[0], str) and isinstance(names[1], str):
-        return _normed(work, place, sides, names[0], names[1])
+        return _normed(work, batch_index, branches, names[0], names[1])
     with (
-        _inputs_of(work.layer, sides, stop=True) as inputs,
+        _inputs_of(work.layer, branches, stop=True) as inputs,
         contextlib.suppress(Stopped),
     ):
-        work.step(place)
-    return {name: work.rows(value, place) for name, value in inputs.items()}
+        work.step(batch_index)
+    return {name: work.rows(value, batch_index) for name, value in inputs.items()}
 
 
 @torch.no_grad()
 def _normed(
-    work: Work, place: int, sides: list[Side], in_norm: str, mlp_norm: str
+    work: Work, batch_index: int, branches: list[Side], in_norm: str, mlp_norm: str
 ) -> dict[str, Tensor]:
-    family, stream = work.models.student.family, to(work.student[place], work.device)
+    family = work.models.student.family
+    stream = to(work.student[batch_index], work.device)
     norms = getattr(work.layer, family.norms) if family.norms else work.layer
     inputs: dict[str, Tensor] = {}
-    for side in sides:
-        name = side.modules[0]
-        mlp = name == family.moe
-        x = stream["o"] if mlp else stream.get("partial", stream["o"])
-        inputs[name] = work.rows(getattr(norms, mlp_norm if mlp else in_norm)(x), place)
+    for branch in branches:
+        name = branch.modules[0]
+        is_mlp = name == family.moe
+        # Attention reads the partial stream where a routed output is in flight; the
+        # outdated input of the MLP is the stream before this layer's attention.
+        x = stream["o"] if is_mlp else stream.get("partial", stream["o"])
+        norm = getattr(norms, mlp_norm if is_mlp else in_norm)
+        inputs[name] = work.rows(norm(x), batch_index)
     return inputs
 
 
@@ -159,15 +182,19 @@ def _fold_adds(
     work: Work, groups: list[Group], ridge: float, held_out: dict[str, list[float]]
 ) -> list[float]:
     problem = work.problems(len(groups))
-    for place in range(len(work.batches)):
+    for batch_index in range(len(work.batches)):
         with _outputs_of(work.layer, groups) as outputs:
-            stream = work.step(place)
-        x = [work.rows(value, place).double() for value in outputs]
-        target = (
-            work.teacher[place]["o"].to(work.device).double() - stream["o"].double()
+            stream = work.step(batch_index)
+        x = [work.rows(value, batch_index).double() for value in outputs]
+        # In float64, since the error is a small difference of two large streams.
+        error = (
+            work.teacher[batch_index]["o"].to(work.device).double()
+            - stream["o"].double()
         )
-        work.add(problem, place, torch.cat(x, -1), work.rows(target, place) + sum(x))
-    solution = work.solve(problem, ridge, "what its branches add")
+        y = work.rows(error, batch_index) + sum(x)
+        work.add(problem, batch_index, torch.cat(x, -1), y)
+    solution = work.solve(problem, ridge, "outputs of its branches")
+    # B (K·D, D) is one map above the other, in the order of the groups.
     if solution.map is not None:
         for group, matrix in zip(groups, solution.map.split(work.width), strict=True):
             work.models.fold(work.index, group.writers, matrix, "writes")
@@ -177,46 +204,51 @@ def _fold_adds(
 
 @contextlib.contextmanager
 def _inputs_of(
-    layer: nn.Module, sides: Sequence[Side], stop: bool = False
+    layer: nn.Module, branches: Sequence[Side], stop: bool = False
 ) -> Iterator[dict[str, Tensor]]:
-    """Give what the first module of each side is called with, by its name."""
-    inputs: dict[str, Tensor] = {}
-    names = [side.modules[0] for side in sides]
+    """Record the input of the first module of each branch, by module name.
 
-    def keep(name: str) -> Before:
-        def before(args: Any, kwargs: Any) -> None:
+    stop: end the pass with `Stopped` once all inputs are recorded.
+    """
+    inputs: dict[str, Tensor] = {}
+    names = [branch.modules[0] for branch in branches]
+
+    def recorder(name: str) -> Before:
+        def record(args: Any, kwargs: Any) -> None:
             hidden = hidden_states(args, kwargs)
             assert hidden is not None
             inputs[name] = hidden
             if stop and len(inputs) == len(names):
                 raise Stopped
 
-        return before
+        return record
 
-    with hooked(before=[(layer.get_submodule(name), keep(name)) for name in names]):
+    with hooked(before=[(layer.get_submodule(name), recorder(name)) for name in names]):
         yield inputs
 
 
 @contextlib.contextmanager
 def _outputs_of(layer: nn.Module, groups: Sequence[Group]) -> Iterator[list[Tensor]]:
-    """Give what each group adds to the stream, when the layer has run."""
+    """Record the output that each group adds to the stream; the list is filled when the
+    block ends.
+    """
     sums: list[Tensor] = []
-    parts: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
-    def keep(name: str) -> After:
-        def after(args: Any, kwargs: Any, out: Any) -> None:
+    def recorder(name: str) -> After:
+        def record(args: Any, kwargs: Any, out: Any) -> None:
             tensor = first_tensor(out)
             assert tensor is not None
-            parts[name] = tensor.reshape(-1, tensor.shape[-1])
+            outputs[name] = tensor.reshape(-1, tensor.shape[-1])
 
-        return after
+        return record
 
     names = [name for group in groups for name in group.modules]
-    with hooked(after=[(layer.get_submodule(name), keep(name)) for name in names]):
+    with hooked(after=[(layer.get_submodule(name), recorder(name)) for name in names]):
         yield sums
     for group in groups:
-        summed = [parts[name] for name in group.modules]
-        sums.append(sum(summed[1:], summed[0]) * group.factor)
+        group_outputs = [outputs[name] for name in group.modules]
+        sums.append(sum(group_outputs[1:], group_outputs[0]) * group.factor)
 
 
 def walk(
@@ -229,12 +261,13 @@ def walk(
     ranks: Ranks = ALONE,
     left_out: LeftOut | None = None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Take `state` behind each next layer, up to the last of `layers`; yield its
-    result, None if it has none.
+    """Move `state` behind one layer after another, up to the last of `layers`; yield
+    the result of each, or None for a layer that is not calibrated.
 
-    left_out: rows whose streams are taken along, through all layers of the model. While
-    a result is looked at, the layer is still loaded. All ranks call this, also those
-    without text. Raises UserError as `LeastSquares.solve`.
+    All ranks call this, also those without text. A layer is still loaded when its
+    result is yielded. Raises UserError as `LeastSquares.solve`.
+
+    left_out: rows whose streams go through all layers of the model.
     """
     masks = [real_tokens(batch).flatten() for batch in text.batches]
     end = max(layers) + 1
@@ -246,6 +279,7 @@ def walk(
             if left_out is not None:
                 left_out.before_folding(models, index)
             if index in layers:
+                # None: no layer so far is rewired, and both streams are the same.
                 if state.student is None:
                     state.student = list(state.teacher)
                 work = Work(
@@ -264,10 +298,14 @@ def walk(
 def _hand_on(
     models: Models, state: State, batches: Sequence[Batch], index: int
 ) -> None:
-    for number, batch in enumerate(batches):
+    for batch_index, batch in enumerate(batches):
         batch = to(batch, models.device)
         if state.student is not None:
-            stream = to(state.student[number], models.device)
-            state.student[number] = to(models.student.step(index, batch, stream), "cpu")
-        stream = to(state.teacher[number], models.device)
-        state.teacher[number] = to(models.teacher_step(index, batch, stream), "cpu")
+            stream = to(state.student[batch_index], models.device)
+            state.student[batch_index] = to(
+                models.student.step(index, batch, stream), "cpu"
+            )
+        stream = to(state.teacher[batch_index], models.device)
+        state.teacher[batch_index] = to(
+            models.teacher_step(index, batch, stream), "cpu"
+        )

@@ -1,17 +1,17 @@
-"""Measure what a calibration brings on text that no map is solved on: the KL to the
-original, of calibrated weights and of copied ones.
+"""Measure the effect of a calibration on text that no map is solved on: the KL to the
+original, with calibrated and with copied weights.
 
-Three streams of that text go through the layers, each while its weights are in memory
-for the calibration:
+Three streams of that text go through the layers, each layer while its weights are in
+memory for the calibration:
 
     original    regular connectivity, the source's weights
     copied      FarSkip connectivity, the source's weights: before anything is folded into a layer
-    calibrated  FarSkip connectivity, behind the calibrated layer
+    calibrated  FarSkip connectivity, the calibrated weights
 
-So it costs three forward passes over an eighth of the calibration's tokens, beside its
-six over all of them.
+This costs three forward passes over an eighth of the calibration's tokens, in addition
+to six over all of them.
 
-Not covered: text that is rated by tokens with loss alone; every token of text counts.
+Not covered: counting only the tokens with loss; every token of text counts.
 """
 
 from collections.abc import Sequence
@@ -34,8 +34,8 @@ class LeftOut:
     """A rank's share of the rows that no map is solved on, and their streams before the
     next layer.
 
-    streams: of each name a stream of each batch. sizes: rows of each batch, of all
-    ranks.
+    streams: for each of `NAMES`, one stream a batch. sizes: the number of rows in each
+    batch, of all ranks.
     """
 
     def __init__(self, rows: Sequence[Any], ranks: Ranks) -> None:
@@ -46,15 +46,15 @@ class LeftOut:
         self.streams: dict[str, list[Stream]] = {}
 
     def begin(self, models: Models) -> None:
-        """Have the streams before the first layer."""
-        first = [
+        """Compute the streams before the first layer, which are the same for all three."""
+        first_streams = [
             first_stream(models.student, batch, models.device) for batch in self.batches
         ]
-        self.streams = {name: list(first) for name in NAMES}
+        self.streams = {name: list(first_streams) for name in NAMES}
 
     def before_folding(self, models: Models, index: int) -> None:
-        """Take the streams of the source's weights behind a layer that is loaded, and
-        not yet changed.
+        """Move the two streams of the source's weights behind a layer that is loaded,
+        before a map is folded into it.
         """
         for number, batch in enumerate(self.batches):
             batch = to(batch, models.device)
@@ -68,7 +68,8 @@ class LeftOut:
             )
 
     def behind_folding(self, models: Models, index: int) -> None:
-        """Take the stream of calibrated weights behind a layer."""
+        """Move the stream of the calibrated weights behind a layer."""
+        # The layer's weights have their maps folded in by now.
         for number, batch in enumerate(self.batches):
             stream = to(self.streams[CALIBRATED][number], models.device)
             stream = models.student.step(index, to(batch, models.device), stream)
@@ -76,13 +77,13 @@ class LeftOut:
 
     @torch.no_grad()
     def kl(self, models: Models, head: nn.Linear) -> dict[str, Any]:
-        """Return `num_tokens`, and of calibrated and of copied weights `kl`, nats per
-        token, and its `stderr` with rows as units (None of a single row). All ranks
+        """Return `num_tokens` and, for calibrated and for copied weights, `kl` in nats
+        per token and its `stderr` with rows as units (None for a single row). All ranks
         call this, behind the last layer.
         """
         config = models.student.model.config
 
-        def own() -> list[list[tuple[int, dict[str, float]]]]:
+        def measure() -> list[list[tuple[int, dict[str, float]]]]:
             batches = []
             for number, batch in enumerate(self.batches):
                 hidden = {
@@ -91,19 +92,22 @@ class LeftOut:
                     )
                     for name, streams in self.streams.items()
                 }
+                # One sum for each row: rows are the units of the standard error.
                 batches.append(
                     [
-                        _row(hidden, keep, head, config)
-                        for keep in enumerate(_predicting(batch))
+                        _row(hidden, numbered, head, config)
+                        for numbered in enumerate(_predicting(batch))
                     ]
                 )
             return batches
 
-        shares = self.ranks.share(own)
+        shares = self.ranks.share(measure)
+        # Batches were dealt out to the ranks in turn. In their original order, the sums
+        # do not depend on the number of ranks.
         rows = [
             row
-            for place in range(len(self.sizes))
-            for row in shares[place % self.ranks.size][place // self.ranks.size]
+            for index in range(len(self.sizes))
+            for row in shares[index % self.ranks.size][index // self.ranks.size]
         ]
         counts = [count for count, _ in rows]
         measured = {
@@ -117,7 +121,7 @@ class LeftOut:
 
 
 def _predicting(batch: Batch) -> Tensor:
-    """Tell which positions (B, T) have a token of text to predict."""
+    """Return which positions (B, T) have a next token of text to predict."""
     labels = batch["input_ids"].masked_fill(~real_tokens(batch), NO_LOSS)
     return next_token_targets(labels, batch["position_ids"])[0]
 
@@ -125,15 +129,21 @@ def _predicting(batch: Batch) -> Tensor:
 def _row(
     hidden: dict[str, Tensor], row: tuple[int, Tensor], head: nn.Linear, config: Any
 ) -> tuple[int, dict[str, float]]:
-    """Return the predicting tokens of a row, and the summed KL of copied and calibrated
-    weights on them.
+    """Count the predicting positions of a row, and sum the KL of copied and calibrated
+    weights over them.
+
+    hidden: (B, T, D) by name. row: its number in the batch, and its positions to keep.
     """
     number, keep = row
-    kept = {
+    predicting = {
         name: states[number][keep.to(states.device)] for name, states in hidden.items()
     }
     sums = {
-        name: float(kl_sum((kept[ORIGINAL], head, config), (kept[name], head, config)))
+        name: float(
+            kl_sum(
+                (predicting[ORIGINAL], head, config), (predicting[name], head, config)
+            )
+        )
         for name in (COPIED, CALIBRATED)
     }
     return int(keep.sum()), sums

@@ -25,11 +25,9 @@ from fcsd.training.calibration.steps import Steps
 from fcsd.training.losses.head import refuse_packing
 
 RIDGE = 1e-3
-_RULED_OUT = (
-    # times as much of what is added is missed; 1.5 is what 16 x the width leaves in
-    # small models
-    2.0
-)
+# The residual of held-out outputs may at most double. In small models it reaches 1.5
+# times its value with 16 distinct tokens per unit of width.
+_RULED_OUT = 2.0
 
 
 def calibrate_model(
@@ -41,24 +39,24 @@ def calibrate_model(
     ranks: Ranks = ALONE,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
-    """Fold maps into the weights of `student`, in place, that make its branches read
-    and add what the teacher's do.
+    """Fold maps into the weights of `student`, in place, that bring the inputs and
+    outputs of its branches nearer to the teacher's.
 
     Args:
         student: a converted model.
         teacher: the original, of the same family and width.
-        rows: of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank works
-            on its share.
+        rows: those of `fcsd.data.dataset.build_dataset`, or token ids (N, T); each rank
+            works on its share.
         ridge: λ relative to the mean diagonal.
 
     Returns:
-        For each rewired layer what was solved: `reads` (branch -> [before, after]),
-        `adds` and `experts` ([before, after]), squared residuals relative to what was
-        wanted, and `left`, what could not be folded.
+        For each rewired layer, squared residuals relative to the target: `reads`
+        (branch -> [before, after]), `adds` and `experts` ([before, after]); and `left`,
+        the inputs and outputs that no map can be folded into.
 
     Raises:
-        UserError: a student that is not converted, models that do not belong together
-            or are sharded; too little text.
+        UserError: the student is not converted, the models do not belong together or
+            are sharded, or there is too little text.
     """
     layers = _check_pair(student, teacher)
     text = own_text(_as_rows(rows), teacher, ranks)
@@ -68,6 +66,8 @@ def calibrate_model(
     models = Models(
         Steps(student, family), Steps(teacher, family), input_device(student)
     )
+    # Dropout has to be off while residuals are computed; each model gets its own mode
+    # back at the end.
     try:
         teacher_streams, student_streams = (
             [first_stream(steps, batch, models.device) for batch in text.batches]
@@ -88,6 +88,8 @@ def calibrate_model(
                     bar.set_postfix_str(shown(result))
     finally:
         student.train(modes[0]), teacher.train(modes[1])
+    # The config is saved with the model and tells that its weights are no longer the
+    # original's.
     setattr(
         student.config,
         CALIBRATED,
@@ -123,26 +125,26 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
         raise UserError(
             f"{type(student).__name__}: is calibrated already; give the original"
         )
-    one, other = (
+    student_type, teacher_type = (
         base_model_type(model.config.model_type) for model in (student, teacher)
     )
     widths = [
         model.config.get_text_config().hidden_size for model in (student, teacher)
     ]
     if (
-        one != other
+        student_type != teacher_type
         or widths[0] != widths[1]
         or getattr(teacher.config, "farskip", None) is not None
     ):
         raise UserError(
             f"{type(teacher).__name__}: the teacher has to be the student's original, a"
-            f" regular {one} of width {widths[0]}"
+            f" regular {student_type} of width {widths[0]}"
         )
     for model in (student, teacher):
         if is_sharded(model):
             raise UserError(
                 f"{type(model).__name__}: its weights are sharded over ranks; calibrate"
-                " the checkpoint before (fcsd calibrate), which holds one layer at a"
+                " the checkpoint first (fcsd calibrate), which holds one layer at a"
                 " time"
             )
     layers = farskip_layers(student)
@@ -155,14 +157,16 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
 
 
 def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
-    """Return this rank's share of the rows, which may be none where batches are few.
+    """Return this rank's share of the rows, which is empty where there are fewer batches
+    than ranks.
 
     Raises:
-        UserError: ids that the model does not know; fewer distinct tokens than four
-            times its width; packed examples that it would let see each other.
+        UserError: ids outside the model's vocabulary; fewer distinct tokens than four
+            times its width; packed examples that the model cannot keep apart.
     """
     text, config = Text.of(batches_of(rows), ranks), model.config.get_text_config()
 
+    # Each rank checks its own share; `share` raises on all ranks if one of them does.
     def check() -> None:
         ids = torch.cat(
             [batch["input_ids"].flatten() for batch in text.batches] or [torch.zeros(1)]
@@ -190,46 +194,47 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
 
 
 def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
-    """Say that the text was too little, or too much alike: whether that rules the
-    result out, and a line for people.
+    """Return whether the text is too little or too uniform to use the result, and a
+    message about it; None if the text is good enough.
 
-    Residuals of held-out text decide, summed over all layers (docs/decisions.md): where
-    those of what branches read grow, or those of what they add double, the model is no
-    better than with copied weights, or hardly. In small models what they add is missed
-    a little more with any text.
+    Residuals on held-out text decide, summed over all layers (docs/decisions.md): if
+    those of the branches' inputs grow, or those of their outputs double, the model is
+    hardly better, or no better, than with copied weights. In small models the residual
+    of the outputs grows a little with any text.
     """
 
-    def total(side: int, *, adds: bool) -> float:
+    def total(column: int, *, adds: bool) -> float:
         pairs = (
             pair
-            for one in results
-            for name, pair in one["held_out"].items()
+            for result in results
+            for name, pair in result["held_out"].items()
             if (name == "adds") is adds
         )
-        return sum(pair[side] for pair in pairs)
+        return sum(pair[column] for pair in pairs)
 
-    more = "give more, or more varied text"
+    # A residual above `usual` times the one without maps is reported; above `limit`
+    # times it, the result is ruled out.
     for adds, usual, limit in ((False, 1.0, 1.0), (True, FITS_THE_SAMPLE, _RULED_OUT)):
-        before, after = total(0, adds=adds), total(1, adds=adds)
-        if after > usual * before:
+        copied, mapped = total(0, adds=adds), total(1, adds=adds)
+        if mapped > usual * copied:
             return (
-                after > limit * before,
+                mapped > limit * copied,
                 (
-                    "calibration text: is too little, or too much alike: of text that"
-                    f" was left out, what rewired layers {'add' if adds else 'read'}"
-                    f" misses the original's by {after:.3g} with the maps and by"
-                    f" {before:.3g} without, so that the model may become worse"
-                    f" (relative squares, all layers); {more}"
+                    "calibration text: is too little, or too much alike: on held-out"
+                    f" text, the {'outputs' if adds else 'inputs'} of rewired layers"
+                    f" miss the original's by {mapped:.3g} with the maps and by"
+                    f" {copied:.3g} without, so that the model may become worse"
+                    " (relative squares, all layers); give more, or more varied text"
                 ),
             )
     return None
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Say in a few words what one layer's solutions left of the difference to the teacher."""
+    """Format the residuals of one layer, before and after its maps, on one line."""
     parts = [
-        f"{name} {before:.3f}>{after:.3f}"
-        for name, (before, after) in result["reads"].items()
+        f"{name} {copied:.3f}>{mapped:.3f}"
+        for name, (copied, mapped) in result["reads"].items()
     ]
     if result["adds"] is not None:
         parts.append("adds {:.3f}>{:.3f}".format(*result["adds"]))

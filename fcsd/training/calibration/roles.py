@@ -1,12 +1,12 @@
-"""Look up which weights of a layer read what a branch is given, and which write what it
-adds: `fcsd.model.families.folding`; and fold a map into them: they then read x A in the
-place of x, or write u B in the place of u.
+"""Look up which weights of a layer read the input of a branch and which write its output
+(`fcsd.model.families.folding`), and fold maps into them. With its map folded in, a
+weight reads x A instead of x, or writes u B instead of u.
 
     roles = roles_of(layer, family)               # of a rewired layer
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
     roles.groups                                  # [Group("self_attn", writers, 1.0), Group("mlp", writers, 1.0)]
 
-Not covered: routed experts that are modules of their own (no family has them).
+Not covered: routed experts that are separate modules (no family has them).
 """
 
 from collections.abc import Iterable
@@ -21,13 +21,13 @@ from fcsd.model.families import Family
 from fcsd.model.families.folding import READS, WRITES, Folding
 
 Place = tuple[str, int]
-"""A parameter's name in its layer, and the axis of it that a map is folded into."""
+"""The name of a parameter in its layer, and the axis that a map is folded into."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one branch reads: module that is called with it, and the weights that a map
-    of it goes into.
+    """The input of one branch: the modules that are called with it, and the weights that
+    a map of it is folded into.
     """
 
     modules: tuple[str, ...]
@@ -36,8 +36,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Group:
-    """What one branch adds: `factor` times the outputs of modules, linear in the
-    weights that a map goes into.
+    """The output of one branch: `factor` times the summed outputs of its modules, linear
+    in the weights that a map is folded into.
     """
 
     modules: tuple[str, ...]
@@ -47,11 +47,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Experts:
-    """A module of routed experts that are slices of its weights, so that each can have
-    maps of its own.
+    """A module whose routed experts are slices of its weights, so that each can have its
+    own maps.
 
-    readers: weights that multiply what the branch reads, and nothing else. writers,
-    factor: as of a `Group`.
+    readers: weights that multiply the input of the branch, and nothing else. writers,
+    factor: as in `Group`.
     """
 
     module: str
@@ -62,7 +62,9 @@ class Experts:
 
 @dataclass
 class Roles:
-    """What can be folded in one layer. rest: what cannot be, and why."""
+    """The weights of one layer that maps can be folded into. rest: inputs and outputs
+    without such weights, and why.
+    """
 
     sides: list[Side] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -71,8 +73,10 @@ class Roles:
 
 
 def roles_of(layer: Any, family: Family) -> Roles:
-    """Return what can be folded into which weights of a rewired layer."""
+    """Return the roles of the weights of a rewired layer."""
     separate(layer)
+    # With `mlp: full` the MLP reads the outputs of the other branches: a map of these
+    # would change its input as well as the stream.
     mlp_reads_the_rest = not layer.farskip_plan.outdated and family.layout != "parallel"
     folding, roles, closed = family.folding, Roles(), []
     for modules in _branches(layer, family):
@@ -80,17 +84,15 @@ def roles_of(layer: Any, family: Family) -> Roles:
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:
-            roles.rest.append(
-                f"what {name} reads: no weight of it multiplies that alone"
-            )
+            roles.rest.append(f"input of {name}: no weight multiplies it alone")
         for module, operation in folding.other_uses:
             if module in dict(layer.named_modules()) and _within(module, name):
-                roles.rest.append(f"what {name} reads, where {operation} takes it")
+                roles.rest.append(f"input of {name}: {operation} reads it, too")
         is_moe = is_one_of(layer.get_submodule(name), family.moe_block)
         read_inside = mlp_reads_the_rest and name != family.moe
         if name in folding.closed or (is_moe and not family.additive) or read_inside:
             closed.append(
-                f"what {name} adds: its last product does not reach the stream by sums"
+                f"output of {name}: its last matmul does not reach the stream by sums"
                 " alone"
             )
             continue
@@ -100,16 +102,15 @@ def roles_of(layer: Any, family: Family) -> Roles:
             roles.experts = _experts(layer, family, readers, roles.groups[-1])
     roles.groups.sort(key=lambda group: group.modules[0].count("."))
     roles.rest += [
-        f"what {name} reads: it is not given the output of a norm"
-        for name in folding.unread
+        f"input of {name}: not the output of a norm" for name in folding.unread
     ]
     roles.rest += closed
     return roles
 
 
 def separate(layer: nn.Module) -> None:
-    """Give weights that are views of one tensor, as some conversions leave them,
-    storages of their own.
+    """Give each weight contiguous storage of its own; some conversions leave several
+    weights as views of one tensor.
     """
     for parameter in layer.parameters():
         if (
@@ -120,18 +121,20 @@ def separate(layer: nn.Module) -> None:
 
 
 def _branches(layer: nn.Module, family: Family) -> list[tuple[str, ...]]:
-    """List the modules that read the stream, the MLP or MoE block last, with the shared
-    expert beside it.
+    """List the modules that read the stream. The MLP or MoE block comes last, together
+    with a shared expert that is outside it.
     """
     mlp_norms = (
         family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)
     )
-    others = {family.norms, family.in_norm, *mlp_norms, *family.folding.unread}
+    not_branches = {family.norms, family.in_norm, *mlp_norms, *family.folding.unread}
+    # A branch has matrices. Children without any (norms, residual gates) are skipped;
+    # in dbrx, attention is inside the module that holds the norms.
     names = [
         f"{parent}.{name}" if parent else name
         for parent in dict.fromkeys(("", family.norms or ""))
         for name, child in layer.get_submodule(parent).named_children()
-        if name not in others
+        if name not in not_branches
         and any(parameter.ndim >= 2 for parameter in child.parameters())
     ]
     mlp = tuple(name for name in (family.moe, family.layer_shared) if name in names)
@@ -142,19 +145,23 @@ def _places(
     layer: nn.Module, modules: tuple[str, ...], folding: Folding, *, reads: bool
 ) -> tuple[Place, ...]:
     ends = (*READS, *folding.reads) if reads else (*WRITES, *folding.writes)
-    places = []
+    weight_axes = []
     for name, parameter in layer.named_parameters():
         weight = name.removesuffix(".weight").removesuffix(".bias")
         if (
             any(_within(name, module) for module in modules)
             and not any(_within(name, module) for module in folding.left_out)
             and any(f".{weight}".endswith(f".{end}") for end in ends)
+            # A bias is added to a branch's output, but multiplies no input.
             and (parameter.ndim > 1 or not reads)
         ):
             transposed = name.rpartition(".")[2] in folding.transposed
-            inputs = parameter.ndim - 1
-            places.append((name, inputs if reads != transposed else max(inputs - 1, 0)))
-    return tuple(places)
+            # Usually the last axis is that of inputs and the one before it that of
+            # outputs; transposed weights have them the other way round.
+            last = parameter.ndim - 1
+            axis = last if reads != transposed else max(last - 1, 0)
+            weight_axes.append((name, axis))
+    return tuple(weight_axes)
 
 
 def _factor(layer: nn.Module, family: Family, branch: str) -> float:
@@ -167,8 +174,9 @@ def _factor(layer: nn.Module, family: Family, branch: str) -> float:
 def _experts(
     layer: nn.Module, family: Family, readers: tuple[Place, ...], group: Group
 ) -> Experts | None:
-    """Return the routed experts of a MoE block whose weights are slices of one tensor each."""
+    """Return the routed experts of a MoE block if they are slices of its weights."""
     block: Any = layer.get_submodule(family.moe)
+    # The module's output reaches the stream times this factor.
     factor = group.factor
     if family.folding.routed_factor:
         factor *= getattr(block, family.folding.routed_factor)
@@ -182,8 +190,10 @@ def _experts(
     ):
         factor /= 2
 
-    def inside(places: tuple[Place, ...], module: str) -> tuple[Place, ...]:
-        return tuple(place for place in places if place[0].rpartition(".")[0] == module)
+    def inside(weights: tuple[Place, ...], module: str) -> tuple[Place, ...]:
+        return tuple(
+            (name, axis) for name, axis in weights if name.rpartition(".")[0] == module
+        )
 
     for name, _ in group.writers:
         module = name.rpartition(".")[0]
@@ -201,29 +211,31 @@ def _within(module: str, branch: str) -> bool:
 @torch.no_grad()
 def fold_map(
     layer: nn.Module,
-    places: Iterable[Place],
+    weights: Iterable[Place],
     matrix: Tensor,
     use: Literal["reads", "writes"],
     expert: int | None = None,
 ) -> None:
-    """Change the weights of a layer in place, each in its own dtype.
+    """Fold a map into weights of a layer, in place and in each weight's dtype.
 
-    places: names of parameters in the layer, and the axis of each that the map is
-    multiplied with. matrix: (D, D), rows are what is mapped: x A, u B. expert: change
-    this slice of the parameters only, whose first axis is the experts.
+    weights: names of parameters in the layer, and the axis of each that the map
+    multiplies. matrix: A or B (D, D), which maps rows: x A, u B. expert: change only
+    this slice of the parameters, whose first axis is that of the experts.
     """
-    for name, axis in places:
+    for name, axis in weights:
         weight = layer.get_parameter(name)
-        # In float32 at least: what is rounded is the product, to the weight's dtype.
+        # Multiply in float32 at least; only the product is rounded to the weight's
+        # dtype. A weight that reads x A computes x A Wᵀ = x (W Aᵀ)ᵀ, hence the
+        # transpose.
         factor = (matrix.T if use == "reads" else matrix).to(
             weight.device, torch.promote_types(weight.dtype, torch.float32)
         )
         if expert is not None:
             _fold(weight[expert], axis - 1, factor)
-        # an expert at a time: copies of all of them are large
+        # One expert at a time: a float32 copy of all of them is large.
         elif weight.ndim == 3 and axis:
-            for part in weight:
-                _fold(part, axis - 1, factor)
+            for expert_weight in weight:
+                _fold(expert_weight, axis - 1, factor)
         else:
             _fold(weight, axis, factor)
 

@@ -1,10 +1,10 @@
-"""A checkpoint's model with the weights of one decoder layer in memory at a time, and a
-copy of its files to change.
+"""Hold a checkpoint's model with the weights of one decoder layer in memory at a time,
+and write changed tensors into a copy of its files.
 
-Names and shapes of files and model are taken to each other by transformers' own
-conversions, as `from_pretrained` and `save_pretrained` do it; values are float32 in
-memory. A tensor that has changed is written over the old bytes of the copy: its dtype
-and shape stay, and so does the file's header.
+Transformers' own conversions map names and shapes of the files to those of the model
+and back, as in `from_pretrained` and `save_pretrained`. Values are float32 in memory. A
+changed tensor overwrites the old bytes in the copy: its dtype and shape stay the same,
+and so does the file's header.
 
 Not covered: quantised checkpoints, whose tensors the quantisation method names.
 """
@@ -35,8 +35,8 @@ from fcsd.training.calibration.steps import Steps, Stream
 
 
 class Layerwise(Models):
-    """Teacher and student that share the weights of a checkpoint: one layer of them is
-    loaded at a time.
+    """Teacher and student that share the weights of a checkpoint, loaded one layer at a
+    time.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class Layerwise(Models):
             name for module, name in names.items() if module is self.student.layers
         )
         head = f"{names[output_head(self.model)]}."
+        # The rest of the model (embeddings, final norm) is small enough to stay loaded;
+        # the head is loaded by `head` when it is needed.
         outside = (
             name
             for name in self.model.state_dict()
@@ -90,23 +92,24 @@ class Layerwise(Models):
     def fold(
         self,
         index: int,
-        places: Sequence[Place],
+        weights: Sequence[Place],
         matrix: Tensor,
         use: Any,
         expert: int | None = None,
     ) -> None:
-        """Fold a map, and round the weights to what their files hold."""
-        super().fold(index, places, matrix, use, expert)
-        for name, _ in places:
+        """Fold a map, and round the weights to the dtypes of their files."""
+        super().fold(index, weights, matrix, use, expert)
+        # Later layers are solved on the weights that will be read from the files.
+        for name, _ in weights:
             weight = self.student.layers[index].get_parameter(name).data
             weight = weight if expert is None else weight[expert]
             weight.copy_(weight.to(self._dtypes[f"{self.stack}.{index}.{name}"]))
 
     def layer_tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors of the loaded layer by their names in the files."""
-        own = self.student.layers[index].state_dict()
+        state = self.student.layers[index].state_dict()
         return self._in_files(
-            {f"{self.stack}.{index}.{name}": value for name, value in own.items()}
+            {f"{self.stack}.{index}.{name}": value for name, value in state.items()}
         )
 
     def files_of(self, layers: Iterable[int]) -> set[str]:
@@ -126,13 +129,14 @@ class Layerwise(Models):
             <= self.files.keys()
         ):
             self._load(names)
-        else:  # the files hold it once, as the embeddings
+        # Otherwise the files hold the weight once, as the embeddings.
+        else:
             self.model.tie_weights()
         return output_head(self.model)
 
     def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Take tensors to the names and shapes of the checkpoint's files, which may be
-        those of memory.
+        """Convert tensors to the names and shapes of the checkpoint's files, which may be
+        those in memory.
         """
         from transformers.core_model_loading import revert_weight_conversion
 
@@ -149,7 +153,7 @@ class Layerwise(Models):
         owners = {
             name: self.model.get_submodule(name.rpartition(".")[0]) for name in names
         }
-        wanted = [
+        stored_names = [
             name
             for name, owner in owners.items()
             if not getattr(owner, "_is_tied", False)
@@ -157,14 +161,14 @@ class Layerwise(Models):
         with contextlib.ExitStack() as opened:
             slices: dict[str, Any] = {}
             by_file: dict[str, Any] = {}
-            for name in self._in_files({name: state[name] for name in wanted}):
+            for name in self._in_files({name: state[name] for name in stored_names}):
                 file = self.files[name]
                 if file not in by_file:
                     by_file[file] = opened.enter_context(
                         safe_open(self.checkpoint.folder / file, framework="pt")
                     )
                 slices[name] = by_file[file].get_slice(name)
-            self._note_dtypes(wanted, slices)
+            self._note_dtypes(stored_names, slices)
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
                 dtype=torch.float32,
@@ -173,30 +177,32 @@ class Layerwise(Models):
             logging.disable_progress_bar()
             convert_and_load_state_dict_in_model(self.model, slices, settings)
         self.model._weight_conversions = None
-        for name in wanted:
+        for name in stored_names:
             if self.model.get_parameter_or_buffer(name).is_meta:
                 raise AssertionError(
                     f"{self.checkpoint.folder}: '{name}' was not loaded"
                 )
 
     def _note_dtypes(self, names: Sequence[str], slices: dict[str, Any]) -> None:
+        """Record the dtype in the files for each tensor of the model that was loaded."""
         dtypes = {
             name: value[:0].dtype for name, value in slices.items() if value.get_shape()
         }
         kinds = {dtype for dtype in dtypes.values() if dtype.is_floating_point}
         state = self.model.state_dict() if len(kinds) > 1 else {}
         for name in names:
-            # Conversions may need several weights at once, so they are asked only if it
-            # matters.
+            # With a single dtype there is nothing to look up. Conversions may need
+            # several weights at once, so they are not called without need.
             in_files = self._in_files({name: state[name]}) if state else {}
             self._dtypes[name] = next(
-                (dtypes[one] for one in in_files if one in dtypes), next(iter(kinds))
+                (dtypes[file_name] for file_name in in_files if file_name in dtypes),
+                next(iter(kinds)),
             )
 
     @torch.no_grad()
     def _fill_buffers(self, root: nn.Module, leave_out: str | None = None) -> None:
-        """Compute the buffers that no file holds, as `from_pretrained` does: by the
-        model's own initialisation.
+        """Compute the buffers that no file holds by the model's own initialisation, as
+        `from_pretrained` does.
         """
         excluded = (
             set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
@@ -214,7 +220,7 @@ class Layerwise(Models):
             self._body_of(module)._init_weights(module)
 
     def _body_of(self, module: nn.Module) -> Any:
-        """Return the innermost model of transformers that holds a module."""
+        """Return the innermost transformers model that contains a module."""
         from transformers import PreTrainedModel
 
         body: Any = self.model
@@ -227,10 +233,9 @@ class Layerwise(Models):
 
 
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
-    """Give `folder` copies of its own of weight files that are links to the source's;
-    what is one already stays.
-    """
+    """Replace weight files in `folder` that are links to the source's by copies."""
     for name in files:
+        # The copy is renamed into place, so that a kill never leaves a part of a file.
         if os.path.samefile(folder / name, source / name):
             temporary = folder / f".{name}.tmp"
             shutil.copyfile(source / name, temporary)
@@ -240,10 +245,10 @@ def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
 def write_changed(
     folder: Path, files: dict[str, str], tensors: dict[str, Tensor], source: Path
 ) -> dict[str, str]:
-    """Write the tensors that differ from the source's over their bytes in `folder`;
-    return their names with the SHA-256 of those bytes.
+    """Overwrite the tensors in `folder` that differ from the source's; return their
+    names with the SHA-256 of the new bytes.
 
-    files: tensor -> file.
+    files: tensor name -> file.
     """
     changed: dict[str, str] = {}
     for file in sorted({files[name] for name in tensors}):
@@ -263,6 +268,7 @@ def write_changed(
                 stream.seek(begin + start)
                 stream.write(data.tobytes())
                 changed[name] = hashlib.sha256(data.data).hexdigest()
+            # On disk before the caller records the layer as written.
             stream.flush()
             os.fsync(stream.fileno())
     return changed
@@ -271,38 +277,43 @@ def write_changed(
 def damage_of_copies(
     folder: Path, source: Path, files: Iterable[str], written: Mapping[str, str]
 ) -> str | None:
-    """Compare the copies in `folder` with what was written; tell which is damaged, or
-    None.
+    """Return which copy in `folder` is damaged, compared with what was written, or None.
 
-    A tensor that is none of those `written` (name -> SHA-256), gets the source's bytes
-    again where it has others: a layer that was cut off is solved from them.
+    A tensor that is not in `written` (name -> SHA-256) gets the source's bytes back if
+    it has others: an interrupted layer is solved from these.
     """
     for file in sorted({*files}):
         if os.path.samefile(folder / file, source / file):
             continue
         try:
             header, begin = safetensors_header(folder / file)
-            known, same = safetensors_header(source / file)
+            source_header, source_begin = safetensors_header(source / file)
         except (OSError, ValueError):
-            header, known, begin, same = {}, {}, 0, 0
-        is_whole = (folder / file).stat().st_size == (source / file).stat().st_size
-        if not known or header != known or begin != same or not is_whole:
+            header, source_header, begin, source_begin = {}, {}, 0, 0
+        # Only bytes of tensors may differ: neither the header nor the size changes.
+        same_size = (folder / file).stat().st_size == (source / file).stat().st_size
+        if (
+            not source_header
+            or header != source_header
+            or begin != source_begin
+            or not same_size
+        ):
             return file
-        now = np.memmap(folder / file, np.uint8, "r+")
-        before = np.memmap(source / file, np.uint8, "r")
+        copy = np.memmap(folder / file, np.uint8, "r+")
+        original = np.memmap(source / file, np.uint8, "r")
         for name, facts in header.items():
-            place = slice(*(begin + offset for offset in facts["data_offsets"]))
+            span = slice(*(begin + offset for offset in facts["data_offsets"]))
             if name in written:
-                if hashlib.sha256(now[place].data).hexdigest() != written[name]:
+                if hashlib.sha256(copy[span].data).hexdigest() != written[name]:
                     return f"{file}, tensor {name}"
-            elif not np.array_equal(now[place], before[place]):
-                now[place] = before[place]
-        now.flush()
+            elif not np.array_equal(copy[span], original[span]):
+                copy[span] = original[span]
+        copy.flush()
     return None
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 over names, kinds, shapes and bytes of tensors."""
+    """Compute the SHA-256 over names, dtypes, shapes and bytes of tensors."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"\0{name} {value.dtype} {tuple(value.shape)}\0".encode())

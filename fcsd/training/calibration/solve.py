@@ -1,9 +1,10 @@
-"""Least squares with a ridge towards the identity, from sums over tokens in float64.
+"""Solve least squares with a ridge towards the identity, from sums over tokens in
+float64.
 
     A = (XᵀX + λI)⁻¹ (XᵀY + λJ)      λ = ridge · mean diagonal of XᵀX;  J: identities, one below the other
 
-X (N, K·D) and Y (N, D) are never kept: chunks of their rows are added up, and the sums
-of several ranks too.
+X (N, K·D) and Y (N, D) are never stored: their rows are added to XᵀX and XᵀY chunk by
+chunk, and the sums of all ranks are added up.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from fcsd.base.errors import UserError
 from fcsd.parallel.ranks import ALONE, Ranks
 
 FITS_THE_SAMPLE = 1.15
-"""A map that leaves more than this times what the identity leaves of rows that it was
-not solved on is not taken.
+"""A map is rejected if its residual on held-out rows exceeds that of the identity by more
+than this factor.
 
-Not 1: on the models of benchmarks/recovery the KL falls with maps that leave up to 1.1
-times as much.
+Not 1: on the models of benchmarks/recovery, maps of up to 1.1 times the residual still
+lower the KL.
 """
-_NOISE = 1e-12  # float32 gives 1e-14, squared and relative
+_NOISE = 1e-12  # rounding in float32 leaves 1e-14, squared and relative
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A map (K·D, D) in float64, and |XJ - Y|²/|Y|² before it, |XA - Y|²/|Y|² after it.
+    """A map (K·D, D) in float64 and the residuals |XJ - Y|²/|Y|² before, |XA - Y|²/|Y|²
+    after it.
 
-    map: None where X and Y are the same, but for rounding, and nothing is to be
-    changed. held_out: the two residuals of rows that a map was tested on, which was
-    solved without them.
+    map: None where nothing is to be changed: X and Y are the same up to rounding, or
+    the map fits its sample only. held_out: both residuals on the held-out rows, of a
+    map that is solved without them.
     """
 
     map: Tensor | None
@@ -65,13 +67,14 @@ class LeastSquares:
         self.xy.addmm_(x.T, y)
         self.yy += y.square().sum()
         self.rows += len(x)
+        # Counted, not flagged, so that ranks can add it up like the other sums.
         if x.shape != y.shape or not torch.equal(x, y):
             self.different += 1
 
-    def add_sums(self, other: LeastSquares) -> None:
+    def add_sums(self, problem: LeastSquares) -> None:
         """Add the rows of another problem of the same widths."""
         for name in ("xx", "xy", "yy", "different", "rows"):
-            getattr(self, name).add_(getattr(other, name))
+            getattr(self, name).add_(getattr(problem, name))
 
     @property
     def count(self) -> int:
@@ -79,7 +82,7 @@ class LeastSquares:
         return int(self.rows.item())
 
     def sum_over(self, ranks: Ranks) -> None:
-        """Add up what all ranks have. All of them call this."""
+        """Add up the sums of all ranks. All of them call this."""
         if ranks.size > 1:
             import torch.distributed as dist
 
@@ -89,83 +92,92 @@ class LeastSquares:
     def solve(
         self,
         ridge: float,
-        what: str,
+        name: str,
         ranks: Ranks = ALONE,
-        towards: Tensor | None = None,
+        prior: Tensor | None = None,
     ) -> Solution:
-        """Solve by Cholesky. All ranks get the same map. what: the problem's name in
-        errors. towards: J (K·D, D), as a rule identities, the map that the ridge pulls
-        to.
+        """Solve by Cholesky; all ranks get the same map.
+
+        name: the problem's name in errors. prior: J (K·D, D), the map that the ridge
+        pulls towards; identities by default.
 
         Raises:
-            UserError: sums that are not finite, or a matrix that is singular with this
+            UserError: the sums are not finite, or the matrix is singular with this
                 ridge.
         """
         if not all(torch.isfinite(sums).all() for sums in (self.xx, self.xy, self.yy)):
             raise UserError(
-                f"{what}: the sums over the calibration text are not finite; the model"
-                " gives values that are not numbers on it, look at the text and at the"
+                f"{name}: the sums over the calibration text are not finite: the model"
+                " computes NaN or infinite values on it; check the text and the"
                 " checkpoint (fcsd inspect)"
             )
         size = self.xx.shape[0]
-        if towards is None:
-            towards = self._identities()
-        before = self.residual(towards)
-        if not self.different.item() or before < _NOISE:
-            return Solution(None, before, before)
+        if prior is None:
+            prior = self._identities()
+        prior_residual = self.residual(prior)
+        if not self.different.item() or prior_residual < _NOISE:
+            return Solution(None, prior_residual, prior_residual)
         weight = ridge * self.xx.diagonal().mean()
         gram = self.xx + weight * torch.eye(
             size, dtype=torch.float64, device=self.xx.device
         )
         factor, failed = torch.linalg.cholesky_ex(gram)
+        # Cholesky succeeds on a matrix that is singular but for rounding: its pivots
+        # give it away.
         pivots = factor.diagonal()
         if failed.item() or pivots.min() <= 1e-7 * pivots.max():
             raise UserError(
-                f"{what}: the Gram matrix of the calibration text is singular: its"
+                f"{name}: the Gram matrix of the calibration text is singular: its"
                 f" tokens do not tell {size} directions apart with ridge {ridge:g};"
                 " give more, or more varied text, or a larger ridge (1e-3)"
             )
-        matrix = torch.cholesky_solve(self.xy + weight * towards, factor)
+        matrix = torch.cholesky_solve(self.xy + weight * prior, factor)
+        # Devices may round differently; the weights have to agree on all ranks.
         if ranks.size > 1:
             import torch.distributed as dist
 
             dist.broadcast(matrix, 0)
-        return Solution(matrix, before, self.residual(matrix))
+        return Solution(matrix, prior_residual, self.residual(matrix))
 
     def solve_checked(
         self,
         held_out: LeastSquares,
         ridge: float,
-        what: str,
+        name: str,
         ranks: Ranks = ALONE,
-        towards: Tensor | None = None,
+        prior: Tensor | None = None,
         limit: float = FITS_THE_SAMPLE,
     ) -> Solution:
-        """Solve with the rows of `held_out` too, if a map that was solved without them
-        leaves at most `limit` times as much of them as `towards` does; the map is None
-        otherwise: `towards` is to be taken. Raises as `solve`.
+        """Solve on all rows, those of `held_out` included, if a map that is solved
+        without them passes a test on them: a residual of at most `limit` times that of
+        `prior`. Otherwise the map is None, and `prior` is to be used. Raises as
+        `solve`.
         """
-        if towards is None:
-            towards = self._identities()
-        matrix = self.solve(ridge, what, ranks, towards).map
-        before = held_out.residual(towards)
-        after = before if matrix is None else held_out.residual(matrix)
-        fits = matrix is not None and after <= limit * before
+        if prior is None:
+            prior = self._identities()
+        matrix = self.solve(ridge, name, ranks, prior).map
+        prior_residual = held_out.residual(prior)
+        residual = prior_residual if matrix is None else held_out.residual(matrix)
+        fits = matrix is not None and residual <= limit * prior_residual
+        # The test is over: all rows count from here on.
         self.add_sums(held_out)
         if not fits:
-            residual = self.residual(towards)
-            return Solution(None, residual, residual, (before, after))
+            all_rows = self.residual(prior)
+            return Solution(None, all_rows, all_rows, (prior_residual, residual))
         return replace(
-            self.solve(ridge, what, ranks, towards), held_out=(before, after)
+            self.solve(ridge, name, ranks, prior), held_out=(prior_residual, residual)
         )
 
     def _identities(self) -> Tensor:
-        one = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)
-        return one.repeat(len(self.xx) // self.width, 1)
+        identity = torch.eye(self.width, dtype=torch.float64, device=self.xx.device)
+        return identity.repeat(len(self.xx) // self.width, 1)
 
     def residual(self, matrix: Tensor | None = None) -> float:
-        """Return |XA - Y|² / |Y|², from the sums, of the identities without a map; 0 where Y is."""
+        """Compute |XA - Y|² / |Y|² from the sums; 0 if Y is 0. Without a map, A is the
+        identities.
+        """
         matrix = self._identities() if matrix is None else matrix
+        # |XA - Y|² = |Y|² - 2 tr(AᵀXᵀY) + tr(AᵀXᵀXA); rounding may take it below 0.
         squares = (
             self.yy - 2 * (matrix * self.xy).sum() + (matrix * (self.xx @ matrix)).sum()
         )

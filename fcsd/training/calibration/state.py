@@ -1,5 +1,5 @@
-"""What a calibration works on: two models, of which a layer is in memory, and their
-streams of the same rows.
+"""The state of a calibration: two models, one layer of which is in memory, and their
+streams on the same rows.
 """
 
 from __future__ import annotations
@@ -20,43 +20,44 @@ from fcsd.training.calibration.solve import LeastSquares, Solution
 from fcsd.training.calibration.steps import Steps, Stream
 
 BATCH_TOKENS = 4096
-_HELD_OUT = 4  # every so many-th row says whether a map fits the others only
-_SEEN = 4  # as many tokens that come again tell nothing new
+_HELD_OUT = 4  # one row in four tests whether a map fits its own sample only
+_SEEN = 4  # length of the n-grams by which distinct tokens are counted
 
 
 class Models:
-    """Teacher and student, both loaded; `Layerwise` has a layer of them in memory while
-    it is worked on.
-    """
+    """Teacher and student, both loaded. `Layerwise` holds one layer at a time instead."""
 
     def __init__(self, student: Steps, teacher: Steps, device: torch.device):
         self.student, self.teacher, self.device = student, teacher, device
 
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
-        """Return the teacher's stream behind a layer."""
+        """Return the teacher's stream behind layer `index`."""
         return self.teacher.step(index, batch, stream)
 
     def layer(self, index: int) -> contextlib.AbstractContextManager[Any]:
-        """Have the weights of a layer in memory."""
+        """Keep the weights of a layer in memory within the block."""
         return contextlib.nullcontext()
 
     def fold(
         self,
         index: int,
-        places: Sequence[Place],
+        weights: Sequence[Place],
         matrix: Tensor,
         use: Any,
         expert: int | None = None,
     ) -> None:
         """Fold a map into weights of the student's layer, or into those of one expert."""
-        fold_map(self.student.layers[index], places, matrix, use, expert)
+        fold_map(self.student.layers[index], weights, matrix, use, expert)
 
 
 @dataclass
 class State:
-    """How far a walk is. student: None while it is the teacher's stream. results: one
-    of each layer that was solved. written: tensors that were written, with the SHA-256
-    of their bytes."""
+    """The progress of a walk through the layers.
+
+    student: None as long as it equals the teacher's stream. results: one for each layer
+    that is solved. written: names of the tensors that are written, with the SHA-256 of
+    their bytes.
+    """
 
     next_layer: int
     teacher: list[Stream]
@@ -67,12 +68,13 @@ class State:
 
 @dataclass(frozen=True)
 class Text:
-    """What a calibration is solved on, a rank's share of it.
+    """A rank's share of the text that the maps are solved on.
 
-    held_out: which tokens (B * T,) of each batch a map is tested on: every fourth row
-    of those that differ, whichever rank has them; of fewer rows the last quarter of
-    each. num_tokens, num_distinct: of text of all ranks, and how many of them differ,
-    they and the three before them in their example.
+    held_out: masks (B * T,), one a batch, of the tokens that a map is tested on: those
+    of every fourth distinct row, whichever rank has it; with fewer than four distinct
+    rows, the last quarter of each. num_tokens: tokens of text on all ranks.
+    num_distinct: how many different 4-grams, a token and the three before it in its
+    example, there are among them.
     """
 
     batches: Sequence[Batch]
@@ -82,50 +84,51 @@ class Text:
 
     @classmethod
     def of(cls, batches: Sequence[Batch], ranks: Ranks) -> Text:
-        """Deal out the batches, of which all ranks have all."""
-        known: dict[tuple[int, ...], int] = {}
-        different: set[tuple[int, ...]] = set()
-        numbers: list[Tensor] = []  # (B,) of each batch: equal rows have the same one
+        """Deal the batches out to the ranks; each passes all of them."""
+        # Equal rows have the same number, so that no row is held out whose copy the map
+        # is solved on.
+        row_numbers: dict[tuple[int, ...], int] = {}
+        ngrams: set[tuple[int, ...]] = set()
+        numbers: list[Tensor] = []  # (B,) for each batch
         num_tokens = 0
         for batch in batches:
             columns = [batch["input_ids"], batch["position_ids"], real_tokens(batch)]
             rows = list(zip(*(column.tolist() for column in columns), strict=True))
             numbers.append(
                 torch.tensor(
-                    [known.setdefault(tuple(ids), len(known)) for ids, _, _ in rows]
+                    [
+                        row_numbers.setdefault(tuple(ids), len(row_numbers))
+                        for ids, _, _ in rows
+                    ]
                 )
             )
             for ids, positions, is_text in rows:
-                for place, (position, counts) in enumerate(
+                for end, (position, counts) in enumerate(
                     zip(positions, is_text, strict=True), 1
                 ):
+                    # Positions restart with each example: no n-gram spans two of them.
                     if counts and position + 1 >= _SEEN:
-                        different.add(tuple(ids[place - _SEEN : place]))
+                        ngrams.add(tuple(ids[end - _SEEN : end]))
                 num_tokens += sum(is_text)
         held_out = []
         for batch, number in zip(batches, numbers, strict=True):
             length = batch["input_ids"].shape[1]
-            if len(known) < _HELD_OUT:
-                held_out.append(
-                    (torch.arange(length) >= length - length // _HELD_OUT).repeat(
-                        len(number)
-                    )
-                )
+            if len(row_numbers) < _HELD_OUT:
+                last_quarter = torch.arange(length) >= length - length // _HELD_OUT
+                held_out.append(last_quarter.repeat(len(number)))
             else:
                 held_out.append(
                     (number % _HELD_OUT == _HELD_OUT - 1).repeat_interleave(length)
                 )
-        return cls(
-            ranks.deal(batches), ranks.deal(held_out), num_tokens, len(different)
-        )
+        return cls(ranks.deal(batches), ranks.deal(held_out), num_tokens, len(ngrams))
 
 
 @dataclass(frozen=True)
 class Work:
-    """One rewired layer and the rows that it is calibrated on, a rank's share of them.
+    """One rewired layer, and a rank's share of the rows that it is calibrated on.
 
-    teacher, student: the streams before it. masks: which tokens (B * T,) of each batch
-    are text.
+    teacher, student: the streams before the layer. masks: which tokens (B * T,) of each
+    batch are text.
     """
 
     models: Models
@@ -152,50 +155,56 @@ class Work:
     def width(self) -> int:
         return int(self.models.student.model.config.get_text_config().hidden_size)
 
-    def step(self, place: int) -> Stream:
+    def step(self, batch_index: int) -> Stream:
         """Return the student's stream of a batch behind the layer."""
+        # Streams are stored in main memory between the layers.
         batch, stream = (
             to(values, self.device)
-            for values in (self.batches[place], self.student[place])
+            for values in (self.batches[batch_index], self.student[batch_index])
         )
         return self.models.student.step(self.index, batch, stream)
 
-    def rows(self, values: Tensor, place: int) -> Tensor:
-        """Return what belongs to the tokens of text of a batch, (N, ...)."""
-        flat, mask = values.reshape(-1, values.shape[-1]), self.masks[place]
+    def rows(self, values: Tensor, batch_index: int) -> Tensor:
+        """Select the values (N, ...) at the tokens of text of a batch."""
+        flat, mask = values.reshape(-1, values.shape[-1]), self.masks[batch_index]
+        # Without padding no copy is needed.
         return flat if bool(mask.all()) else flat[mask.to(flat.device)]
 
     def problems(self, num_inputs: int = 1) -> tuple[LeastSquares, LeastSquares]:
-        """Return the sums of a problem, and of the rows that its map is tested on."""
-        one, other = (
+        """Return two empty problems: the sums to solve, and those of the held-out rows."""
+        problem, held_out = (
             LeastSquares(self.width, num_inputs, self.device) for _ in range(2)
         )
-        return one, other
+        return problem, held_out
 
     def add(
         self,
         problems: tuple[LeastSquares, LeastSquares],
-        place: int,
+        batch_index: int,
         x: Tensor,
         y: Tensor,
     ) -> None:
-        """Add what belongs to the tokens of text of a batch, x (N, K·D), y (N, D)."""
-        tested = self.rows(self.text.held_out[place][:, None], place)[:, 0]
-        for rows, sums in zip((~tested, tested), problems, strict=True):
+        """Add x (N, K·D) and y (N, D), the values at the tokens of text of a batch."""
+        held_out = self.text.held_out[batch_index][:, None]
+        is_tested = self.rows(held_out, batch_index)[:, 0]
+        for rows, sums in zip((~is_tested, is_tested), problems, strict=True):
             sums.add(x[rows.to(x.device)], y[rows.to(y.device)])
 
     def solve(
-        self, problems: tuple[LeastSquares, LeastSquares], ridge: float, what: str
+        self, problems: tuple[LeastSquares, LeastSquares], ridge: float, name: str
     ) -> Solution:
-        """Solve over all ranks; the rows that it is tested on decide nothing."""
+        """Solve over all ranks. The residual on held-out rows is only reported: it does
+        not decide whether the map is taken.
+        """
         problem, held_out = problems
         problem.sum_over(self.ranks)
         held_out.sum_over(self.ranks)
-        what = f"layer {self.index}, {what}"
-        return problem.solve_checked(held_out, ridge, what, self.ranks, limit=math.inf)
+        name = f"layer {self.index}, {name}"
+        return problem.solve_checked(held_out, ridge, name, self.ranks, limit=math.inf)
 
 
 def to(values: dict[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
+    """Move the tensors of a batch or stream to a device."""
     return {name: value.to(device) for name, value in values.items()}
 
 

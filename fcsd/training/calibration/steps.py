@@ -1,10 +1,10 @@
-"""Run one decoder layer of a model on a stream of its own, called by the model's own
-loop.
+"""Run one decoder layer of a model on a given stream, from within the model's own loop
+over layers.
 
-The loop makes what a layer is called with (masks, rotary embeddings, positions, edits
-of the stream). So it is the loop that is run: the layers before the one that is wanted
-hand on what they are given, that one gets the stream that is kept, and behind it the
-pass ends. Layers that are skipped need no weights.
+The loop prepares the arguments of a layer (masks, rotary embeddings, positions, edits
+of the stream), so the loop itself is run. Layers before the target return their input
+unchanged, the target receives the given stream, and the pass ends behind it. Skipped
+layers need no weights.
 
 Not covered: layers that are wrapped (FSDP, DDP); models on several devices.
 """
@@ -23,21 +23,25 @@ from fcsd.model.families import Family
 from fcsd.training.losses.head import body_hidden
 
 Stream = dict[str, Tensor]
-"""What a layer hands on: o, the stream; partial, where its routed output is in flight;
-side, what some families' layers give the next one beside it."""
+"""Output of a layer: o, the stream; partial, the stream without the routed output that
+is in flight, if any; side, the second value that layers of some families pass on."""
 
 
 class _Reached(BaseException):
-    """Ends a pass behind the layer that was wanted."""
+    """End a pass behind the target layer, and carry its stream out."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
+# `Module.__call__` is looked up on the class, so a layer is redirected by assigning its
+# `__class__`.
+
+
 @functools.cache
-def _skipping(cls: type, side: str | None) -> type:
+def _skipping(cls: type, side_output: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states, None) if side else hidden_states
+        return (hidden_states, None) if side_output else hidden_states
 
     return type(
         cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
@@ -45,10 +49,10 @@ def _skipping(cls: type, side: str | None) -> type:
 
 
 @functools.cache
-def _giving(cls: type, side: str | None) -> type:
+def _giving(cls: type, side_output: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        kept: Stream = self._kept_stream
-        return (kept["o"], kept.get("side")) if side else kept["o"]
+        stream: Stream = self._kept_stream
+        return (stream["o"], stream.get("side")) if side_output else stream["o"]
 
     return type(
         cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
@@ -56,35 +60,39 @@ def _giving(cls: type, side: str | None) -> type:
 
 
 @functools.cache
-def _reached(cls: type, side: str | None) -> type:
+def _reached(cls: type, side_output: str | None) -> type:
     base_call: Any = cls.__call__
 
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        kept: Stream | None = self._kept_stream
-        if kept is None:
+        stream: Stream | None = self._kept_stream
+        # Without a stream, the input of the layer is asked for: the layer does not run.
+        if stream is None:
             raise _Reached({"o": hidden_states})
-        states: Any = kept["o"]
-        if side:
-            kwargs[side] = kept.get("side")
-        if "partial" in kept:
-            if side:
-                kwargs[side] = (kept["partial"], kept.get("side"))
+        states: Any = stream["o"]
+        if side_output:
+            kwargs[side_output] = stream.get("side")
+        # Rewired layers take `partial` as they return it; see `_stream`.
+        if "partial" in stream:
+            if side_output:
+                kwargs[side_output] = (stream["partial"], stream.get("side"))
             else:
-                states = (kept["o"], kept["partial"])
+                states = (stream["o"], stream["partial"])
         out = base_call(self, states, *args, **kwargs)
-        raise _Reached(_stream(out, side))
+        raise _Reached(_stream(out, side_output))
 
     return type(
         cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
     )
 
 
-def _stream(out: Any, side: str | None) -> Stream:
-    """Sort what a layer returned: o, (o, partial), (o, side), (o, (partial, side))."""
+def _stream(out: Any, side_output: str | None) -> Stream:
+    """Name the values that a layer returned: o, (o, partial), (o, side) or
+    (o, (partial, side)).
+    """
     if isinstance(out, Tensor):
         return {"o": out}
     o, second = out[0], out[1] if len(out) > 1 else None
-    if not side:
+    if not side_output:
         return {"o": o, "partial": second} if isinstance(second, Tensor) else {"o": o}
     stream = {"o": o}
     if isinstance(second, tuple):
@@ -101,10 +109,11 @@ class Steps:
 
     @torch.no_grad()
     def step(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
-        """Return the stream behind layer `index`, whose input is `stream`; of None the
-        one before it.
+        """Return the stream behind layer `index` when its input is `stream`; without a
+        stream, return the layer's input in a pass of the model.
         """
         with self._only(index, stream, _reached):
+            # The pass ends in `_reached`: layers behind the target never run.
             try:
                 body_hidden(
                     self.model, batch["input_ids"], batch["position_ids"], None, None
@@ -118,8 +127,8 @@ class Steps:
 
     @torch.no_grad()
     def end(self, batch: Batch, stream: Stream) -> Tensor:
-        """Return the hidden states (B, T, D) after the final norm, of the stream behind
-        the last layer.
+        """Return the hidden states (B, T, D) after the final norm when `stream` is what
+        the last layer gives.
         """
         with self._only(len(self.layers) - 1, stream, _giving):
             hidden = body_hidden(
@@ -134,16 +143,19 @@ class Steps:
         stream: Stream | None,
         kind: Callable[[type, str | None], type],
     ) -> Iterator[None]:
-        side = self.family.side_output
+        """Skip the layers before `index` within the block, and replace the call of that
+        one by `kind`.
+        """
+        side_output = self.family.side_output
         classes: list[Any] = [type(layer) for layer in self.layers]
-        wanted: nn.Module = self.layers[index]
+        target: nn.Module = self.layers[index]
         for k, layer in enumerate(self.layers[:index]):
-            layer.__class__ = _skipping(classes[k], side)
-        wanted.__class__ = kind(classes[index], side)
-        wanted.__dict__["_kept_stream"] = stream
+            layer.__class__ = _skipping(classes[k], side_output)
+        target.__class__ = kind(classes[index], side_output)
+        target.__dict__["_kept_stream"] = stream
         try:
             yield
         finally:
-            del wanted.__dict__["_kept_stream"]
+            del target.__dict__["_kept_stream"]
             for layer, cls in zip(self.layers, classes, strict=True):
                 layer.__class__ = cls

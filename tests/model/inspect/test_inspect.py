@@ -218,7 +218,7 @@ def test_a_real_model_is_described(tmp_path):
     # 68.6 MiB
     assert cache["latent"] and cache["first_bytes"] == 2 * 61 * (512 + 64) * 1024
     text = report_table(facts)
-    assert "what a training needs tells `fcsd estimate RECIPE`" in text
+    assert "`fcsd estimate RECIPE` tells what training needs" in text
     assert "layers        61: 58 MoE (3-60), 3 dense (0-2)" in text
     assert "| all            | 671,026,404,352 |      37,552,282,624 |" in text
     assert "quantised     fp8" in text

@@ -1029,8 +1029,8 @@ def test_a_row_that_is_repeated_is_no_more_text(
     with pytest.raises(
         UserError,
         match=(
-            r"too little, or too much alike: .* left out, what rewired layers read"
-            r" misses"
+            r"too little, or too much alike: on held-out text, the inputs of rewired"
+            r" layers miss"
         ),
     ):
         run_folder(base, tmp_path / "work", text(1, length=132).repeat(64, 1))

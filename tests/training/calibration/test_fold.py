@@ -26,8 +26,8 @@ from tests.support import few
 
 TOKENS = 24
 
-ADDS = "what {} adds: its last product does not reach the stream by sums alone"
-NO_NORM = "what {} reads: it is not given the output of a norm"
+ADDS = "output of {}: its last matmul does not reach the stream by sums alone"
+NO_NORM = "input of {}: not the output of a norm"
 BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
@@ -35,7 +35,7 @@ GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
 # all families is folded.
 INDEXER = (
     # a norm of its own before the queries
-    "what self_attn reads, where aten.native_layer_norm takes it"
+    "input of self_attn: aten.native_layer_norm reads it, too"
 )
 LEFT = {
     "afmoe": BOTH,
