@@ -67,12 +67,10 @@ class BadRows:
         where, reason = examples[0]
         if self.policy == "error":
             num_others = len(examples) - 1
-            other_rows = (
-                f" ({num_others} more row{'' if num_others == 1 else 's'} cannot be tokenized"
-                " either)"
-                if num_others
-                else ""
-            )
+            other_rows = ""
+            if num_others:
+                rows = "row" if num_others == 1 else "rows"
+                other_rows = f" ({num_others} more {rows} cannot be tokenized either)"
             skip = (
                 f", or set {self.setting}: skip to leave out such rows"
                 if self.setting
