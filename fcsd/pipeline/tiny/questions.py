@@ -230,10 +230,12 @@ def _other(rng: random.Random, filling: int | str) -> int | str:
 
 def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[Step]:
     """List the same operation with another number, then other operations on the same type."""
-    others = [_step(rng, step.operation.takes, computed) for _ in range(20)]
+    mistakes = [_step(rng, step.operation.takes, computed) for _ in range(20)]
     if step.filling is not None:
-        others.insert(0, Step(step.operation, step.wording, _other(rng, step.filling)))
-    return others
+        mistakes.insert(
+            0, Step(step.operation, step.wording, _other(rng, step.filling))
+        )
+    return mistakes
 
 
 def _choose(rng: random.Random, split: str) -> Question | None:
@@ -444,7 +446,9 @@ def answer_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, A
     """Make `count` rows (question, answer)."""
 
     def make() -> dict[str, Any] | None:
-        made = rng.choice(ANSWER_KINDS)(rng, split)
-        return {"question": made.text, "answer": made.answer} if made else None
+        question = rng.choice(ANSWER_KINDS)(rng, split)
+        return (
+            {"question": question.text, "answer": question.answer} if question else None
+        )
 
     return _distinct(make, "question", count)

@@ -48,8 +48,8 @@ CHAT_TEMPLATE = (
 
 def _write_tokenizer(folder: Path, texts: list[str], vocab_size: int) -> None:
     tokenizer = Tokenizer(models.BPE())
-    # Digits and capital letters stay single tokens: strings of them can be counted, cut
-    # and reversed.
+    # Digits and capital letters stay single tokens, so that strings of them can be
+    # counted, cut and reversed.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex("[0-9A-Z]"), "isolated"),
@@ -96,12 +96,12 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
     `distill.jsonl` and `heldout.jsonl`, and in `data/fcsd/` the tasks
     `tiny-code/{validation,test}.jsonl` (MBPP+ schema), `tiny-choice/test.jsonl` and
     `tiny-answers/test.jsonl`. In `distill.jsonl` the share `careless` of the answers
-    has a mistake in it, as instruction data by other hands has: fine-tuning takes the
-    mistakes over, distillation from the original does not. A finished folder with the
-    same settings is left as it is; one that holds something else is a UserError.
+    has a mistake, like instruction data by other authors: fine-tuning learns the
+    mistakes, distillation from the original does not. A finished folder with the same
+    settings is left unchanged; one with other content is a UserError.
     """
-    folder, wanted = Path(folder), Sizes(**sizes)
-    settings = {"format_version": FORMAT_VERSION, **asdict(wanted)}
+    folder, requested = Path(folder), Sizes(**sizes)
+    settings = {"format_version": FORMAT_VERSION, **asdict(requested)}
     if folder.exists() and (not folder.is_dir() or not is_empty(folder)):
         settings_file = folder / "settings.json"
         if (
@@ -113,23 +113,23 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
             f"{folder}: holds something other than the tiny data with these settings"
             f" ({settings}); name another folder, or remove this one"
         )
-    with new_folder(folder) as place:
-        _write_all(place, wanted)
-        (place / "settings.json").write_text(
+    with new_folder(folder) as new:
+        _write_all(new, requested)
+        (new / "settings.json").write_text(
             json.dumps(settings, indent=1) + "\n", encoding="utf-8"
         )
 
 
 def _write_all(folder: Path, sizes: Sizes) -> None:
-    # Each file has its own stream of random numbers: one more row in one changes
-    # nothing in another.
-    def rng(what: str) -> random.Random:
-        return random.Random(f"{sizes.seed}/{what}")
+    # Each file has its own stream of random numbers, so one more row in a file changes
+    # no other file.
+    def rng(stream: str) -> random.Random:
+        return random.Random(f"{sizes.seed}/{stream}")
 
     def take(
-        what: str, split: str, count: int, careless: float = 0.0
+        stream: str, split: str, count: int, careless: float = 0.0
     ) -> list[dict[str, Any]]:
-        return list(itertools.islice(chat_rows(rng(what), split, careless), count))
+        return list(itertools.islice(chat_rows(rng(stream), split, careless), count))
 
     train = take("train", "train", sizes.num_train)
     write_rows(folder / "train.jsonl", train)
