@@ -93,6 +93,7 @@ def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     multiple of 64, if the rows are as long, so that shapes recur; this matters where
     rows are not packed.
     """
+    # All rows of a batch are cut at the same length.
     with_loss = (batch["labels"] != NO_LOSS).any(dim=0).nonzero()
     length = int(with_loss.max()) + 1 if len(with_loss) else 1
     length = -(-length // _TAIL_MULTIPLE) * _TAIL_MULTIPLE

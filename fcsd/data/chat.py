@@ -150,6 +150,8 @@ def _read(
         read.silent(loss_on),
         read.options,
     )
+    # The form in which this template accepts the conversation, or the reason it refuses
+    # it.
     form = message_form_of(tokenizer, chat.template, read)
     if isinstance(form, str):
         raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
@@ -200,10 +202,12 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
     """Tokenize conversations, with loss on the assistant's text or on all of it."""
     forms: dict[tuple[str, str], TurnForm] = {}
     written = [_or_bad(partial(_written, chat, loss_on, forms)) for chat in chats]
+    # All conversations are tokenized in a single call; bad ones are passed through.
     texts = [chat_text.text for chat_text in written if isinstance(chat_text, _Written)]
     if not texts:
         return written
     tokenizer = chats[0].tokenizer
+    # Only fast tokenizers tell which characters a token covers.
     options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
     encoded = tokenizer(
         texts,
@@ -239,6 +243,7 @@ def _row(
     """Return the tokens of a conversation, and the mask of those in its spans."""
     mask = np.zeros(len(ids), bool)
     token_spans = np.array(offsets).reshape(-1, 2) if offsets is not None else None
+    # With offsets, a token that a span touches only in part carries loss, too.
     for begin, end in written.spans:
         if token_spans is not None:
             mask |= (token_spans[:, 0] < end) & (token_spans[:, 1] > begin)
@@ -306,6 +311,7 @@ def _written(
     if loss_on == "all":
         last = len(chat.messages) - 1
         answers = [] if form.ends else [i for i in answers if i == last]
+        # Without an answer to close, all of the text is taken as it is.
         if not answers:
             text = chat.text(chat.messages)
             return _Written(text, [(0, len(text))])
@@ -318,6 +324,7 @@ def _written(
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
+    # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):
         _warn_of_no_stop(chat.tokenizer, "ends turns of the assistant with no token")

@@ -124,6 +124,7 @@ def column_meanings(
     """
     inferred = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
     missing = [column for column in (columns or {}).values() if column not in names]
+    # Suggest a form: the one that the names match, or else plain text.
     if missing or (columns is None and inferred is None):
         kinds = (
             "'messages', 'text', 'prompt' with 'response', 'prompt' with 'completion',"
@@ -136,6 +137,7 @@ def column_meanings(
             + (f", for example {form.format(path, example)}" if example else "")
         )
     meanings = dict(columns if columns is not None else inferred or {})
+    # The form decides which further columns are read, and which are refused.
     kind = next(
         (
             key
@@ -168,6 +170,7 @@ def _refuse(
             if (
                 name not in refused
                 or kind not in kinds
+                # A recipe that reads `chosen` has decided to ignore its counterpart.
                 or (name == "rejected" and "chosen" in meanings.values())
             ):
                 continue

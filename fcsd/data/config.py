@@ -66,6 +66,7 @@ def source_option(text: str | None, option: str) -> dict[str, Any] | None:
     if text is None:
         return None
     source = (
+        # A brace begins YAML; anything else is a path or a hub id.
         parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
     )
     return validate(SourceConfig, {"columns": None} | source, option).model_dump()

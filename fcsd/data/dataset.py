@@ -86,6 +86,7 @@ def build_dataset(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
             " token"
         )
+    # A caller without a folder gets one for the life of this process.
     folder, names = place or (scratch(), [*map(str, range(len(sources)))])
     path = write_rows(
         [*zip(sources, names, strict=True)],
@@ -228,6 +229,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _column_names(data: Any, name: str) -> list[str]:
+    # A dict may be columns, or several data sets; neither is guessed.
     if isinstance(data, Mapping):  # a DatasetDict, too
         if any(
             isinstance(column, list) and column and not isinstance(column[0], Mapping)
@@ -251,6 +253,7 @@ def _column_names(data: Any, name: str) -> list[str]:
         hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     ):
         raise _no_data(data, name)
+    # Anything else that can be iterated must hold rows as mappings.
     first = next(iter(data), None)
     if first is None:
         raise UserError(f"data set {name}: it is empty")
@@ -270,6 +273,7 @@ def _packed(
         _check_packed(data, name, vocab_size)
     if hasattr(data, "__len__"):
         return data
+    # A stream has no length, so its rows are written to disk before training.
     rows = partial(itertools.islice, data, num_rows)
     return datasets.Dataset.from_generator(
         rows, cache_dir=str(scratch()), fingerprint="rows"

@@ -46,6 +46,8 @@ class Conversation:
         Raises: BadExample where a message's key contradicts `loss_on`.
         """
         silent = set()
+        # A key may exempt an answer from the loss; otherwise it must agree with
+        # `loss_on`.
         for index, learned in self.loss_keys.items():
             role = self.messages[index]["role"]
             is_answer = role == "assistant" and index >= self.answered
@@ -96,6 +98,7 @@ def read_example(
     system = _system(example, columns, messages)
     messages = [*system, *messages]
     loss_keys: dict[int, bool] = {}
+    # The keys are removed from the messages, since templates do not expect them.
     for index, message in enumerate(messages):
         switches = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
         if len(switches) > 1:
@@ -107,6 +110,7 @@ def read_example(
     options = _options(example, columns)
     return Conversation(
         messages,
+        # The added system message moves the first answer by one.
         answered + len(system) if answered else 0,
         _tools(example, columns),
         options,
@@ -309,6 +313,7 @@ def _system(
 def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
     """Return the tools of an example, for its chat template; None where it has none."""
     value = tools = example.get(columns["tools"]) if "tools" in columns else None
+    # Tools are often stored as JSON text, because their schemas have no common type.
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools else None

@@ -30,6 +30,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
         return file_fingerprint(path)
     if path.is_dir():
         digest = hashlib.sha256()
+        # Sorted, because the order of a directory differs between file systems.
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
             hidden = any(
@@ -94,6 +95,7 @@ def scratch() -> Path:
 
 @functools.cache
 def _folder() -> Path:
+    # One parent folder for all caches of the process, so one removal suffices.
     until_the_end = contextlib.ExitStack()
     atexit.register(until_the_end.close)
     return until_the_end.enter_context(scratch_folder("fcsd-data"))

@@ -68,6 +68,8 @@ class Leaf:
     def places(self) -> list[list[int]]:
         """Possible positions of its marks, best first: its ends, its words, none."""
         ends, words = self._ends(), self._words()
+        # A template may look for a tag at the ends of a text, so marks there would hide
+        # it.
         choices = [words, ends] if words and TAG.search(self.text) else [ends, words]
         return [*(choice for choice in choices if choice), []]
 
@@ -81,6 +83,7 @@ class Leaf:
         ends of the text unchanged.
         """
         tags = [tag.span() for tag in TAG.finditer(self.text)]
+        # Only the first and last tags of a long text count, which limits its marks.
         if len(tags) > _TAGS:
             tags = tags[: _TAGS // 2] + tags[-_TAGS // 2 :]
         edges = [0, *(edge for tag in tags for edge in tag), len(self.text)]
@@ -130,6 +133,7 @@ class MarkedChat:
             leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)
         ]
         texts = [self.plain, *(leaf.text for leaf in self._leaves)]
+        # A text may contain private characters itself; these are not used as marks.
         present = {mark for text in texts for mark in _MARK.findall(text)}
         self._free = (mark for mark in PRIVATE[:-_PROBES] if mark not in present)
         self.messages, self.text = self._mark()
@@ -153,6 +157,8 @@ class MarkedChat:
         if text is not None:
             return messages, text
         for leaf in self._leaves:
+            # Try each text alone, so that one difficult text does not affect the
+            # others.
             for choice in leaf.places:
                 self._place(leaf, choice)
                 if not choice or self._rendered([leaf])[1] is not None:

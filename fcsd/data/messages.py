@@ -69,6 +69,7 @@ def _message(message: Any, column: str) -> dict:
     is_sharegpt = "role" not in fields
     role = fields.pop("from" if is_sharegpt else "role", None)
     content = fields.pop("content" if "content" in fields else "value", None)
+    # A message that only calls tools has no content in OpenAI's form.
     if content is None and (fields.get("tool_calls") or fields.get(_CALL)):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str | list):
@@ -85,6 +86,7 @@ def _message(message: Any, column: str) -> dict:
     _check_keys(fields, column)
     role, content = ROLES.get(role.lower(), role), _joined(content, column)
     calls = _calls([fields.pop(key, None) for key in ("tool_calls", _CALL)], column)
+    # The content of such a message is the call itself, as JSON text.
     if role == _CALL:
         calls += _calls(decoded_json(content, column, "a call"), column)
         role, content = "assistant", ""
@@ -145,6 +147,7 @@ def _calls(raw_calls: Any, column: str) -> list[dict]:
     """
     if isinstance(raw_calls, str):
         raw_calls = decoded_json(raw_calls, column, "the calls of a message")
+    # A list may hold None for a key that the message does not have.
     if isinstance(raw_calls, list):
         return [
             call
@@ -166,6 +169,7 @@ def _calls(raw_calls: Any, column: str) -> list[dict]:
         if isinstance(arguments, str)
         else arguments
     )
+    # The JSON text "null" stands for a call without arguments.
     if decoded is None:
         arguments = decoded = {}
     if not isinstance(decoded, Mapping):

@@ -61,10 +61,12 @@ def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[P
         if opened.whole
         else np.random.default_rng(0).permutation(num_files).tolist()
     )
+    # The limit counts examples over all files, in the order of reading.
     remaining = opened.settings.max_examples
     for file in files:
         earlier = [record for record in done if record["file"] == file]
         rows = sum(record["num_rows"] for record in earlier)
+        # A file whose last piece exists has been read to its end.
         if not (earlier and earlier[-1]["last"]):
             for piece in _pieces_of_file(
                 opened, file, rows, None if remaining is None else remaining - rows
@@ -90,6 +92,8 @@ def _pieces_of_file(
         return Piece(blocks, location, file, first, count, last)
 
     for block, num_rows in _blocks(opened, file, done, limit, location):
+        # Pieces are cut at fixed numbers of examples or bytes, so every run cuts them
+        # alike.
         if count >= PIECE_EXAMPLES or size >= PIECE_BYTES:
             yield piece(last=False)
             first, blocks, size, count = first + count, [], 0, 0

@@ -65,6 +65,7 @@ class Tokenizing:
         first_loss: list[int] = []
         bad: list[tuple[str, str]] = []
         overlaps: list[dict[str, str]] = []
+        # Rows are numbered as in the file, so that messages can name them.
         row = piece.first
         for block in piece.blocks:
             columns: Mapping[str, list] = pickle.loads(block)
@@ -74,11 +75,14 @@ class Tokenizing:
             ]
             outputs = self._tokens(source, examples)
             for output in outputs:
+                # Overlaps are not numbered; they leave no trace in the arrays.
                 if isinstance(output, Overlap):
                     overlaps.append(asdict(output))
                 elif isinstance(output, BadExample):
                     bad.append((f"{piece.place}, row {row}", str(output)))
                     first_loss.append(BAD)
+                    # A bad example stays as an empty one, which keeps the numbers of
+                    # the others.
                     ids.append(ids[0])
                     loss.append(loss[0])
                 else:
@@ -101,6 +105,8 @@ class Tokenizing:
 
     def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
         """Return, for each example, its tokens, its `Overlap`, or its `BadExample`."""
+        # Test items are looked for first, so that overlapping examples are not
+        # tokenized.
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
         clean = [
             example
@@ -153,6 +159,7 @@ def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
         raise BadExample(
             f"token ids: a list of whole numbers is needed, got {_short(values)}"
         )
+    # Without a known vocabulary, any id that an int32 can hold is accepted.
     outside = (ids < 0) | (ids >= (_MOST_TOKENS if vocab_size is None else vocab_size))
     if outside.any():
         position = int(outside.argmax())
@@ -218,6 +225,7 @@ def keep_whole(path: Path) -> bool:
     """
     if not path.is_file():
         return False
+    # Size, inode and time of change identify a file that was verified already.
     if (state := _state(path)) in _WHOLE:
         return True
     try:

@@ -70,6 +70,7 @@ def row_lines(
         if hasattr(rows, "examples_of")
         else []
     )
+    # A cut example is shorter in the row than in its shard.
     for example, (begin, end) in enumerate(pairwise(begins)):
         length = end - begin
         cut = (

@@ -65,6 +65,7 @@ def check_place(source: SourceConfig) -> None:
     check_data(path)
     if path.is_dir():
         return
+    # A path with the ending of a data file is a file, even if it does not exist.
     if path.suffix in _FILE_FORMATS:
         if not path.is_file():
             raise UserError(
@@ -75,6 +76,7 @@ def check_place(source: SourceConfig) -> None:
                 f"data set {source.path}: no split {source.split!r}; a file has the"
                 " split 'train' only"
             )
+    # Known but unsupported formats get advice on how to convert them.
     elif path.exists() or path.suffix in _OTHER_FORMATS:
         problem = (
             "a file of this kind is not read"
@@ -195,6 +197,7 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
         options |= {"path": str(path) if is_local else source.path, "name": source.name}
         options["revision"] = None if is_local else source.revision
     builder = datasets.load_dataset_builder(**options)
+    # A part such as train[:90%] is defined by rows, so files cannot be read one by one.
     is_part = re.search(_PART_OF_SPLIT, source.split) is not None
     if is_part or (
         not path.exists()
@@ -203,9 +206,11 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
         return Opened(
             source, datasets.load_dataset(**options, split=source.split), whole=True
         )
+    # Otherwise the data are streamed, so that only what is needed is read.
     examples = builder.as_streaming_dataset(split=source.split)
     files = (builder.config.data_files or {}).get(source.split, [])
     files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
+    # Only local files have a known size; a stream from the Hub counts as large.
     sizes = (
         sum(os.path.getsize(file) for file in files if os.path.isfile(file))
         if path.exists()
@@ -254,6 +259,7 @@ def _as_written(
     if examples.info.builder_name != "json":
         return None
     text, types = datasets.Value("string"), examples.features
+    # Files without a schema have no types until they have been read.
     names = first if types is None else types
     is_text = {
         name: isinstance(first[name], str) if types is None else types[name] == text

@@ -212,6 +212,7 @@ def _tried(
         message["content"] for message in messages if message["role"] == "assistant"
     ]
     best: tuple[Any, ...] | None = None
+    # The first form that loses nothing is taken, since the data's own form comes first.
     for form in _candidates(template, messages, tools or ()):
         try:
             text = tokenizer.apply_chat_template(
@@ -254,6 +255,7 @@ def _candidates(
         for role in ROLES
         if ROLES[role] == "tool" and role != "tool" and _names(template, role)
     ]
+    # Only the choices that matter for these messages are varied.
     choices = itertools.product(
         ("developer", "system") if "developer" in roles else ("developer",),
         ("tool", *tool_roles) if "tool" in roles else ("tool",),

@@ -108,6 +108,7 @@ def markers_in(text: str) -> Markers | None:
         ),
         None,
     )
+    # Unlisted families often use XML-like tags, whose name is taken as it occurs.
     if markers is None and (
         tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)
     ):
@@ -140,6 +141,7 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
         return re.split(markers.stop, answer, maxsplit=1)[0].rstrip()
     if _begins(answer, markers):
         return ""
+    # The wrapper may be unclosed in an answer that was cut off.
     if markers.wrapper is not None and answer.startswith(markers.wrapper[0]):
         answer = answer.removeprefix(markers.wrapper[0]).rpartition(markers.wrapper[1])[
             0
@@ -210,6 +212,7 @@ class Thoughts:
             return str(
                 self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
             )
+        # Decoding cannot skip only some special tokens, so these are removed before it.
         visible = [token for token in tokens if token not in self.hidden]
         return str(self.tokenizer.decode(visible, skip_special_tokens=False, **options))
 
@@ -232,6 +235,7 @@ class Thoughts:
         """Yield the answer from a text that arrives in pieces; each part as soon as it
         certainly belongs to the answer.
         """
+        # Text that could still turn out to be a marker is held back.
         text, length = "", 0
         for piece in pieces:
             text += piece

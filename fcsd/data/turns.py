@@ -222,6 +222,8 @@ class WrittenChat:
             raise UnclearTurnError(f"it does not write '{lost}' of message {index + 1}")
         opened = self._written(index, True) if index else None
         pieces = chat.pieces(index)
+        # An answer without text of its own: its position is the end of the opened
+        # prompt.
         if not pieces:
             if opened is None or not chat.text.startswith(opened):
                 if self._is_left_out(index):
@@ -364,6 +366,7 @@ class WrittenChat:
             if isinstance(last["content"], list)
             else mark
         )
+        # A further message is rendered to see which token the template puts before it.
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
                 written = self._render(

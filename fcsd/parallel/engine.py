@@ -128,6 +128,7 @@ def requested_engine(
             f" {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported; set"
             " mixed_precision: 'no' there and train.bf16: true in the recipe"
         )
+    # accelerate passes its configuration on in environment variables.
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
     replicas = _replicas(world)
@@ -206,6 +207,7 @@ def _fsdp2(replicas: int) -> Engine:
             f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see"
             " configs/fsdp2_8.yaml)"
         )
+    # Only this policy names units; fcsd then makes every decoder layer one.
     policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy != "TRANSFORMER_BASED_WRAP":
         raise UserError(
@@ -282,6 +284,7 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
             "ACCELERATE_USE_FSDP": None,
             "ACCELERATE_USE_PARALLELISM_CONFIG": None,
         }
+    # The precision is set by the recipe, and applied while sharding.
     if engine.shards:
         changes["ACCELERATE_MIXED_PRECISION"] = "no"
     if engine.uses_deepspeed and device.type == "cpu":
@@ -306,6 +309,7 @@ def without_deepspeed() -> Iterator[None]:
     """
     from transformers.integrations import deepspeed
 
+    # transformers partitions models as long as this reference is set.
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:

@@ -89,6 +89,7 @@ class Launch:
 
         def begin() -> str:
             state = stage.state()
+            # Only the first rank looks at files; the others learn the state from it.
             if state == "finished":
                 check_outputs(stage.folder)
                 print(
@@ -138,6 +139,7 @@ def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> 
     engine = requested_engine(
         state.num_processes, state.device, expert_parallel, overlap
     )
+    # A launcher may start a single process, which needs no group.
     ranks = ALONE
     if state.num_processes > 1:
         ranks = Ranks(state.process_index, state.num_processes, lockstep=engine.shards)

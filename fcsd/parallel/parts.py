@@ -58,6 +58,7 @@ def _zero(optimizer: Any) -> Any:
 
 def writers_of(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
     """Return the number of writing ranks, and this rank's index in them; None: not one."""
+    # Under ZeRO-3 every rank writes, without sharding only the first.
     rank, world = ranks.rank, ranks.size
     first: Any = next(model.parameters())
     if hasattr(first, "ds_id"):
@@ -95,6 +96,8 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
                 group, offset, _ = zero.grad_position[zero.get_param_id(p)]
                 slot = zero.fp32_partitioned_groups_flat[group]
             yield Part(name, p, p.ds_numel, start, stop, slot, int(offset))
+        # FSDP2 shards along the first dimension, so a shard is contiguous when
+        # flattened.
         elif hasattr(p, "device_mesh"):
             start = first_row(p) * (p.numel() // p.shape[0])
             yield Part(name, p, p.numel(), start, start + p.to_local().numel(), p)

@@ -87,6 +87,8 @@ class Ranks:
                 idle()
             return results
 
+        # Items were dealt in turn, so item i is the (i // size)-th result of rank i %
+        # size.
         by_rank = self.share(own_share)
         return [
             by_rank[number % self.size][number // self.size]
@@ -102,6 +104,7 @@ class Ranks:
         """
         if self.size == 1:
             return [call()]
+        # An error is sent to the others as well, since they wait in the collective.
         own_result, error = _attempt(call)
         # The other ranks are in a forward pass, and would not join the collective.
         if error is not None and self.lockstep:
@@ -143,6 +146,7 @@ def _report(error: Exception | None) -> tuple[bool, str] | None:
     """Return an error as it is sent to the other ranks: whether it is a user's mistake,
     and its text (for a bug, the traceback).
     """
+    # A user's mistake needs no traceback; that of a bug would otherwise be lost here.
     if error is None or isinstance(error, UserError):
         return None if error is None else (True, str(error))
     return False, "".join(traceback.format_exception(error))
@@ -157,6 +161,7 @@ def _raise_first(
         if report
     ]
     if errors:
+        # A rank raises its own error if it has one, since that has the real traceback.
         error = own_error or errors[0]
         error.of_all_ranks = True  # type: ignore[attr-defined]
         raise error

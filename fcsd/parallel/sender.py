@@ -42,6 +42,7 @@ class Sender:
             raise RuntimeError(
                 f"{type(model).__name__}: the ranks built different models"
             )
+        # Names identify a tensor across ranks; ids are local.
         self.names = {
             (id(module), name): f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()

@@ -161,6 +161,7 @@ def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
     sharded; all ranks call this.
     """
     head, _ = head_and_body(model)
+    # A new module, without the hooks that gather the sharded one.
     full_head = nn.Linear(1, 1, bias=False, device="meta")
     for name, parameter in head.named_parameters():
         with _gathered(parameter, device) as tensor:
@@ -199,6 +200,7 @@ def whole_model(
                 )
     if not first:
         return None
+    # Buffers are whole on every rank.
     for name, buffer in model.named_buffers():
         tensors[name] = buffer.detach().to(dtypes.get(name)).to("cpu", copy=True)
     config = copy.deepcopy(model.config)
@@ -256,12 +258,14 @@ def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     ranks enter the block, and change no weights in it. Expert parallelism gathers as it
     does outside.
     """
+    # Only models under FSDP2 have such a record.
     shards: list[_Shards] = [
         shard_set.__dict__["_shards"]
         for shard_set in model.modules()
         if "_shards" in shard_set.__dict__
     ]
     num_bytes = sum(shard_set.num_bytes for shard_set in shards)
+    # All ranks must decide alike, or their gathers would not match.
     keeps_gathered = (
         all(ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device))))
         if shards
@@ -360,6 +364,7 @@ def _fully_shard(
     apart: modules within them that are gathered alone, in float32.
     """
     engine, world, device_type = launch.engine, launch.ranks.size, launch.device.type
+    # Hybrid sharding: shards within a replica, copies across replicas.
     if engine.replicas > 1:
         shape, dim_names = (
             (engine.replicas, world // engine.replicas),
@@ -373,6 +378,7 @@ def _fully_shard(
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
     }
+    # Inner units before the units that contain them, as fully_shard requires.
     gathered: list[tuple[Any, bool]] = []
     for module in apart:
         sender.send(module, torch.float32)

@@ -84,6 +84,7 @@ class StateFile:
         """
         # Wide dtypes first, so that every tensor is aligned.
         runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
+        # The format of safetensors: length of the header, header in JSON, data.
         header: dict[str, Any] = {"__metadata__": self.metadata}
         end = 0
         for name, run in runs.items():
@@ -94,6 +95,7 @@ class StateFile:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header).encode()
+        # The header is padded, so that the data begin aligned.
         text += b" " * (-len(text) % 8)
         # Hashed piece by piece while it is written, so the file is not read again.
         digest, number = hashlib.sha256(), 0
@@ -106,6 +108,7 @@ class StateFile:
                     piece = data[start : start + _PIECE]
                     number += file.write(piece)
                     digest.update(piece)
+            # A checkpoint counts only once its bytes are on the disk.
             file.flush()
             os.fsync(file.fileno())
         return {"bytes": number, "sha256": digest.hexdigest()}
@@ -204,6 +207,7 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
     """Return a learning-rate schedule's state, its lists with one entry for each
     parameter group of one process.
     """
+    # Schedules have a value per group; only one of each split group is stored.
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     state: dict[str, Any] = scheduler.state_dict()
     lists = {
@@ -240,6 +244,7 @@ def _cut(
         if part.name in average:
             tensors[f"{part.name}|{AVERAGE}"] = average[part.name]
         for key, run in {part.name: part.of(part.slot), **tensors}.items():
+            # A tensor is never split between files.
             if files[-1] and size + run.nbytes > FILE_BYTES:
                 files.append([])
                 size = 0
@@ -345,6 +350,7 @@ class _Stored:
             for path in folder.glob("*")
             if (match := _FILE.fullmatch(path.name))
         }
+        # Each name tells how many ranks wrote, so missing files are noticed.
         writers = int(next(iter(files.values()), 0))
         if not files or len(files) != writers:
             raise UserError(

@@ -47,6 +47,7 @@ def calibrate(
     on_bad_row: see `fcsd.data.bad_rows.BadRows`.
     """
     calibrated_run = run.variant(variant)
+    # Equal settings give equal weights.
     if variant is not None and _settings(calibrated_run.recipe) == _settings(
         run.recipe
     ):
@@ -104,6 +105,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     if run.launch.first:
         tell_examples(rows, "text")
     width = run.original.load_config().get_text_config().hidden_size
+    # Rows that are left out measure the effect of the calibration.
     solved, left_out = split_rows(rows, section.tokens, width)
     results = calibrate_checkpoint(
         run.original,
@@ -120,6 +122,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
 
 def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
     note = {"results": results, "outputs": model_outputs(partial / "model")}
+    # The note is written last, when the model is complete.
     write_json(partial / _RESULT, note)
     return note
 
@@ -172,6 +175,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if `out` exists, unless it is this calibration, finished earlier.
     """
     run = Run(recipe, launch)
+    # The same calibration may have been finished by an earlier command.
     if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(
         _stage(run, out)
     ):
@@ -244,6 +248,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         return {}
     return {
         **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
+        # Whether trainings start from it does not change the calibration.
         "calibration": recipe.calibration.model_dump(
             mode="json", exclude={"starts_training"}
         ),

@@ -55,6 +55,7 @@ def check_run(run: Run) -> None:
             launch does not support a setting.
     """
     recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
+    # The model does not exist yet: its configuration comes from the recipe.
     if pretraining is not None and _unfinished(layout.pretrain):
         check_settings(
             pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain."
@@ -175,6 +176,7 @@ def check_overlap(run: Run) -> None:
         return
     config, family = _config_and_family(run.original)
     experts, _ = expert_counts(text_config(config, family))
+    # Each rank holds equally many whole experts.
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts}"
@@ -183,7 +185,9 @@ def check_overlap(run: Run) -> None:
     if engine.overlap != "off":
         check_transformers()
         check_connections(run.launch.device)
+    # A model that cannot overlap is an error only if overlap was asked for.
     reason = refusal(family, config)
+    # Layers without experts have no exchanges.
     mask = moe_mask(config, family)
     if reason is None and not any(
         mask[k] for k in resolve_layers(run.recipe.connectivity.spec().layers, mask)
@@ -270,6 +274,7 @@ def _check_evaluation(run: Run) -> None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     for row in run.suite.tasks:
         dataset_location(row, run.data_root)
+    # Starting the sandbox once shows whether it is strong enough.
     if any(row.kind == "code" for row in run.suite.tasks):
         run.launch.ranks.from_first(
             lambda: _start_sandbox(evaluation.allow_weak_sandbox)

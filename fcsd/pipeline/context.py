@@ -46,6 +46,7 @@ class Run:
 
     def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
         """Return the result of `look_up`, which is called only once for each `key`."""
+        # The dictionary is shared by variants, because `replace` copies the reference.
         if key not in self._known:
             self._known[key] = look_up()
         value: Found = self._known[key]

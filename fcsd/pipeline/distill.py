@@ -59,6 +59,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
+    # Rows, teacher and start are shared by all candidates; the student is new for each.
     def candidate_run(
         candidate: Candidate, settings: TrainConfig, candidate_folder: Path
     ) -> None:
@@ -68,6 +69,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         training = _training_run(
             run, candidate_folder, description, teacher, rows, start
         )
+        # Candidates are only compared: their models are not kept.
         train(replace(training, train=settings, save_model=False, remaining=None))
 
     result = run_sweep(
@@ -159,6 +161,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
 
 
 def _copy_or_link(source: str, destination: str) -> None:
+    # Weights are not changed any more, so they may share storage with the start.
     copy = link_or_copy if source.endswith(".safetensors") else shutil.copyfile
     copy(Path(source), Path(destination))
 
@@ -265,6 +268,7 @@ def _training_run(
     `start` from `calibrated_start`.
     """
     recipe = run.recipe
+    # The student starts from copied weights, unless the recipe starts calibrated.
     student = load_for_launch(
         start or run.original,
         run.launch,
@@ -276,6 +280,8 @@ def _training_run(
         adapters = add_adapters(
             student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype)
         )
+        # Without its adapters, the student is the teacher, so no second model is
+        # loaded.
         if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
             teacher = AdapterOffTeacher(student)
     return TrainingRun(

@@ -43,6 +43,7 @@ def plan_from_files(
         UserError: `prepare`, `plan` or a reader of these files refuses its input; there
             is a figure without a study, or a study of another number of layers.
     """
+    # Contradictory options are refused, since one would silently win.
     for name, value in (("figure", figure), ("metric", metric)):
         if value is not None and study is None:
             raise UserError(
@@ -66,6 +67,7 @@ def plan_from_files(
         )
     link_model = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
+    # Measured times replace the roofline; otherwise links may refine it.
     planned = prepare(settings, link_model)
     if routing is not None:
         planned = planned.assuming(imbalance=_imbalance(routing, planned))
@@ -114,6 +116,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     summary = measured_times(times, planned)
     facts = plan(planned)
     rows = []
+    # Measured times leave only the slowdown open, unless it was measured, too.
     for row in facts["sensitivity"]:
         if row["name"] == "slowdown" and times.slowdown is None:
             ends = [
@@ -141,6 +144,7 @@ def _against_quality(
             f" {len(planned.work.layers)}"
         )
     chosen, rows = study_metric(study, metric), []
+    # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for point in study["points"]:
             if point["side"] not in ("first", "last"):

@@ -40,6 +40,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     def add(name: str, folder: Path, unit: str, cost: float) -> None:
         stages.append((name, folder, Work(1, unit, cost)))
 
+    # Tokens are weighted with the passes of a step, since a teacher adds one.
     if config is not None:
         cost = _training(
             layout.pretrain,
@@ -98,6 +99,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)
+    # A manifest is the mark of a finished stage.
     unfinished = {
         name: work
         for name, folder, work in stages

@@ -51,6 +51,7 @@ def training_rows(
     `build_dataset`, and if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
+    # Packed examples would attend to each other in a model without separate positions.
     if (
         apart_in is not None
         and data.packing
@@ -61,6 +62,7 @@ def training_rows(
 
     def write() -> str:
         make_folder(folder)
+        # Two processes must not write the same shards.
         hold_folder(folder)
         try:
             rows = build_dataset(
@@ -125,6 +127,7 @@ def _folder_names(
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode())
     names = []
     for index, source in enumerate(data.train):
+        # The weight decides only the mixture, so it is no part of the name.
         source_facts, source_digest = (
             [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]],
             digest.copy(),
@@ -163,6 +166,7 @@ def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
     rows["data"] = training_rows(recipe.data, tokenizer, run), tokenizer
     for name in recipe.variants:
         variant_run = run.variant(name)
+        # A variant with the same data shares the main model's rows.
         if (variant_run.recipe.data, variant_run.recipe.seed) != (
             recipe.data,
             recipe.seed,

@@ -46,6 +46,7 @@ def convert(run: Run) -> Stage:
     if launch.begin(stage) == "finished":
         return stage
     model = run.layout.model("converted")
+    # A kill may have come between the conversion and its manifest.
     if launch.first and not model.is_dir():
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
@@ -98,6 +99,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     """
     recipe, launch = run.recipe, run.launch
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
+    # Everything is checked before the first stage, which may take hours.
     check_run(run)
     if launch.first:
         run = replace(run, progress=run_progress(run))
@@ -127,6 +129,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()
+    # Last, so that the hint is not lost above the output of the stages.
     is_due = (
         recipe.evaluation.layer_study
         and not (run.layout.layers / "manifest.json").is_file()

@@ -58,6 +58,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
     row, overrides = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
     # Tokens are not dropped in a score during training.
     overrides |= {"capacity_factor": None, "capacity_drop": None}
+    # The evaluation, with its sandbox, stays open for the whole training.
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
             evaluate = stack.enter_context(

@@ -153,6 +153,7 @@ class _Steering:
             lambda: [name for name in table_files if not table_files[name].is_file()]
         )
         for name, tables in self._tables(missing):
+            # Tables are small, so the first rank writes them as soon as each is made.
             if self.launch.first:
                 write_tables(table_files[name], tables)
         self.launch.wait()
@@ -206,6 +207,7 @@ class _Steering:
             data, self.run.tokenizer, self.run, apart_in=self.run.original
         )
         rows = take_rows(training, self.bias.tokens)
+        # Traffic is counted per endpoint, each of which needs at least one batch.
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
                 f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of"

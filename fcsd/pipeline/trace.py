@@ -66,6 +66,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     check_overlap(run)
     make_folder(folder)
     measured, timelines = {}, {}
+    # One model after the other: a device may not hold both.
     for name, connectivity in (
         ("regular", None),
         ("farskip", recipe.connectivity.spec()),
@@ -74,6 +75,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             run.original, launch, connectivity, bf16=recipe.train.bf16
         )
         to_dtype(model, dtype_of(recipe.train.dtype))
+        # As in training, since recomputation changes what exchanges can hide behind.
         if checkpoints_activations(recipe.train, model):
             model.activation_checkpointing_enable({"use_reentrant": False})
         path = folder / f"{name}.json"
@@ -146,10 +148,12 @@ def _times(model: Any, run: Run) -> Times:
     expert_parallels = [
         runtime.ep for runtime in runtimes(model) if runtime.ep is not None
     ]
+    # A clock that waits for the device gives the times of its work, not of its launch.
     for expert_parallel in expert_parallels:
         expert_parallel.port.records, expert_parallel.port.clock = records, clock
     exchanges, seconds = [], []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        # Only the records of the current step are kept.
         records.clear()
         run.launch.wait()
         began = clock()

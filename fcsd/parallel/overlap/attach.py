@@ -93,6 +93,7 @@ def check(model: Any, split: Split | None = None) -> None:
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is None:
             continue
+        # A compiled layer is one graph, which no exchange can interrupt.
         if layer._compiled_call_impl is not None:
             raise UserError(
                 f"layer {k} is compiled as a whole; compile attention and MLPs inside"
@@ -159,6 +160,7 @@ def detach(model: nn.Module) -> None:
 def _runtime(
     family: Family, layer: Any, index: int, split: Split | None
 ) -> LayerRuntime:
+    # The block may be an MLP: some layers of a model are dense.
     block = getattr(layer, family.moe)
     attention = _attention(family, layer)
     chosen: Split = split or ("core" if attention is not None else "end")

@@ -70,6 +70,8 @@ class Call:
     def arrive(self, token: Tensor) -> Tensor:
         """Return the previous layer's routed output; a recomputation has it already."""
         assert self.before is not None
+        # The exchange ran in the first pass; the recomputation takes its detached
+        # result.
         if self.passes > 1:
             return Known.apply(token, self.routed)  # type: ignore[no-any-return]
         routed = self.before.arrive(token)
@@ -123,6 +125,7 @@ class Recorder(View):
 
 def replay(tape: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return, for each module on a tape, a function that returns its recorded output."""
+    # Outputs are used up in order: a module that is called twice has two entries.
     outputs = list(tape)
 
     def give(name: str, *_: Any, **__: Any) -> Any:
@@ -205,6 +208,7 @@ class BlockRun:
             overrides[self.names.scaled] = self._choose
         try:
             self.names.forward(Recorder(self.block, overrides, self.tape), self.m)
+        # A capacity limit, if there is one, changes the routing weights here.
         except Stopped as reached:
             self.chosen = capped(self.block.experts, reached.values)
 
@@ -224,6 +228,7 @@ class BlockRun:
         rows, experts, weights = self.chosen
         self.dispatch = self.ep.start_dispatch(rows, experts, weights, self.call.sizes)
         self.chosen = ()
+        # The recomputation must dispatch the same numbers of rows as the first pass.
         if self.call.keeps:
             self.call.sizes = self.dispatch.sizes
 
@@ -279,6 +284,7 @@ class BlockRun:
         graph.
         """
         names, block, shape = self.names, self.block, self.m.shape
+        # Detached, so that this layer's graph is not kept alive by the next one.
         tape = [(name, detached(out)) for name, out in self.tape]
 
         # The shared expert is in the partial stream already: zeros stand for it here.
@@ -315,10 +321,12 @@ def behind_experts(
                 if not value.ndim
                 else value.reshape(*like.shape[:-1], value.shape[-1])
             )
+            # A block that adds in place must not change a tensor that others hold.
             return out.clone() if names.in_place or not value.ndim else out
 
         return give
 
+    # The router's recorded outputs come first; then the experts return the routed sum.
     overrides = replay(tape) | {"experts": lambda *_, **__: routed}
     if names.shared and shared is not None:
         overrides[names.shared] = constant(shared)

@@ -175,6 +175,7 @@ class Exchange:
         self._flight = self.port.launch(
             self.kind, backward, received, rows.contiguous(), receive, send
         )
+        # A blocking exchange is waited for where it starts.
         if not self.port.overlaps[backward]:
             self._flight.wait()
 
@@ -230,6 +231,7 @@ class DispatchFinish(torch.autograd.Function):
         row_positions, weights, codes = received.unpack(parcels)
         ids, row_of_pair, lengths = pairs_of(codes, received, num_experts)
         ctx.exchange, ctx.received, ctx.lengths = exchange, received, lengths
+        # The layout of the pairs consists of integers without gradients.
         ctx.mark_non_differentiable(ids, row_of_pair, lengths)
         return parcels[row_positions[row_of_pair]], weights, ids, row_of_pair, lengths
 
@@ -260,6 +262,7 @@ class CombineStart(torch.autograd.Function):
     ) -> Tensor:
         """Launch."""
         ctx.exchange = exchange
+        # The outputs are kept for the gradient of the weights, g·y.
         ctx.save_for_backward(outputs, weights, row)
         if not exchange.absent:
             exchange.start(

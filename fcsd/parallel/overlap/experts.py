@@ -230,6 +230,7 @@ class OverlappedEP(EPImplementation):
 
     def _at_once(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the routed output (N, D); each exchange is waited for where it is launched."""
+        # The same exchanges, with a port that leaves nothing in flight.
         port, self.port = self.port, replace(self.port, overlaps=(False, False))
         try:
             dispatch = self.start_dispatch(rows, experts, weights, None)
@@ -251,6 +252,8 @@ class OverlappedEP(EPImplementation):
         """Compute what experts return that take the scaled tokens of every expert,
         (experts x N, D): only rows that are not zero are sent.
         """
+        # transformers multiplies each expert's copy of a token by its score, mostly
+        # zero.
         chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
         num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
         experts = (chosen // num_tokens).unsqueeze(-1)
@@ -263,6 +266,7 @@ class OverlappedEP(EPImplementation):
         """Compute this rank's experts for rows that have arrived, or, called plainly,
         exchange the rows as well.
         """
+        # The module is called again from inside, with rows that have arrived.
         if self.has_rows:
             return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:

@@ -101,6 +101,8 @@ class LayerRuntime:
             layer.farskip_plan.family.side_output,
             layer.farskip_plan.carry,
         )
+        # In families whose layers hand on a side output, that argument carries
+        # attention's input, too.
         if side_argument and isinstance(kwargs[side_argument], tuple):
             second, kwargs[side_argument] = kwargs[side_argument]
         out = base_call(layer, first, second, call, *args, **kwargs)
@@ -149,6 +151,8 @@ class LayerRuntime:
         family, plan = layer.farskip_plan.family, layer.farskip_plan
         run = None
         if self.ep is not None and not call.plain:
+            # A block whose input waits for attention has only its shared expert to
+            # overlap.
             steps = schedule(LayerFacts(split=self.split)) if plan.outdated else BLOCK
             run = BlockRun(
                 self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
@@ -231,6 +235,8 @@ class _LayerRun(BlockRun):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
         self.family = self.plan.family
+        # With a combine in flight, `first` is the partial stream and `second` its
+        # token.
         incoming = call.before is not None
         self.token: Any = second if incoming else None
         self.rewired = LayerPass(layer, first, None if incoming else second, kwargs)
@@ -298,11 +304,13 @@ class _LayerRun(BlockRun):
 
     def _mlp_norm(self, h: Tensor) -> Any:
         self.rewired.after_attention = h
+        # The norm runs once, whichever step needs it first.
         if self.m is None:
             self.m = self.rewired.mlp_norm(self.family.mlp_norm, h)
         return self.m
 
     def _moe(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A dense MLP has no exchanges, and runs as the family wrote it.
         if self.runtime.ep is None:
             self.pass_by("mlp")
             return self.block(x, *args, **kwargs)

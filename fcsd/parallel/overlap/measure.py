@@ -48,9 +48,11 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
     """
     measured: dict[str, Measured] = defaultdict(Measured)
     for record in records:
+        # Counts are small, and the host always waits for them.
         if record.kind == "counts" or record.waiting is None or record.waited is None:
             continue
         arrived = (
+            # A transport may report an arrival later than the wait that it ended.
             min(record.done, record.waited)
             if record.done is not None
             else record.waited
@@ -125,6 +127,7 @@ def from_trace(
     labels: dict[Any, tuple[str, str]] = {}
     computing = None
     waits: list[Interval] = []
+    # On a GPU, an event is a kernel; its exchange is known from the launch on the host.
     if kernels:
         pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
         computing = _union(

@@ -192,6 +192,8 @@ def served_beside(
     """
     computed: list[tuple[Computed, ...]] = []
     for k, is_rewired in enumerate(rewired):
+        # A regular layer has two all-reduces, which block; a rewired dense layer sums
+        # both.
         if not is_rewired or not moe[k]:
             computed.append(([],) if is_rewired and mlp == "outdated" else ([], []))
             continue

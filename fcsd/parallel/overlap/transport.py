@@ -90,6 +90,7 @@ class SendReceive:
             for _, target in peers
             if send[target]
         ]
+        # A rank's own rows need no message.
         coming[rank].copy_(going[rank])
         return _Together(dist.batch_isend_irecv(ops) if ops else [])
 

@@ -71,6 +71,7 @@ def cut_sizes(
     text = fields["text_config"] if inner is not config else fields
     cut = _cut(fields, {id(text): num_hidden_layers})
     section = cut["text_config"] if inner is not config else cut
+    # Token ids must lie within the small vocabulary.
     cut |= {name: token for name, token in _TOKENS.items() if cut.get(name) is not None}
     section |= {
         inner.attribute_map.get(name, name): value
@@ -103,6 +104,8 @@ def _cut(
     ]
     divisor = divisor or max(1, math.gcd(*dims) // 16)
     section: dict[str, Any] = {}
+    # Lists by layer keep the values of the chosen layers, lists of numbers renumber
+    # them.
     for name, value in fields.items():
         if name in _LAYERS:
             value = new

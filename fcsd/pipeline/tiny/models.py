@@ -19,6 +19,7 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
     changes: those of `cut_sizes`; `attn_implementation`, `experts_implementation` and
     `dtype` (float32) go to the model.
     """
+    # These are arguments of the model, not fields of its configuration.
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
     model_class = base_model_class(FAMILIES[config.model_type])
@@ -116,6 +117,7 @@ def tiny_tokenizer(
             *sorted(printable, key=lambda c: (c.isupper(), not c.islower(), c)),
         ]
     symbols = (special + alphabet)[:vocab_size]
+    # Padding the vocabulary to its exact size keeps model and tokenizer equal.
     symbols += [f"<unused{k}>" for k in range(vocab_size - len(symbols))]
     tokenizer = Tokenizer(
         models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[])

@@ -183,6 +183,7 @@ def _code_row(
     argument = ARGUMENTS[steps[0].operation.takes]
     frame = rng.randrange(len(CODE_FRAMES))
     join = rng.randrange(len(STEP_FRAMES)) if len(steps) == 2 else 0
+    # The combination decides its split, so other splits can never contain it.
     if split_of(_combination(steps, (frame, join))) != split:
         return None
     texts = [step.text(argument) for step in steps]
@@ -196,6 +197,7 @@ def _code_row(
     docstring = None
     if len(steps) == 1 and rng.random() < 0.1:
         prompt, docstring = prompt + DOCSTRING_REQUEST, f"{task[0].upper()}{task[1:]}."
+    # The mistake is in one step, and only the code shows it.
     if rng.random() < careless:
         mistaken = rng.randrange(len(steps))
         steps = [
@@ -249,6 +251,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
     right = step.code(argument)
 
     def wrong() -> list[str]:
+        # An expression is wrong only if some value shows a difference.
         values = [_value(rng, step.operation.takes, step.near, False) for _ in range(8)]
         expected = [_result(right, argument, value) for value in values]
         codes = [mistake.code(argument) for mistake in _mistakes(rng, step)]
@@ -287,6 +290,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
     kind, gives = step.operation.takes, step.operation.gives
     if gives == "bool":  # half right by guessing, and not read off but computed
         return None
+    # Small values, whose results can be read off.
     value = _value(rng, kind, step.near, True)
     if split_of(("value", step.code(repr(value)))) != split:
         return None
@@ -301,6 +305,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
         )
 
     def wrong() -> list[str]:
+        # Numbers near the result, and the results of similar operations.
         near = (
             [result + d for d in rng.sample((-10, -2, -1, 1, 2, 10), 3)]
             if gives == "int"
@@ -353,6 +358,7 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     namespace: dict[str, Any] = {}
     exec(row["code"], {"__builtins__": _BUILTINS}, namespace)
     function: Callable[[Any], Any] = namespace[name]
+    # Inputs near the numbers of the task tell almost correct programs apart.
     pairs = []
     for _ in range(40):
         value = _value(rng, steps[0].operation.takes, near, False)
@@ -362,6 +368,7 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
             continue
         if len(pairs) == 12:
             break
+    # A function with a single result would pass with a constant.
     if len(pairs) < 12 or len({repr(result) for _, result in pairs}) < 2:
         return None
     script = (

@@ -80,12 +80,14 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
         UserError: the folder holds something else, or the rehearsal of other settings;
             the model belongs to no known family.
     """
+    # The rehearsal depends only on recipe and folder, so its text identifies it.
     small = _small(recipe, folder)
     text = (
         f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means"
         f" anything.\n{to_yaml(small.dump())}"
     )
     ready = folder / "recipe.yaml"
+    # Never overwrite anything that is not this rehearsal.
     if folder.is_file() or (
         folder.is_dir() and not is_empty(folder) and not ready.is_file()
     ):
@@ -191,6 +193,7 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
     schedule = train.lr_scheduler_kwargs
+    # The decay must fit into the few steps.
     if schedule is not None and "num_decay_steps" in schedule:
         schedule = schedule | {"num_decay_steps": 1}
     return {
@@ -287,6 +290,7 @@ def _num_layers(recipe: Recipe) -> int:
     layer_counts = [_LAYERS]
     for section in sections:
         selection = parse_selection(section.layers)
+        # Selected layers must exist in the cut model, too.
         if isinstance(selection, list):
             layer_counts.append(selection[-1] + 1)
         elif isinstance(selection, dict):
@@ -313,6 +317,7 @@ def _write_data(
     """Write rows for all data that the recipe reads; inventable: the test sets whose
     rows can be invented.
     """
+    # Splits are collected per data set, which is written at once with its README.
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         columns = source.columns or {"messages": "messages"}
@@ -346,6 +351,7 @@ def _write_data(
                 for config_and_split in sorted(splits)
                 if config_and_split not in files
             }
+        # Decontamination may compare with splits that no suite evaluates.
         compared = {
             (test_set.name or "default", test_set.split)
             for section in _decontaminations(recipe)
@@ -427,6 +433,7 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         {},
     )
     for path, by in graded.items():
+        # Absolute paths and paths upwards cannot be linked below the folder.
         if path in inventable or Path(path).is_absolute() or ".." in Path(path).parts:
             continue
         locations = [*([Path(root) / path] if root is not None else []), Path(path)]

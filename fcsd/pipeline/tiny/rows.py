@@ -106,6 +106,7 @@ def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
         "labelled": {"text": _choices(index, 5), "label": _LETTERS},
     }
     row = {}
+    # The first text column is the question, and further ones are fillers.
     texts = iter([_question(index)])
     for column, kind in columns.items():
         if isinstance(kind, list):
@@ -168,6 +169,7 @@ def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
     """Make a row of the data set `path`; if it is unknown here, with the `columns` that
     the recipe names.
     """
+    # Known data sets have columns that a recipe does not name.
     if path in _TRAINING:
         return _TRAINING[path](index)
     question, answer = f"{index} + {index % 7}?", f"it is {index + index % 7}"

@@ -102,6 +102,7 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
     """
     folder, requested = Path(folder), Sizes(**sizes)
     settings = {"format_version": FORMAT_VERSION, **asdict(requested)}
+    # The settings identify the data, since the same settings give the same bytes.
     if folder.exists() and (not folder.is_dir() or not is_empty(folder)):
         settings_file = folder / "settings.json"
         if (
