@@ -75,7 +75,7 @@ class Tokenizing:
             ]
             outputs = self._tokens(source, examples)
             for output in outputs:
-                # Overlaps are not numbered; they leave no trace in the arrays.
+                # Overlaps are only in the record, not in the arrays.
                 if isinstance(output, Overlap):
                     overlaps.append(asdict(output))
                 elif isinstance(output, BadExample):

@@ -43,7 +43,7 @@ def plan_from_files(
         UserError: `prepare`, `plan` or a reader of these files refuses its input; there
             is a figure without a study, or a study of another number of layers.
     """
-    # Contradictory options are refused, since one would silently win.
+    # Options that would have no effect, or contradict each other, are refused.
     for name, value in (("figure", figure), ("metric", metric)):
         if value is not None and study is None:
             raise UserError(
@@ -67,7 +67,6 @@ def plan_from_files(
         )
     link_model = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
-    # Measured times replace the roofline; otherwise links may refine it.
     planned = prepare(settings, link_model)
     if routing is not None:
         planned = planned.assuming(imbalance=_imbalance(routing, planned))

@@ -53,7 +53,7 @@ def pretrain(run: Run) -> Stage:
         remove_checkpoints(folder, launch)
         return stage
     check_settings(section.train, section.data, launch, "pretrain.")
-    # Refuse the configuration before tokens are written.
+    # Refuse a configuration that does not fit before tokens are written.
     check_rows_fit(
         run, model_config(section.config), section.data.max_length, "pretrain."
     )

@@ -51,7 +51,7 @@ def training_rows(
     `build_dataset`, and if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
-    # Packed examples would attend to each other in a model without separate positions.
+    # In some models, packed examples attend to each other despite their position ids.
     if (
         apart_in is not None
         and data.packing

@@ -153,7 +153,7 @@ class _Steering:
             lambda: [name for name in table_files if not table_files[name].is_file()]
         )
         for name, tables in self._tables(missing):
-            # Tables are small, so the first rank writes them as soon as each is made.
+            # The first rank writes each table as soon as it is made.
             if self.launch.first:
                 write_tables(table_files[name], tables)
         self.launch.wait()

@@ -145,12 +145,10 @@ def _times(model: Any, run: Run) -> Times:
     detach(model)
     attach(model, "blocking")
     records: list[tuple[str, Record]] = []
-    expert_parallels = [
-        runtime.ep for runtime in runtimes(model) if runtime.ep is not None
-    ]
+    ep_layers = [runtime.ep for runtime in runtimes(model) if runtime.ep is not None]
     # A clock that waits for the device gives the times of its work, not of its launch.
-    for expert_parallel in expert_parallels:
-        expert_parallel.port.records, expert_parallel.port.clock = records, clock
+    for ep_layer in ep_layers:
+        ep_layer.port.records, ep_layer.port.clock = records, clock
     exchanges, seconds = [], []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
         # Only the records of the current step are kept.
@@ -167,7 +165,7 @@ def _times(model: Any, run: Run) -> Times:
         model_type=family_of(model.config).model_type,
         num_layers=model.config.get_text_config().num_hidden_layers,
         connectivity=recipe.connectivity,
-        ranks=expert_parallels[0].ep_mesh.size(),
+        ranks=ep_layers[0].ep_mesh.size(),
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,
         step_s=statistics.median(seconds[WARM_UP_STEPS:]),

@@ -71,7 +71,7 @@ def cut_sizes(
     text = fields["text_config"] if inner is not config else fields
     cut = _cut(fields, {id(text): num_hidden_layers})
     section = cut["text_config"] if inner is not config else cut
-    # Token ids must lie within the small vocabulary.
+    # Special tokens are those of the tiny tokenizer.
     cut |= {name: token for name, token in _TOKENS.items() if cut.get(name) is not None}
     section |= {
         inner.attribute_map.get(name, name): value
