@@ -77,6 +77,7 @@ class BadRows:
                 else ""
             )
             raise UserError(f"{where}: {reason}{other_rows}; correct it{skip}")
+        # A few bad rows pass in any case: 1 % of a small data set may be less than one.
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
             raise UserError(
                 f"{self.num_bad} of {self.num_examples} examples cannot be tokenized,"

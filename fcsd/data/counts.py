@@ -98,6 +98,7 @@ def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
     """Count the examples of a shard by the part of them that rows of `max_length` hold."""
     first, ends = shard.array("first_loss"), shard.array("ends")
     lengths = np.diff(ends, prepend=0)
+    # Only examples that reach a row and are longer than it can be cut.
     longer = np.flatnonzero(
         (first >= 0) & (first < max_length) & (lengths > max_length)
     )

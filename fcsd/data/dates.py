@@ -35,6 +35,7 @@ def dated(template: str, date: datetime) -> str:
     """
     if not writes_date(template):
         return template
+    # A doubled per cent sign must not become the start of a directive.
     directives = [
         ("%%", "\0"),
         *((name, date.strftime(name)) for name in _DIRECTIVES),

@@ -68,6 +68,7 @@ class ItemIndex:
             item_texts = [
                 self._number(words(text)) for text in dict.fromkeys(item.texts)
             ]
+            # Texts below the limit are only counted, as unchecked.
             item_texts = [text for text in item_texts if len(text) >= self.first]
             self.unchecked[item.task] += not item_texts
             texts += item_texts
@@ -156,6 +157,7 @@ class ItemIndex:
         numbers = np.array(
             [self.vocabulary.get(word, 0) for word in words(text)], np.int32
         )
+        # A text shorter than the shortest n-gram overlaps with nothing.
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
@@ -163,6 +165,7 @@ class ItemIndex:
             np.searchsorted(self._first, keys),
             np.searchsorted(self._first, keys, "right"),
         )
+        # A window with a word that no item has cannot match.
         is_in_vocabulary = _windows(numbers == 0, self.first) == 0
         for begin in np.flatnonzero(is_in_vocabulary & (rows < ends)):
             for row in range(rows[begin], ends[begin]):

@@ -91,6 +91,7 @@ def row_of(
     input_ids = np.full(max_length, pad_token_id, np.int32)
     position_ids = np.zeros(max_length, np.int32)
     labels = np.full(max_length, NO_LOSS, np.int32)
+    # Examples follow each other without a gap; the last one may be cut.
     end = 0
     for ids, mask in examples:
         begin, end = end, min(max_length, end + len(ids))
@@ -134,6 +135,7 @@ class _SourceTokens:
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
         self._total = self._known_total()
+        # A source that was read to its end need not be opened again.
         self.ended = self.whole = self._total is not None
         self.opened = None if self.ended else open_source(source)
         if self.opened is not None:
@@ -186,6 +188,7 @@ class _SourceTokens:
         self.shards.append(shard)
         self.lengths.append(lengths)
         self.is_bad.append(first == BAD)
+        # Packed rows are counted by their tokens, unpacked rows by their examples.
         self.num_kept += int(
             lengths.sum() if layout.packing else np.count_nonzero(lengths)
         )
@@ -329,6 +332,7 @@ def _complete(
             if (rows := order.enough()) is not None:
                 return rows
     for source_tokens in order.tokens:
+        # Every source is exhausted now, so the mixture may repeat their examples.
         source_tokens.ended = True
     return order.rows()
 
@@ -342,6 +346,7 @@ class _Order:
 
     def jobs(self) -> Iterator[_Job]:
         """Yield the shards of whole sources, then those of the others in turn, by weight."""
+        # Whole sources come first, since all of their shards are needed in any case.
         for source_tokens in self.tokens:
             if source_tokens.whole:
                 yield from source_tokens.jobs()
@@ -410,6 +415,7 @@ class _Order:
             )
             orders.append(begin + order[~is_bad[order]])
             begin += len(is_bad)
+        # A single source is read once, without drawing.
         if len(orders) == 1:
             return orders[0]
         total = sum(source_tokens.source.weight for source_tokens in self.tokens)
@@ -500,6 +506,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     def num_examples(self, chosen: np.ndarray | None = None) -> int:
         """Count the different examples in rows; chosen: (rows,) bool; None: all rows."""
+        # An example that is drawn several times counts once.
         is_there = np.zeros(int(self._shard_ends[-1]), bool)
         in_chosen = (
             slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
@@ -519,5 +526,6 @@ class PackedRows(torch.utils.data.Dataset):
 
     def _example(self, number: int) -> Tokens:
         shard = int(np.searchsorted(self._shard_ends, number, "right"))
+        # Numbers of examples are counted through all shards.
         begin = int(self._shard_ends[shard - 1]) if shard else 0
         return self._shards[shard].example(number - begin)

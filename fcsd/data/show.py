@@ -108,6 +108,7 @@ def _marked(
             sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :
         ]
         earlier_text = so_far
+        # Control characters would change the terminal, so they are written as escapes.
         visible = "".join(
             char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
             for char in new

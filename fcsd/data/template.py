@@ -137,6 +137,7 @@ def message_form_of(
             "data: the chat template writes no thoughts, which messages of the data"
             " have: they are not learned"
         )
+    # JSON text can be hashed, which the cache of tried templates needs.
     probe = json.dumps(_probe(messages), default=str)
     kinds = {_is_wrapped(tool) for tool in conversation.tools or ()}
     tools = json.dumps(
@@ -159,6 +160,7 @@ def _tell_once(text: str) -> None:
 
 def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Replace contents, calls and ids by marks; conversations of one kind become equal."""
+    # Equal ids stay equal, since a template may look up the call of an answer.
     ids: dict[str, str] = {}
     probe = []
     for index, message in enumerate(messages):

@@ -53,6 +53,7 @@ def in_order(
         for piece in itertools.chain(first, pieces):
             yield piece, work(piece)
         return
+    # Forks inherit the tokenizer, which need not be pickled.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         num_workers, context, initializer=_begin, initargs=(work, os.getpid())

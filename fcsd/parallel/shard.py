@@ -217,6 +217,7 @@ def whole_model(
         strict=False,
         assign=True,
     )
+    # Tied weights are stored once, under the first of their names.
     full_model.tie_weights()
     if lost := [
         name for name, tensor in full_model.state_dict().items() if tensor.is_meta
@@ -291,6 +292,7 @@ def _free_bytes(device: torch.device) -> int:
     """Return the bytes that this rank may take of its device's memory."""
     if device.type == "cpu":
         return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Unused blocks of the caching allocator are returned to the device first.
     free_memory()
     return int(torch.cuda.mem_get_info(device)[0])
 
@@ -324,6 +326,7 @@ def _gathered(
     ):
         from deepspeed.utils import safe_get_full_fp32_param
 
+        # The optimiser's float32 copy is exact; the parameter is its bfloat16 rounding.
         yield safe_get_full_fp32_param(parameter)
     elif hasattr(parameter, "ds_id"):
         import deepspeed
@@ -421,6 +424,7 @@ def _partition(
 ) -> None:
     import deepspeed
 
+    # DeepSpeed asks for a batch size, which partitioning does not use.
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero_settings(),

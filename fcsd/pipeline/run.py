@@ -146,6 +146,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that exists, on the same items."""
     config = run.recipe.evaluation
+    # One suite and one reference, so that all models answer the same items.
     suite, reference = (
         load_suite(config.suite),
         Reference(run.original, run.recipe.data),
@@ -191,6 +192,7 @@ def layers(run: Run) -> Stage:
 
 
 def _scored(config: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
+    # The study scores as the evaluation does.
     names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
     settings = {name: getattr(config, name) for name in names}
     if settings["batch_size"] == "auto":  # not supported by a study

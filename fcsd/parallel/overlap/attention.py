@@ -45,6 +45,7 @@ def _calling_back(attend: Callable[..., Any]) -> Callable[..., Any]:
 def _call_back(module: Any) -> None:
     # A family's own attention class may pass a stand-in (`View`) for itself.
     module = getattr(module, "_module", module)
+    # Removed before the call: the callback runs once for each forward.
     callback = module.__dict__.pop(_CALLBACK, None)
     if callback is not None:
         callback()

@@ -200,6 +200,8 @@ class BlockRun:
     def router(self) -> None:
         """Enter the block up to its experts; `chosen` are the arguments of their call."""
         overrides: dict[str, Any] = {"experts": stop}
+        # The shared expert and its gate run later, beside the combine; here they do
+        # nothing.
         if self.names.shared:
             overrides[self.names.shared] = lambda x: x  # computed in `shared_expert`
         if self.names.gate:
@@ -221,6 +223,7 @@ class BlockRun:
         self.tape.append(
             (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
         )
+        # The block would call its experts next, with these arguments.
         raise Stopped(x, chosen.indices, chosen.values)
 
     def start_dispatch(self) -> None:

@@ -4,7 +4,7 @@ at another.
 An exchange is two autograd nodes, start and finish. Each is where the forward pass
 launches or waits, so the backward pass, which runs nodes in the reverse order of their
 creation, launches at the finish and waits at the start: it is overlapped by the same
-computation. Of an exchange in flight, autograd sees only an empty token; rows and
+computation. Autograd sees only an empty token of an exchange in flight; rows and
 handles are in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint)
 can read rows that have not arrived.
 

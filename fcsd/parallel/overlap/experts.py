@@ -72,6 +72,7 @@ class OverlappedEP(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any):
         super().__init__(experts, ep_mesh, tp_mesh)
+        # transformers passes both meshes, of which only the experts' is supported.
         if tp_mesh.size() > 1:
             raise UserError(
                 "ep_implementation farskip: no tensor parallelism beside it, tp_size"
@@ -83,6 +84,7 @@ class OverlappedEP(EPImplementation):
         self._counts: Transport = AllToAll(ep_mesh.get_group())
         self.has_rows = False
         self.scaled = len(inspect.signature(experts.forward).parameters) == 1
+        # A forward with a single argument takes tokens that are scaled already.
         if self.scaled:
             experts_class: Any = type(experts)
             experts.__class__ = _called_with_rows(experts_class)
@@ -151,6 +153,7 @@ class OverlappedEP(EPImplementation):
             [is_sent.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1
         )
         received, one_per_rank = torch.empty_like(sent), [1] * len(sent)
+        # Counts have a transport of their own, and are waited for separately.
         port = Port(self._counts, self.port.layer, records=self.port.records)
         flight = port.launch(
             "counts", False, received, sent, one_per_rank, one_per_rank

@@ -320,6 +320,7 @@ class _LayerRun(BlockRun):
         raise Stopped
 
     def _multiplier(self) -> float:
+        # Some families scale a branch before it is added to the stream.
         name = self.family.residual_multiplier
         return getattr(self.layer, name) if name else 1  # type: ignore[no-any-return]
 

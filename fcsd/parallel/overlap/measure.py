@@ -167,6 +167,7 @@ def timeline(
     """
     events, busy, kernels = _read(trace, link)
     if kernels:
+        # Kernels of the link are not computation.
         names = {event["name"] for event in busy}
         other_kernels = [event for event in kernels if event["name"] not in names]
         work = [
@@ -187,6 +188,7 @@ def timeline(
         "computation": _union(map(_interval, work)),
         "dispatch and combine": _union(map(_interval, busy)),
     }
+    # Times are relative to the first event.
     begin = min((spans[0][0] for spans in rows.values() if spans), default=0.0)
     return {
         name: [((start - begin) / 1e3, (end - begin) / 1e3) for start, end in spans]
@@ -227,6 +229,7 @@ def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, 
             str(event.get("cat")).startswith("cuda_")
             or event.get("cat") == "hip_runtime"
         ):
+            # A kernel belongs to the annotation in which its thread launched it.
             for tid, start, end, label in labels:
                 if event["tid"] == tid and start <= float(event["ts"]) <= end:
                     by_launch[event.get("args", {}).get("correlation")] = label

@@ -87,6 +87,7 @@ class Parcels:
         parcels = rows.new_empty(sum(self.splits), rows.shape[1])
         row_positions, word_positions = self.places()
         parcels[row_positions] = rows
+        # Weights travel bit for bit, as integers beside the codes.
         bits = weights.to(real).view(integer)
         pairs = torch.stack(
             [torch.zeros_like(bits) if codes is None else codes.to(integer), bits], 1
@@ -146,6 +147,7 @@ def summed(pairs: Tensor, lengths: Tensor) -> Tensor:
     """Sum the consecutive pairs (P, D) of each row to (M, D), in float32 or wider, and
     in a fixed order, also on a GPU.
     """
+    # A row may have many pairs, whose sum loses digits in bfloat16.
     wide = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
     if not len(lengths):
         return wide[:0]

@@ -1,19 +1,19 @@
 """Generated instruct-to-Python tasks, small enough for a model of a few million
 parameters and a CPU.
 
-Three skills, all answered in the chat form of the tokenizer that is written beside
-them:
+There are three skills, all answered in the chat form of the tokenizer that is written
+with them:
 
 - code: a described function, in one or two steps, is written in Python;
-- choice: which expression does what is asked, what an expression does or gives;
+- choice: the expression for a task, or the meaning or value of an expression;
 - answers: the same without choices.
 
-What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and
-of numbers. It is hashed into one of four splits (train, held out, validation, test), so
-the same combination never occurs in two splits in any frame of words or under any
-function name. A combination without numbers counts its frame too, otherwise whole
-wordings would be missing from training. The value of an expression is asked for in one
-split only.
+Each question asks for a combination of operations (`OPERATIONS`), of the wording of
+each, and of numbers. The combination is hashed into one of four splits (train, held
+out, validation, test), so it never occurs in two splits, in any frame of words or under
+any function name. Without numbers, the frame belongs to the combination, too; otherwise
+whole wordings would be missing from training. Questions for the value of an expression
+are in one split only.
 
 Not covered: programs with loops or branches, more than two steps, natural text.
 """
@@ -72,7 +72,7 @@ def split_of(combination: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation with its wording and its number or letter chosen."""
+    """An operation with a choice of its wording and of its number or letter."""
 
     operation: Operation
     wording: int
@@ -123,8 +123,8 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
 def _value(
     rng: random.Random, kind: str, near: list[int | str], small: bool
 ) -> int | list[int] | str:
-    """Draw a random argument; `near` are the numbers and letters of the task, so that
-    edges are met.
+    """Draw a random argument; `near` has the numbers and letters of the task, whose
+    neighbours show edge cases.
     """
     numbers = [n for n in near if isinstance(n, int)]
     letters = [c for c in near if isinstance(c, str)]
@@ -147,7 +147,7 @@ def _value(
 
 
 def _result(code: str, argument: str, value: Any) -> Any:
-    """Compute the value of an expression that this module made itself."""
+    """Compute the value of an expression, which this module has made itself."""
     return eval(code, {"__builtins__": _BUILTINS}, {argument: value})
 
 
@@ -161,15 +161,15 @@ def _function(name: str, steps: list[Step], docstring: str | None = None) -> str
 
 
 def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return what must not occur in two splits; without a number or letter the frame of
-    words is part of it.
+    """Return the combination that must not occur in two splits; without a number or
+    letter the frame of words is part of it.
     """
     fillings = [step.filling for step in steps if step.filling is not None]
     return (*(step.combination for step in steps), None if fillings else frame)
 
 
 def _steps(rng: random.Random) -> list[Step]:
-    """Draw one or two steps; the second takes what the first gives."""
+    """Draw one or two steps; the second takes the result of the first."""
     first = _step(rng)
     if rng.random() < 0.1 and first.operation.gives in ARGUMENTS:
         return [first, _step(rng, first.operation.gives)]
@@ -213,8 +213,8 @@ def _code_row(
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its answer; `wrong()` gives candidates for wrong choices, the
-    nearest first.
+    """A question with its answer; `wrong()` returns candidates for wrong choices, the
+    most similar first.
     """
 
     text: str
@@ -330,7 +330,7 @@ ANSWER_KINDS = (_meaning, _evaluation)
 
 
 def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
-    """Make a question with up to four different choices; None when fewer than two are left."""
+    """Make a question with up to four different choices; None if fewer than two remain."""
     question = rng.choice(CHOICE_KINDS)(rng, split)
     if question is None:
         return None
@@ -350,7 +350,7 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs);
-    None: too few inputs fit.
+    None: too few inputs are valid.
     """
     name: str = row["name"]
     steps: list[Step] = row["steps"]
@@ -401,7 +401,7 @@ def chat_rows(
     """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of
     the rest choice, half answers.
 
-    Values are asked for twice as often as the other questions: they are learnt slowest.
+    Questions for values are twice as frequent as the others: they are learnt slowest.
     `careless` is the share of answers with one mistake in them: another number or
     another operation.
     """
