@@ -68,6 +68,7 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     has a target; targets (N,) token ids of those positions, in the order of
     `hidden[keep]`.
     """
+    # The last position has no next token, and the first of an example no predecessor.
     keep = torch.zeros_like(labels, dtype=torch.bool)
     keep[:, :-1] = (labels[:, 1:] != NO_LOSS) & (position_ids[:, 1:] != 0)
     return keep, labels.roll(-1, dims=1)[keep]

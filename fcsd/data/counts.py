@@ -152,7 +152,7 @@ def no_rows(
 
 
 def _answer_of(columns: Mapping[Any, str]) -> str:
-    """Return a clause that says what examples with these columns lack."""
+    """Return a clause about the answer that examples with these columns lack."""
     if "messages" in columns:
         return (
             f"column {columns['messages']!r} has no message of an assistant with text"
@@ -172,12 +172,13 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
 
 
 def tell_examples(rows: Any, name: str, *, always: bool = True) -> None:
-    """Print on stderr what became of the examples of rows, and warnings; nothing of
+    """Print the counts of the examples of rows, and warnings, on stderr; nothing for
     rows that were packed elsewhere.
 
-    name: what the data are called. always: also where all examples are in the rows, and
-    whole.
+    name: of the data. always: print the counts even if all examples are in the rows,
+    and whole.
     """
+    # Rows that a caller has packed have no record of their examples.
     counts = getattr(rows, "counts", None)
     if counts is not None and (always or counts.cut or counts.usable < counts.read):
         for text in (counts.sentence(), *counts.warnings(rows.layout.max_length)):

@@ -109,6 +109,7 @@ def heldout_rows(
     """Build rows of the first `num_examples` examples of held-out text, in order;
     options as for `build_dataset`.
     """
+    # The source may have a limit of its own, which is lower.
     limit = min(num_examples, source.max_examples or num_examples)
     first = source.model_copy(update={"max_examples": limit})
     return build_dataset(
@@ -144,6 +145,7 @@ def given_rows(
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         data = _of_list(data, name)
     names = _column_names(data, name)
+    # Named columns ask for tokenization, even if the rows look packed.
     if set(ROW_FEATURES) <= set(names) and columns is None:
         return _packed(
             data, name, max_length, options.get("num_rows"), options.get("vocab_size")
@@ -283,6 +285,7 @@ def _packed(
 def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
     """Raise UserError for a row with a token that is not in the model's vocabulary."""
     start = 0
+    # In blocks, so that a large data set need not fit into memory.
     for block in (
         data.with_format("numpy")
         .select_columns("input_ids")

@@ -124,6 +124,7 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
     Raises: BadExample if a column has a value of the wrong form; UserError for token
     ids, which have no text.
     """
+    # All texts count, not only those with loss: a prompt may hold a test item, too.
     read = read_example(example, columns)
     if isinstance(read, str):
         return [read]
@@ -148,6 +149,7 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
         if "attention_mask" in columns
         else [1] * len(ids)
     )
+    # Several masks may be given; a token carries loss only if all allow it.
     masks = {
         columns[name]: _list(example, columns[name])
         for name in ("completion_mask", "assistant_masks", "loss_mask")
@@ -243,6 +245,7 @@ def _conversation(
     extra = example.get(columns["input"]) if "input" in columns else None
     history = _history(example, columns["history"]) if "history" in columns else []
     if prompt_messages is not None:
+        # Messages have roles already, so texts cannot be merged into them.
         if extra or history:
             name = columns["input" if extra else "history"]
             raise BadExample(
@@ -297,6 +300,7 @@ def _system(
         return []
     text = _text(example, columns["system"])
     first = messages[0]
+    # A conversation with a system message of its own needs none, if the two agree.
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}]
     if first["content"] != text:

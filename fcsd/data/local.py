@@ -43,6 +43,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
                     else file_fingerprint(file)
                 )
                 digest.update(
+                    # The name belongs to the hash: it may decide the split of a file.
                     str(name).encode("utf-8", "surrogateescape")
                     + b"\0"
                     + fingerprint.encode()
@@ -81,6 +82,7 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
     import datasets
 
     earlier_cache = datasets.config.HF_DATASETS_CACHE
+    # `datasets` reads this setting whenever it opens a data set.
     datasets.config.HF_DATASETS_CACHE = scratch()
     try:
         yield

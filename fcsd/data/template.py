@@ -113,6 +113,7 @@ def message_form_of(
     # Options come from the data: one that fcsd sets itself, or that the template does
     # not read, would change nothing.
     for name, value in options.items():
+        # These are set by fcsd in each call, so a value from the data would conflict.
         if name in {*inspect.signature(tokenizer.apply_chat_template).parameters} - {
             "documents",
             "kwargs",
@@ -232,6 +233,7 @@ def _tried(
         # Text of the assistant may be left out on purpose: it only decides between
         # forms.
         rank = len(missing), sum(content not in text for content in assistant_contents)
+        # The best form is kept for the error, which names what it leaves out.
         if best is None or rank < best[0]:
             best = rank, form, missing
         if rank == (0, 0):
@@ -283,6 +285,7 @@ def _missing(
     missing = []
     for message in messages:
         content = message["content"]
+        # A template may print the list of parts itself instead of reading it.
         is_printed = form.parts and (
             f"'text': '{content}" in text or f'"text": "{content}' in text
         )

@@ -51,6 +51,7 @@ def load_for_evaluation(
     """
     check_device_map(device_map, launch)
     engine = launch.engine
+    # transformers places the layers itself.
     if device_map is not None:
         try:
             return load_checkpoint(model, device_map=device_map, any_family=True)
@@ -63,6 +64,7 @@ def load_for_evaluation(
                 " together; use more devices, or launch configs/fsdp2_2x8.yaml on"
                 " several machines"
             ) from None
+    # Copies: each rank holds the whole model.
     if not engine.shards:
         return _whole(model, launch.device)
     loaded = load_for_launch(model, launch, any_family=True)
@@ -89,6 +91,7 @@ def load_for_launch(
         UserError: `load_model` refuses the checkpoint; its experts cannot be spread.
     """
     spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
+    # transformers shards while it loads, by a plan that some families lack.
     if spread is not None:
         spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
     try:
@@ -117,6 +120,7 @@ def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
     have a copy in main memory.
     """
     try:
+        # A map with a single entry makes transformers read weights onto the device.
         device_map = None if device.type == "cpu" else {"": device}
         loaded = load_checkpoint(model, device_map=device_map, any_family=True)
     except torch.OutOfMemoryError:

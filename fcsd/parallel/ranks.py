@@ -83,6 +83,7 @@ class Ranks:
             results = [
                 call(number, item) for number, item in self.deal(list(enumerate(items)))
             ]
+            # In lockstep, every rank makes as many passes as the busiest one.
             for _ in range(self.idle_passes(len(items))):
                 idle()
             return results
@@ -190,6 +191,7 @@ def input_device(model: Any) -> "torch.device":
     """
     import torch
 
+    # The embedding is the first module, and the only one that gets token ids.
     embedding = model.get_input_embeddings()
     if is_sharded(embedding):
         from accelerate import PartialState

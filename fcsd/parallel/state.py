@@ -140,6 +140,7 @@ def state_files(
     """
     parts = parts_of(model, optimizer, ranks)
     writers, index = writers_of(model, ranks)
+    # This rank holds a copy of a part that another one writes.
     if index is None:
         return []
     path = Path(f"state-{index + 1:05}-of-{writers:05}.safetensors")
@@ -221,6 +222,7 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Continue from `schedule_state`, whatever engine made it."""
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
+    # Every rank may have other groups than the writer, so values go by their number.
     lists = {
         key: [value[i] for i in indices]
         for key, value in state.items()
@@ -357,6 +359,7 @@ class _Stored:
                 f"{folder}: {len(files)} of {writers or 'at least 1'} state files are"
                 f" there; {_ADVICE}"
             )
+        # The first file of each writer tells how many it has written.
         for index in range(writers):
             path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
             for number in range(1, self._open(path, stack)):
@@ -386,6 +389,7 @@ class _Stored:
 
     def read(self, name: str, part: Part, into: Tensor) -> None:
         """Copy the run of `part` of a stored tensor into the flat `into`."""
+        # A missing tensor is reported like one of another size.
         held = self.sizes[part.name] if name in self.runs else "no"
         if held != part.size:
             raise UserError(

@@ -69,6 +69,8 @@ class Run:
                 f"recipe {recipe.name}: has no variant '{name}'; allowed:"
                 f" {', '.join(recipe.variants) or 'none'}"
             )
+        # `whole` stays the recipe with all trainings, which decides how many rows are
+        # made.
         return replace(self, recipe=recipe.variant(name), before=self.whole)
 
     @property
@@ -130,6 +132,7 @@ class Run:
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
         original, *names = self.recipe.model_names
+        # Stages that have not run yet have left no folder.
         folders = {
             original: self.original.folder,
             **{name: self.layout.model(name) for name in names},

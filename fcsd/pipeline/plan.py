@@ -85,6 +85,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
     study = read_json(folder / "routing.json")
     try:
         facts = study["models"][0]
+        # A file of something else raises one of the errors below.
         layers, num_experts, top_k = (
             facts["layers"],
             facts["num_experts"],
@@ -146,6 +147,7 @@ def _against_quality(
     # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for point in study["points"]:
+            # Single layers form no selection that a model would be converted with.
             if point["side"] not in ("first", "last"):
                 continue
             loss, error = point_loss(study, point, chosen, calibrated)

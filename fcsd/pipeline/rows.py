@@ -94,6 +94,7 @@ def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the vocabulary size of the run's models, which may not be trained yet;
     None: unknown.
     """
+    # A model that is yet to be pre-trained has no checkpoint to ask.
     if (pretraining := run.recipe.pretrain) is not None:
         return int(pretraining.config.get("vocab_size", len(tokenizer)))
     return run.original.vocab_size
@@ -158,6 +159,7 @@ def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
             pretraining_rows(run),
             load_tokenizer(pretraining.tokenizer),
         )
+    # Before the pre-training, only its tokenizer exists.
     tokenizer = (
         run.tokenizer
         if has_original or pretraining is None
@@ -240,6 +242,7 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
         for index, source in enumerate(data.train)
     }
     config, data_root = data.decontaminate, run.data_root
+    # Test items decide which examples are left out, so they are inputs, too.
     if config is not None:
         for index, test_set in enumerate(config.against):
             location = test_set_location(test_set.path, data_root)

@@ -85,6 +85,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             write_times(folder / "times.json", times)
         del model
         free_memory()
+        # The trace is read only after the model has been freed.
         if launch.first:
             measured[name] = from_trace(path)
             timelines[name] = timeline(path)
@@ -142,6 +143,7 @@ def _times(model: Any, run: Run) -> Times:
         return time.perf_counter()
 
     step, recipe = _step(model, run), run.recipe
+    # The same layers, with exchanges that block and are timed.
     detach(model)
     attach(model, "blocking")
     records: list[tuple[str, Record]] = []

@@ -84,6 +84,7 @@ class Port:
         record = Record(
             kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock()
         )
+        # `fcsd.parallel.overlap.measure` finds exchanges in a trace by these labels.
         with torch.profiler.record_function(_label("start", record)):
             work = self.transport.start(received, sent, receive, send)
         if self.records is not None:
@@ -184,6 +185,7 @@ class Exchange:
         assert self._flight is not None, (
             f"{self.kind} of layer {self.port.layer}: nothing is in flight"
         )
+        # A blocking exchange arrived long ago: the difference is its window.
         self._flight.record.needed = self.port.clock()
         received = self._flight.wait()
         self._flight = None
@@ -275,6 +277,7 @@ class CombineStart(torch.autograd.Function):
         """Wait for the gradients; return each pair's, weighted, and those of weights."""
         outputs, weights, row = ctx.saved_tensors
         gradients = ctx.exchange.finish()[row]
+        # g·w is the gradient of the outputs.
         weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
         return (
             weighted,

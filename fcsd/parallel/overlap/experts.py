@@ -55,7 +55,8 @@ class Sizes:
 
 @dataclass
 class Dispatch:
-    """The rows of one layer on their way to the experts, and what brings them back.
+    """The rows of one layer on their way to the experts, with all that the combine
+    needs.
 
     tokens: (M,) the number of each row's token, below num_tokens.
     """

@@ -30,6 +30,7 @@ def refusal(family: Family, config: Any = None) -> str | None:
         )
     if family.overlap_refused is not None:
         return family.overlap_refused
+    # The experts of a multimodal model are in its language model.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.

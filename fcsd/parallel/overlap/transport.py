@@ -85,6 +85,7 @@ class SendReceive:
             for source, _ in peers
             if receive[source]
         ]
+        # Receives come first, so that each message finds its buffer.
         ops += [
             self._op(dist.isend, going[target], target)
             for _, target in peers

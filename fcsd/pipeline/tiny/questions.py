@@ -138,6 +138,7 @@ def _value(
         if small:
             return [rng.randrange(10) for _ in range(3)]
         items = [rng.randrange(15) for _ in range(rng.randrange(6, 12))]
+        # Items around the numbers of the task, so that comparisons go either way.
         items += [n + rng.randrange(-1, 2) for n in numbers]
         rng.shuffle(items)
         return items
@@ -267,6 +268,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
 def _meaning(rng: random.Random, split: str) -> Question | None:
     """Ask for the words of an expression; the first wording of an operation is the answer."""
     step, frame = _step(rng), rng.randrange(len(MEANING_FRAMES))
+    # Each operation has a single correct description: its first wording.
     step = Step(step.operation, 0, step.filling)
     if split_of(("meaning", *_combination([step], (frame,)))) != split:
         return None
@@ -340,6 +342,7 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
             choices.append(text)
     if len(choices) < 2:
         return None
+    # The position of the answer must not give it away.
     rng.shuffle(choices)
     return {
         "question": question.text,
@@ -356,6 +359,7 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
+    # The code is made by this module, and runs with few builtins.
     exec(row["code"], {"__builtins__": _BUILTINS}, namespace)
     function: Callable[[Any], Any] = namespace[name]
     # Inputs near the numbers of the task tell almost correct programs apart.
@@ -411,6 +415,7 @@ def chat_rows(
             if code := _code_row(rng, split, careless):
                 yield _chat(code["prompt"], code["code"])
         else:
+            # The value kind is added once more, which doubles its share.
             kinds = CHOICE_KINDS if skill < 0.7 else ANSWER_KINDS
             kind = rng.choice((*kinds, _evaluation))
             if question := kind(rng, split):

@@ -30,6 +30,7 @@ _LETTERS = ["A", "B", "C", "D", "E"]
 
 def conversation(index: int) -> list[dict[str, str]]:
     """Make one or two exchanges of a few words; every fourth begins with a system message."""
+    # Roles and numbers of turns vary, so that templates are tried with all of them.
     system = [{"role": "system", "content": "be brief"}] if index % 4 == 3 else []
     first = [
         {"role": "user", "content": f"{index} + {index % 7}?"},
@@ -217,6 +218,7 @@ def write_data_set(
         path = f"{split}.jsonl" if config == "default" else f"{config}/{split}.jsonl"
         write_rows(inside(folder, path), rows)
         configs.setdefault(config, []).append({"split": split, "path": path})
+    # The README maps configurations and splits to files, as on the Hub.
     listed = [
         {"config_name": name, "data_files": splits} for name, splits in configs.items()
     ]
