@@ -1,5 +1,5 @@
-"""Count the examples that cannot be tokenized: the run ends with the first one, or
-leaves them out up to a cap.
+"""Count the examples that cannot be tokenized; end the run at the first one, or leave
+them out up to a limit.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ Policy = Literal["error", "skip"]
 
 
 class BadRows:
-    """The record of bad examples, and what becomes of a run that meets one.
+    """The record of bad examples, and the policy for them.
 
     policy: error: the first one ends the run; skip: they are left out, up to 1 % of the
-    examples that were read, and ten in any case. setting: what errors call the setting
-    that chooses the policy; None: there is none.
+    examples that were read, and ten in any case. setting: name of the setting that
+    chooses the policy, for errors; None: there is none.
     """
 
     def __init__(
@@ -36,21 +36,25 @@ class BadRows:
             f"{where}: {reason}"
             for where, reason in list(self._listed.items())[:_SHOWN]
         ]
-        more = (
+        remainder = (
             [f"and {self.num_bad - len(listed)} more"]
             if self.num_bad > len(listed)
             else []
         )
         return "\n".join(
-            [f"{self.num_bad} of {self.num_examples} examples left out", *listed, *more]
+            [
+                f"{self.num_bad} of {self.num_examples} examples left out",
+                *listed,
+                *remainder,
+            ]
         )
 
     def add(self, examples: Sequence[tuple[str, str]], num_read: int = 0) -> None:
-        """Record bad examples, where each is and what is wrong with it, among
-        `num_read` more that were read; UserError where there is one that is not to be
-        left out, or too many.
+        """Record bad examples, as (location, reason), among `num_read` that were read;
+        UserError if the policy does not allow them, or there are too many.
         """
         self.num_examples += num_read
+        # A shard that is read again must not count its bad examples twice.
         for where, reason in examples:
             if where not in self._listed:
                 self.num_bad += 1
@@ -62,19 +66,18 @@ class BadRows:
     def _refuse(self, examples: Sequence[tuple[str, str]]) -> None:
         where, reason = examples[0]
         if self.policy == "error":
-            others = len(examples) - 1
-            more = (
-                f" ({others} more row{'' if others == 1 else 's'} cannot be tokenized"
-                " either)"
-                if others
-                else ""
-            )
+            num_others = len(examples) - 1
+            other_rows = ""
+            if num_others:
+                rows = "row" if num_others == 1 else "rows"
+                other_rows = f" ({num_others} more {rows} cannot be tokenized either)"
             skip = (
                 f", or set {self.setting}: skip to leave out such rows"
                 if self.setting
                 else ""
             )
-            raise UserError(f"{where}: {reason}{more}; correct it{skip}")
+            raise UserError(f"{where}: {reason}{other_rows}; correct it{skip}")
+        # A few bad rows pass in any case: 1 % of a small data set may be less than one.
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
             raise UserError(
                 f"{self.num_bad} of {self.num_examples} examples cannot be tokenized,"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 Batch = dict[str, Tensor]
-"""A micro-batch by column, each (B, T), and what is added to it on the way."""
+"""A micro-batch by column, each (B, T), with columns that later steps add."""
 
 NO_LOSS = -100
 
@@ -24,10 +24,10 @@ _TAIL_MULTIPLE = 64
 
 
 class Collator:
-    """Rows to int64 tensors (B, T): input_ids, position_ids, labels. No attention mask:
-    position ids say it all.
+    """Turns rows into int64 tensors (B, T): input_ids, position_ids, labels. There is
+    no attention mask, because position ids separate the examples.
 
-    ahead: is shown each batch; with a worker process that collates, this is well before
+    ahead: is called with each batch; if a worker process collates, this is well before
     the batch is used.
     """
 
@@ -53,13 +53,13 @@ def in_batches(rows: Sequence[Mapping[str, Any]], size: int) -> list[Batch]:
     """Collate rows, `size` at a time, in order."""
     collate = Collator()
     return [
-        collate([rows[k] for k in range(start, min(start + size, len(rows)))])
+        collate([rows[index] for index in range(start, min(start + size, len(rows)))])
         for start in range(0, len(rows), size)
     ]
 
 
 def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the token that each position has to predict.
+    """Return the token that each position must predict.
 
     Position t predicts the label at t+1, if that carries loss and belongs to the same
     example.
@@ -68,30 +68,33 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
     has a target; targets (N,) token ids of those positions, in the order of
     `hidden[keep]`.
     """
+    # The last position has no next token, and the first of an example no predecessor.
     keep = torch.zeros_like(labels, dtype=torch.bool)
     keep[:, :-1] = (labels[:, 1:] != NO_LOSS) & (position_ids[:, 1:] != 0)
     return keep, labels.roll(-1, dims=1)[keep]
 
 
 def real_tokens(batch: Batch) -> Tensor:
-    """Tell which of a batch's tokens (B, T) are text: all but the padding at the end of a row."""
+    """Return a mask (B, T) of the tokens that are text: all but the padding of a row."""
     labels, positions = batch["labels"], batch["position_ids"]
-    # tokens behind the last one with loss
+    # The number of tokens behind the last one with loss.
     last = (labels != NO_LOSS).int().flip(1).argmax(1)
-    place = torch.arange(labels.shape[1]).expand_as(labels)
-    behind = place >= labels.shape[1] - last[:, None]
+    position = torch.arange(labels.shape[1]).expand_as(labels)
+    behind = position >= labels.shape[1] - last[:, None]
     # An example may end without loss; padding begins at position 0.
     begins = ((positions == 0) & behind).int().cumsum(1) > 0
     return ~begins
 
 
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the batch behind the last position with loss in any of its rows: what follows
-    is padding, mostly.
+    """Cut the batch behind the last position with loss in any of its rows; most of the
+    remainder is padding.
 
-    No kept position sees what is cut off. The length stays a multiple of 64, or as it
-    was, so that shapes recur; it matters where rows are not packed.
+    No remaining position attends to the part that is cut off. The length becomes a
+    multiple of 64, if the rows are as long, so that shapes recur; this matters where
+    rows are not packed.
     """
+    # All rows of a batch are cut at the same length.
     with_loss = (batch["labels"] != NO_LOSS).any(dim=0).nonzero()
     length = int(with_loss.max()) + 1 if len(with_loss) else 1
     length = -(-length // _TAIL_MULTIPLE) * _TAIL_MULTIPLE

@@ -1,4 +1,4 @@
-"""Turn an example into token ids and a mask of the tokens that the loss is computed on."""
+"""Turn an example into token ids and a mask of the tokens that carry loss."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from fcsd.data.turns import TurnForm, WrittenChat, read_form
 
 
 @contextlib.contextmanager
-def template_errors(name: str, what: str) -> Iterator[None]:
-    """Turn what a chat template raises, or jinja2 of it, into a UserError; what: what
-    it was applied to.
+def template_errors(name: str, subject: str) -> Iterator[None]:
+    """Turn errors of a chat template, or of jinja2 about it, into a UserError.
+
+    subject: names the input that the template was applied to.
     """
     from jinja2 import TemplateError
 
-    # The others are of expressions in it.
-    kinds = (
+    # Expressions in a template raise Python's own errors.
+    expression_errors = (
         TypeError,
         AttributeError,
         LookupError,
@@ -41,14 +42,14 @@ def template_errors(name: str, what: str) -> Iterator[None]:
     )
     try:
         yield
-    except (TemplateError, *kinds) as error:
+    except (TemplateError, *expression_errors) as error:
         raise UserError(
-            f"{name}: its chat template refuses {what}: {one_line(error)}"
+            f"{name}: its chat template refuses {subject}: {one_line(error)}"
         ) from error
 
 
 def tokenizer_name(tokenizer: Any) -> str:
-    """Name a tokenizer in an error: by its folder, or by its class where it was made in memory."""
+    """Name a tokenizer in an error: by its folder, or by its class if it has none."""
     return (
         "tokenizer"
         f" {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
@@ -61,45 +62,52 @@ def tokenize_examples(
     tokenizer: Any,
     loss_on: str = "response",
 ) -> list[dict[str, Any] | BadExample]:
-    """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask says which
-    tokens are to be predicted.
+    """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask marks the
+    tokens to be predicted.
 
     columns: {"messages": …} | {"prompt": …, "response": …} | {"prompt": …, "completion": …} | {"text": …} |
-    {"input_ids": …}, names of columns, and what stands beside them (`fcsd.data.columns`). Messages, and prompt (with
-    `input` in a paragraph of its own, after `history`) and response, go through the chat template, which is given tools
-    and options, and loss is on what the assistant says, its end of turn included, or on all tokens for loss_on="all".
-    Prompt and response may be lists of messages; the response's alone carry loss. Prompt and completion that are text
-    are taken as they are written, as TRL does, and loss is on what the completion adds to the tokens, and on the
-    end-of-sequence token. Text gets an end-of-sequence token, and loss is on all of it. Tokens are taken as they are,
-    without those that the attention mask leaves out; loss is where labels and masks say so. The tokenizer is called as
-    seldom as can be: each call has its price.
+    {"input_ids": …}, names of columns, and any that accompany them
+    (`fcsd.data.columns`).
 
-    Returns: one entry an example; a BadExample where the template refuses it, leaves
-        out a call or an answer or writes it where it cannot be told apart, or where a
-        column holds something else.
+    - Messages, and prompt (after `history`, with `input` in a paragraph of its own) and
+      response, go through the chat template, with tools and options. Loss is on the
+      assistant's text, its end of turn included, or on all tokens for loss_on="all".
+      Prompt and response may be lists of messages; only those of the response carry
+      loss.
+    - Prompt and completion that are text are taken verbatim, as TRL does. Loss is on
+      the tokens that the completion adds, and on the end-of-sequence token.
+    - Text gets an end-of-sequence token, and loss is on all of it.
+    - Tokens are taken as they are, without those that the attention mask leaves out;
+      loss is where labels and masks agree.
 
-    Raises: UserError when the tokenizer has no chat template where one is needed, or
-    one that writes no tools where there are some.
+    Returns: one entry for each example; a BadExample if the template refuses it, leaves
+        out a call or an answer or writes it where it cannot be told apart, or if a
+        column has a value of another form.
+
+    Raises: UserError if the tokenizer has no chat template where one is needed, or one
+    that writes no tools where there are some.
     """
+    # Examples are tokenized together by form, because each call of a tokenizer is
+    # costly.
     read = [
         _or_bad(partial(_read, example, columns, tokenizer, loss_on))
         for example in examples
     ]
     texts = iter(
-        _tokenized_texts([one for one in read if isinstance(one, str)], tokenizer)
+        _tokenized_texts([item for item in read if isinstance(item, str)], tokenizer)
     )
     completions = iter(
         _tokenized_completions(
-            [one for one in read if isinstance(one, Completion)], tokenizer
+            [item for item in read if isinstance(item, Completion)], tokenizer
         )
     )
-    chats = iter(_masked([one for one in read if isinstance(one, _Chat)], loss_on))
+    chats = iter(_masked([item for item in read if isinstance(item, _Chat)], loss_on))
     outputs: list[Any] = []
-    for one in read:
-        if isinstance(one, str):
+    for item in read:
+        if isinstance(item, str):
             ids = next(texts)
             outputs.append({"input_ids": ids, "loss_mask": np.ones(len(ids), bool)})
-        elif isinstance(one, Completion):
+        elif isinstance(item, Completion):
             ids, begin = next(completions)
             outputs.append(
                 {
@@ -110,12 +118,12 @@ def tokenize_examples(
                 }
             )
         else:
-            outputs.append(next(chats) if isinstance(one, _Chat) else one)
+            outputs.append(next(chats) if isinstance(item, _Chat) else item)
     return outputs
 
 
 def _or_bad(make: Callable[[], Any]) -> Any:
-    """Return what is made, or why the example is bad."""
+    """Return the result of a call, or the error of a bad example."""
     try:
         return make()
     except BadExample as error:
@@ -142,6 +150,8 @@ def _read(
         read.silent(loss_on),
         read.options,
     )
+    # The form in which this template accepts the conversation, or the reason it refuses
+    # it.
     form = message_form_of(tokenizer, chat.template, read)
     if isinstance(form, str):
         raise BadExample(f"{tokenizer_name(tokenizer)}: its chat template {form}")
@@ -169,33 +179,35 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
 def _tokenized_completions(
     texts: list[Completion], tokenizer: Any
 ) -> list[tuple[list[int], int]]:
-    """Return token ids, and where the completion begins: where they differ from those
-    of the prompt alone (TRL).
+    """Return token ids, and the index of the completion's first token: the first one
+    that differs from the tokens of the prompt alone (TRL).
     """
-    whole = _tokenized_texts(
+    tokenized = _tokenized_texts(
         [text.prompt + text.completion for text in texts], tokenizer
     )
     prompts = _tokenized_texts([text.prompt for text in texts], tokenizer)
     end, begins = tokenizer.eos_token_id, []
-    for text, ids, prompt in zip(texts, whole, prompts, strict=True):
-        # Without the end that a text gets.
-        own = (
+    for text, ids, prompt in zip(texts, tokenized, prompts, strict=True):
+        # Tokenized alone, the prompt got an end-of-sequence token, which is dropped.
+        prompt_ids = (
             prompt
             if text.prompt.endswith(tokenizer.eos_token) or prompt[-1] != end
             else prompt[:-1]
         )
-        begins.append(_common(own, ids))
-    return list(zip(whole, begins, strict=True))
+        begins.append(_common(prompt_ids, ids))
+    return list(zip(tokenized, begins, strict=True))
 
 
 def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadExample]:
-    """Tokenize conversations, with loss on what the assistant says or on all."""
+    """Tokenize conversations, with loss on the assistant's text or on all of it."""
     forms: dict[tuple[str, str], TurnForm] = {}
     written = [_or_bad(partial(_written, chat, loss_on, forms)) for chat in chats]
-    texts = [one.text for one in written if isinstance(one, _Written)]
+    # All conversations are tokenized in a single call; bad ones are passed through.
+    texts = [chat_text.text for chat_text in written if isinstance(chat_text, _Written)]
     if not texts:
         return written
     tokenizer = chats[0].tokenizer
+    # Only fast tokenizers tell which characters a token covers.
     options = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
     encoded = tokenizer(
         texts,
@@ -215,8 +227,10 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
         )
     )
     return [
-        _row(one, tokenizer, *next(rows)) if isinstance(one, _Written) else one
-        for one in written
+        _row(chat_text, tokenizer, *next(rows))
+        if isinstance(chat_text, _Written)
+        else chat_text
+        for chat_text in written
     ]
 
 
@@ -226,16 +240,19 @@ def _row(
     ids: list[int],
     offsets: list[tuple[int, int]] | None = None,
 ) -> dict:
-    """Return the tokens of a conversation, and which of them its spans have."""
+    """Return the tokens of a conversation, and the mask of those in its spans."""
     mask = np.zeros(len(ids), bool)
-    places = np.array(offsets).reshape(-1, 2) if offsets is not None else None
+    token_spans = np.array(offsets).reshape(-1, 2) if offsets is not None else None
+    # With offsets, a token that a span touches only in part carries loss, too.
     for begin, end in written.spans:
-        if places is not None:
-            mask |= (places[:, 0] < end) & (places[:, 1] > begin)
+        if token_spans is not None:
+            mask |= (token_spans[:, 0] < end) & (token_spans[:, 1] > begin)
             continue
+        # Without offsets, a beginning of the text is tokenized alone, and its number of
+        # tokens tells the position; that holds only where these tokens come first.
         first, last = (
-            tokenizer(written.text[:place], add_special_tokens=False)["input_ids"]
-            for place in (begin, end)
+            tokenizer(written.text[:position], add_special_tokens=False)["input_ids"]
+            for position in (begin, end)
         )
         if (
             not written.continues
@@ -259,10 +276,10 @@ def _row(
 
 @dataclass(frozen=True)
 class _Written:
-    """What a template writes, and from where to where there is loss.
+    """The text that a template writes, and the spans of it that carry loss.
 
-    continues: as of `WrittenChat`. stop: the token that is still to come, as the
-    template ends the last turn with none.
+    continues: as in `WrittenChat`. stop: the token to be appended where the template
+    ends the last turn with none.
     """
 
     text: str
@@ -274,11 +291,14 @@ class _Written:
 def _written(
     chat: _Chat, loss_on: str, forms: dict[tuple[str, str], TurnForm]
 ) -> _Written:
-    """Write a conversation; forms: of the turns of the templates that are known."""
+    """Write a conversation. forms: a cache of the form of turns, by template and
+    options.
+    """
     key = chat.template, json.dumps(chat.options, sort_keys=True, default=str)
     if key not in forms:
         forms[key] = chat.turn_form()
     form = forms[key]
+    # A template's own marks of the assistant's text are exact, so they are preferred.
     if loss_on == "response" and chat.is_marked:
         text, spans = chat.marked_text()
         if form.leaves_open(text, spans):
@@ -286,10 +306,12 @@ def _written(
                 chat.tokenizer, "leaves out of its generation marks what ends a turn"
             )
         return _Written(text, spans)
+    # With loss on all tokens, only the end of the last turn must be known.
     answers = chat.answers
     if loss_on == "all":
         last = len(chat.messages) - 1
         answers = [] if form.ends else [i for i in answers if i == last]
+        # Without an answer to close, all of the text is taken as it is.
         if not answers:
             text = chat.text(chat.messages)
             return _Written(text, [(0, len(text))])
@@ -302,6 +324,7 @@ def _written(
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
+    # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):
         _warn_of_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
@@ -313,7 +336,7 @@ _warnings: set[str] = set()  # that this process has printed
 
 
 def _warn_of_no_stop(tokenizer: Any, reason: str) -> None:
-    """Say once on stderr that a model will not learn to stop."""
+    """Warn once on stderr that a model will not learn to stop."""
     text = (
         f"{tokenizer_name(tokenizer)}: its chat template {reason}: a model does not"
         " learn from it when to stop"
@@ -325,11 +348,11 @@ def _warn_of_no_stop(tokenizer: Any, reason: str) -> None:
 
 @dataclass(frozen=True)
 class _Chat:
-    """A conversation, and the tokenizer's chat template and the tools that write it,
-    which raise UserError where it writes none.
+    """A conversation with the tokenizer whose chat template writes it; UserError where
+    there are tools and the template writes none.
 
-    answered: the message from which on there is loss. silent: messages of the assistant
-    without loss. options: of the template, beside ours.
+    answered: index of the first message that loss may be on. silent: messages of the
+    assistant without loss. options: of the template, from the data.
     """
 
     tokenizer: Any
@@ -349,15 +372,15 @@ class _Chat:
 
     @property
     def template(self) -> str:
-        """The template of conversations with these tools; a tokenizer may have another
-        one for those without.
+        """The template for conversations with these tools; a tokenizer may have a
+        separate one for conversations without.
         """
         return str(self.tokenizer.get_chat_template(tools=self.tools))
 
     @property
     def is_marked(self) -> bool:
-        """Whether the template says which tokens are the assistant's, and loss is on
-        all of them.
+        """Whether the template marks the assistant's tokens, and loss is on all of
+        them.
         """
         earlier = any(
             message["role"] == "assistant" for message in self.messages[: self.answered]
@@ -370,7 +393,7 @@ class _Chat:
 
     @property
     def answers(self) -> list[int]:
-        """The messages that loss is on, when the template does not say where they are."""
+        """The messages that carry loss, for a template that does not mark them."""
         roles = enumerate(message["role"] for message in self.messages)
         return [
             i
@@ -379,14 +402,14 @@ class _Chat:
         ]
 
     def turn_form(self) -> TurnForm:
-        """Read how the template writes turns."""
+        """Find out how the template writes turns."""
         return read_form(
             self.text,
             [str(token) for token in self.tokenizer.added_tokens_decoder.values()],
         )
 
     def text(self, messages: Sequence[dict], opened: bool = False) -> str:
-        """Write messages, opened for the assistant's next turn if so wanted."""
+        """Write messages; opened: with the opening of the assistant's next turn."""
         apply = self.tokenizer.apply_chat_template
         options = {
             "chat_template": dated(self.template, BEGAN),
@@ -395,7 +418,7 @@ class _Chat:
         return str(self._tried(apply, messages, tokenize=False, **options))
 
     def marked_text(self) -> tuple[str, list[tuple[int, int]]]:
-        """Write the conversation, and say where in it the template's marks are."""
+        """Write the conversation; return it with the spans that the template marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {
@@ -418,7 +441,9 @@ class _Chat:
             raise BadExample(str(error)) from error
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens that both have in common at the beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next(
+        (index for index, (a, b) in pairs if a != b), min(len(first), len(second))
+    )

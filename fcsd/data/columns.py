@@ -1,8 +1,8 @@
-"""What the columns of a data set mean: said by a recipe, or seen from their names.
+"""Find the meaning of a data set's columns: a recipe names it, or the names show it.
 
-A column that would set the prompt, the answer or the loss is read, or refused by name:
-a training on less than the data say looks like any other. All other columns (an id, a
-source, a score) are not read.
+A column that would set the prompt, the answer or the loss is either read or refused by
+name, because nobody would notice that a training ignores it. All other columns (an id,
+a source, a score) are not read.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Column = Literal[
     "tools", "system", "history", "chat_template_kwargs",
 ]  # fmt: skip
 
-# The first of these whose columns are all there is what a data set holds: meaning ->
-# name.
+# Meaning -> name of column; a data set has the first of these forms whose columns it
+# has completely.
 _KNOWN: tuple[dict[Any, str], ...] = (
     {"input_ids": "input_ids"},
     {"messages": "messages"},
@@ -30,8 +30,8 @@ _KNOWN: tuple[dict[Any, str], ...] = (
     {"text": "text"},
 )
 
-# What is read beside each, under these names or under those that are said: TRL's
-# columns, and LLaMA-Factory's.
+# Columns that are read along with those, under these names or those that a recipe
+# gives: TRL's and LLaMA-Factory's.
 _BESIDE: dict[str, tuple[str, ...]] = {
     "input_ids": (
         "labels",
@@ -63,13 +63,13 @@ _PACKED = (
     " 'labels' in Python"
 )
 
-# Refused by name beside these, unless `columns` names them: names -> beside which, and
-# why.
+# Columns that are refused unless `columns` names them: names -> the forms in which they
+# are, and the reason.
 _REFUSED: dict[tuple[str, ...], tuple[Collection[str], str]] = {
     ("image", "images", "video", "videos", "audio", "audios"): (_CHATS, _NOT_TEXT),
     ("pixel_values", "pixel_values_videos", "input_features"): ((*_CHATS, "input_ids"), _NOT_TEXT),
     ("rejected", "rejected_response", "rejected_messages", "kto_tag"): (_CHATS, _A_PREFERENCE),
-    # TRL's; beside messages it says anything
+    # TRL's; beside messages it may mean anything
     ("label",): (("completion",), _A_PREFERENCE),
     ("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "advantage", "advantages"): (
         _BESIDE, _A_WEIGHT,
@@ -88,7 +88,7 @@ _REFUSED: dict[tuple[str, ...], tuple[Collection[str], str]] = {
 
 
 def check_meanings(columns: Collection[str]) -> None:
-    """Raise ValueError where columns of these meanings make no example."""
+    """Raise ValueError if columns of these meanings do not make an example."""
     for kind in _KNOWN:
         last = [*kind][-1]
         if (
@@ -111,59 +111,71 @@ def column_meanings(
     columns: Mapping[Any, str] | None,
     form: str = "{{path: {}, columns: {}}}",
 ) -> dict[Any, str]:
-    """Return what each column that is read means: meaning -> its name.
+    """Return the columns to read: meaning -> name of the column.
 
-    What `_BESIDE` has is read where a column has its name, said or not.
+    The columns in `_BESIDE` are read wherever a data set has them.
 
-    columns: what was said of them; None: seen from the names. form: how a caller writes
-    path and columns, for the advice of an error, which is a UserError: one is not
-    there, the names say nothing, or one is refused.
+    columns: the meanings that a recipe gives; None: they are inferred from the names.
+    form: the notation of path and columns in the advice of an error.
+
+    Raises:
+        UserError: a column is missing, the names have no known meaning, or a column is
+            refused.
     """
-    known = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
+    inferred = next((kind for kind in _KNOWN if set(kind.values()) <= set(names)), None)
     missing = [column for column in (columns or {}).values() if column not in names]
-    if missing or (columns is None and known is None):
+    # Suggest a form: the one that the names match, or else plain text.
+    if missing or (columns is None and inferred is None):
         kinds = (
             "'messages', 'text', 'prompt' with 'response', 'prompt' with 'completion',"
             " 'instruction' with 'output', or 'input_ids'"
         )
-        example = known or ({"text": "content"} if columns is None else None)
+        example = inferred or ({"text": "content"} if columns is None else None)
         raise UserError(
             f"data set {path}: no column {', '.join(map(repr, missing)) or kinds}; it"
             f" has {', '.join(map(repr, names))}; name the right ones under `columns`"
             + (f", for example {form.format(path, example)}" if example else "")
         )
-    said = dict(columns if columns is not None else known or {})
+    meanings = dict(columns if columns is not None else inferred or {})
+    # The form decides which further columns are read, and which are refused.
     kind = next(
         (
             key
             for key in ("input_ids", "messages", "completion", "response", "text")
-            if key in said
+            if key in meanings
         ),
         None,
     )
     if kind is None:  # a test set, whose columns have no meanings
-        return said
-    _refuse(path, kind, [name for name in names if name not in said.values()], said)
-    free = [
-        name for name in _BESIDE[kind] if name in names and name not in said.values()
+        return meanings
+    _refuse(
+        path, kind, [name for name in names if name not in meanings.values()], meanings
+    )
+    accompanying = [
+        name
+        for name in _BESIDE[kind]
+        if name in names and name not in meanings.values()
     ]
-    return {name: name for name in free} | said
+    return {name: name for name in accompanying} | meanings
 
 
 def _refuse(
-    path: str, kind: str, names: Sequence[str], said: Mapping[Any, str]
+    path: str, kind: str, names: Sequence[str], meanings: Mapping[Any, str]
 ) -> None:
-    """Refuse columns that would set the prompt, the answer or the loss, and are not read."""
+    """Refuse columns that would set the prompt, the answer or the loss but are not
+    read.
+    """
     for refused, (kinds, reason) in _REFUSED.items():
         for name in names:
             if (
                 name not in refused
                 or kind not in kinds
-                or (name == "rejected" and "chosen" in said.values())
+                # A recipe that reads `chosen` has decided to ignore its counterpart.
+                or (name == "rejected" and "chosen" in meanings.values())
             ):
                 continue
             raise UserError(
                 f"data set {path}: a column {name!r} beside"
-                f" {', '.join(map(repr, said.values()))} is not read:"
+                f" {', '.join(map(repr, meanings.values()))} is not read:"
                 f" {reason.format(name=name)}; remove the column to train without it"
             )

@@ -1,4 +1,4 @@
-"""Schema of training data, held-out text and the test items that are kept out of them."""
+"""Schema of training data, held-out text, and test items that must not be in them."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class SourceConfig(Strict):
     name: str | None = None  # configuration of the data set
     split: str = "train"
     revision: str | None = None
-    columns: dict[Column, str] | None = Field(_MESSAGES)  # null: seen from their names
+    columns: dict[Column, str] | None = Field(_MESSAGES)  # null: inferred
     weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
     max_examples: int | None = Field(None, gt=0)
 
@@ -38,34 +38,35 @@ class SourceConfig(Strict):
         return self
 
 
-def making_of(*places: str | None) -> str:
-    """Say which command makes the data of recipes/tiny, the first of `places` being one
-    of them; "" of other data.
+def making_of(*locations: str | None) -> str:
+    """Return a hint at the command that makes the data of recipes/tiny, if the first of
+    `locations` is one of them; "" for other data.
 
-    places: a path or the id of a data set, and where it may lie.
+    locations: the path or the id of a data set, and folders that may hold it.
     """
     folder = next(
         (
             part
-            for place in places
-            if (part := re.match(r".*?tiny-data(?=/|$)", place or ""))
+            for location in locations
+            if (part := re.match(r".*?tiny-data(?=/|$)", location or ""))
         ),
         None,
     )
-    if folder is None and not (places[0] or "").startswith("fcsd/tiny-"):
+    if folder is None and not (locations[0] or "").startswith("fcsd/tiny-"):
         return ""
     return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:
-    """Read an option that names a text: a path, a hub id, or YAML of what a recipe's
-    `data.heldout` holds.
+    """Read an option that names a text: a path, a hub id, or YAML of the form of a
+    recipe's `data.heldout`.
 
-    Where `columns` are not said they are seen from their names.
+    Without `columns`, their meaning is inferred from their names.
     """
     if text is None:
         return None
     source = (
+        # A brace begins YAML; anything else is a path or a hub id.
         parse_yaml(text, option) if text.lstrip().startswith("{") else {"path": text}
     )
     return validate(SourceConfig, {"columns": None} | source, option).model_dump()
@@ -78,13 +79,13 @@ class TestSetConfig(Strict):
     name: str | None = None  # configuration of the data set
     split: str = "test"
     revision: str | None = None
-    # whose text counts; none: all of them
+    # columns whose text is compared; empty: all of them
     columns: list[str] = Field(default_factory=list)
 
 
 class DecontaminateConfig(Strict):
-    """Training examples that share `ngram` words in a row with a test item are left out
-    and listed.
+    """Test items: training examples that share `ngram` words in a row with one are left
+    out and listed.
     """
 
     suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
@@ -137,12 +138,12 @@ class ModelStudy(Strict):
     )
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any], **own: Any) -> Self:
+    def from_options(cls, options: Mapping[str, Any], **extra_fields: Any) -> Self:
         """Build a study from the options of a command: MODEL, --text, --task, and those
-        called like its fields.
+        with the names of its fields.
         """
         model = ModelConfig.from_options(options, path=options["model"])
         text = source_option(options["text"], "--text")
         return super().from_options(
-            options, model=model, text=text, tasks=options["task"], **own
+            options, model=model, text=text, tasks=options["task"], **extra_fields
         )

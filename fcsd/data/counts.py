@@ -1,8 +1,8 @@
-"""Count the examples of a data set that reach the rows, whole or cut, and tell people
-of those that do not.
+"""Count the examples of a data set that reach the rows, whole or cut, and report those
+that do not.
 
-Not covered: which examples were left out, and why (`fcsd.data.bad_rows`,
-`fcsd.data.decontaminate`).
+Not covered: the list of examples that were left out, with reasons
+(`fcsd.data.bad_rows`, `fcsd.data.decontaminate`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ WARNED = 0.05  # share of the examples that were read
 
 @dataclass(frozen=True)
 class ExampleCounts:
-    """What became of the examples of sources; each is counted in one of these, or is
+    """Counts of the examples of sources by outcome; an example in none of them is
     whole.
 
-    read: all that were read; cut: tokens with loss lie behind `max_length`, others
+    read: all examples; cut: some tokens with loss lie behind `max_length`, others
     before it; without_loss: no token has loss; cut_away: all tokens with loss lie
     behind `max_length`; bad: cannot be tokenized; overlapping: share words with a test
     item.
@@ -40,9 +40,9 @@ class ExampleCounts:
     bad: int = 0
     overlapping: int = 0
 
-    def __add__(self, other: ExampleCounts) -> ExampleCounts:
+    def __add__(self, other_counts: ExampleCounts) -> ExampleCounts:
         return ExampleCounts(
-            *(a + b for a, b in zip(astuple(self), astuple(other), strict=True))
+            *(a + b for a, b in zip(astuple(self), astuple(other_counts), strict=True))
         )
 
     @property
@@ -54,7 +54,9 @@ class ExampleCounts:
         return self.read - self.left_out - self.without_loss - self.cut_away
 
     def sentence(self, num_never_used: int | None = None) -> str:
-        """Say `100 examples read: 45 cut, 45 without loss, 0 left out, 36 never used`."""
+        """Return `100 examples read: 45 cut, 45 without loss, 0 left out, 36 never
+        used`.
+        """
         parts = {
             "cut": self.cut,
             "without loss": self.without_loss + self.cut_away,
@@ -67,7 +69,9 @@ class ExampleCounts:
         return f"{self.read:,} example{'' if self.read == 1 else 's'} read: {text}"
 
     def warnings(self, max_length: int) -> Iterator[str]:
-        """Yield what becomes of more than 5 % of the examples, and what to do about it."""
+        """Yield a warning for each outcome of more than 5 % of the examples, with
+        advice.
+        """
         behind = f"tokens with loss lie behind max_length {max_length}; raise it"
         for number, reason in (
             (self.cut, f"are cut: some of their {behind}"),
@@ -83,7 +87,7 @@ class ExampleCounts:
                 yield warning
 
     def warning(self, number: int, reason: str, unit: str = "examples") -> str:
-        """Return a warning where so many are more than 5 % of the examples read, else ""."""
+        """Return a warning if `number` is more than 5 % of the examples read, else ""."""
         if number <= WARNED * self.read:
             return ""
         share = f"{number:,} of {self.read:,} {unit} ({100 * number / self.read:.0f} %)"
@@ -91,20 +95,22 @@ class ExampleCounts:
 
 
 def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
-    """Count the examples of a shard by what rows of `max_length` tokens hold of them."""
+    """Count the examples of a shard by the part of them that rows of `max_length` hold."""
     first, ends = shard.array("first_loss"), shard.array("ends")
     lengths = np.diff(ends, prepend=0)
+    # Only examples that reach a row and are longer than it can be cut.
     longer = np.flatnonzero(
         (first >= 0) & (first < max_length) & (lengths > max_length)
     )
     num_cut = 0
     if len(longer):
-        # tokens with loss before each token
-        before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
+        # Running totals tell whether an example has loss behind `max_length`, without a
+        # loop over its tokens.
+        num_loss_before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
         num_cut = int(
             (
-                before[ends[longer]]
-                > before[ends[longer] - lengths[longer] + max_length]
+                num_loss_before[ends[longer]]
+                > num_loss_before[ends[longer] - lengths[longer] + max_length]
             ).sum()
         )
     return ExampleCounts(
@@ -120,8 +126,8 @@ def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
 def no_rows(
     sources: Sequence[Source], counts: ExampleCounts, max_length: int
 ) -> UserError:
-    """Return the error where examples make no row: none has an answer, every answer is
-    cut away, or none is left.
+    """Return the error for examples that fill no row: every answer is cut away, none
+    has an answer, or no example is left.
     """
     names = ", ".join(source.path for source in sources)
     if counts.cut_away:
@@ -146,7 +152,7 @@ def no_rows(
 
 
 def _answer_of(columns: Mapping[Any, str]) -> str:
-    """Say what examples with these columns do not have."""
+    """Return a clause about the answer that examples with these columns lack."""
     if "messages" in columns:
         return (
             f"column {columns['messages']!r} has no message of an assistant with text"
@@ -166,12 +172,13 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
 
 
 def tell_examples(rows: Any, name: str, *, always: bool = True) -> None:
-    """Print on stderr what became of the examples of rows, and warnings; nothing of
+    """Print the counts of the examples of rows, and warnings, on stderr; nothing for
     rows that were packed elsewhere.
 
-    name: what the data are called. always: also where all examples are in the rows, and
-    whole.
+    name: of the data. always: print the counts even if all examples are in the rows,
+    and whole.
     """
+    # Rows that a caller has packed have no record of their examples.
     counts = getattr(rows, "counts", None)
     if counts is not None and (always or counts.cut or counts.usable < counts.read):
         for text in (counts.sentence(), *counts.warnings(rows.layout.max_length)):

@@ -1,16 +1,16 @@
-"""From instruction data to rows of tokens.
+"""Turn instruction data into rows of tokens.
 
     open_source → read_pieces → Tokenizing → PackedRows → Collator → next_token_targets
 
 Several examples share a row of `max_length` tokens. Position ids restart at 0 at each
-of them, which is how transformers (with no attention mask and no cache) keeps them from
-seeing each other. Labels follow the convention of transformers: the label at position t
-is the token at position t, -100 where there is no loss.
+of them, by which transformers (with no attention mask and no cache) keeps them from
+attending to each other. Labels follow the convention of transformers: the label at
+position t is the token at position t, -100 where there is no loss.
 
-Data that a caller holds already go the same way (`given_rows`); what their columns mean
-is seen from their names.
+Data that a caller has loaded already take the same path (`given_rows`); the meaning of
+their columns is inferred from the names.
 
-Not covered: where the rows of a recipe lie (`fcsd.pipeline.rows`).
+Not covered: the location of a recipe's rows (`fcsd.pipeline.rows`).
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ def build_dataset(
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives
     the same rows in the same order.
 
-    One source: all its examples once. Several: each next example comes from a source
-    drawn with probability proportional to its `weight`, until every source has been
-    read to its end; those that end early start again. A source that is too large to be
-    tokenized whole gives as much as `num_rows` rows need (None: all of it).
-    `decontaminator` (or what it gives when it is called, once it is needed) leaves out
-    the examples that overlap with test items, and keeps the record; `bad_rows` says
-    what becomes of those that cannot be tokenized (None: the first one is an error),
-    and keeps theirs.
+    A single source gives all its examples once. With several, each example comes from a
+    source drawn with probability proportional to its `weight`, until every source has
+    been read to its end; those that end early start again. A source that is too large
+    to be tokenized whole is read as far as `num_rows` rows need (None: to its end).
+    `decontaminator`, or the one that it returns when it is called, leaves out the
+    examples that overlap with test items, and records them; `bad_rows` decides about
+    those that cannot be tokenized (None: the first one is an error), and records them.
 
     Args:
-        num_proc: processes that tokenize; None: one a core, eight at most.
-        place: where the tokens are kept, and a folder's name for each source, which
-            says all that they depend on; None: until this process ends.
-        vocab_size: tokens that the model knows, so that the examples with others are
-            found; None: not known.
-        layout: `max_length`, and what else a `Layout` has.
+        num_proc: processes that tokenize; None: one per core, eight at most.
+        place: the folder for the tokens, and the name of each source's folder in it,
+            which identifies everything that its tokens depend on; None: a folder that
+            is removed when this process ends.
+        vocab_size: number of tokens of the model; examples with other tokens are bad.
+            None: unknown.
+        layout: `max_length`, and other fields of `Layout`.
 
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
     a token to predict.
@@ -86,6 +86,7 @@ def build_dataset(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
             " token"
         )
+    # A caller without a folder gets one for the life of this process.
     folder, names = place or (scratch(), [*map(str, range(len(sources)))])
     path = write_rows(
         [*zip(sources, names, strict=True)],
@@ -105,9 +106,10 @@ def heldout_rows(
     num_examples: int,
     **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` of held-out text, in order; options as
-    `build_dataset`.
+    """Build rows of the first `num_examples` examples of held-out text, in order;
+    options as for `build_dataset`.
     """
+    # The source may have a limit of its own, which is lower.
     limit = min(num_examples, source.max_examples or num_examples)
     first = source.model_copy(update={"max_examples": limit})
     return build_dataset(
@@ -127,28 +129,31 @@ def given_rows(
     """Make packed rows of `data`, as `build_dataset` does of sources, in the same order
     for a seed.
 
-    Rows that are packed already (columns input_ids, position_ids and labels) come back
-    as they are, of a stream as many as `num_rows` on disk.
+    Rows that are packed already (columns input_ids, position_ids and labels) are
+    returned as they are; of a stream, `num_rows` rows are written to disk.
 
-    name: what errors call the data, for example "train_dataset". columns: {"messages": …} | {"prompt": …, "response":
-    …} | {"prompt": …, "completion": …} | {"text": …}, names of columns, and what stands beside them
-    (`fcsd.data.columns`); None: seen from the names. input_ids (and labels, or masks of the loss) are tokens, and are
-    packed as they are. options: as `build_dataset`.
+    name: of the data in errors, for example "train_dataset". columns: {"messages": …} |
+    {"prompt": …, "response": …} | {"prompt": …, "completion": …} | {"text": …}, names
+    of columns, and any that accompany them (`fcsd.data.columns`); None: inferred from
+    the names. input_ids (and labels, or masks of the loss) are tokens, and are packed
+    as they are. options: as for `build_dataset`.
 
     Raises:
-        UserError: no such columns, no examples, what `tokenize_examples` refuses,
-            packed rows of another length.
+        UserError: there are no such columns or no examples, `tokenize_examples` refuses
+            the data, or packed rows have another length.
     """
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         data = _of_list(data, name)
     names = _column_names(data, name)
+    # Named columns ask for tokenization, even if the rows look packed.
     if set(ROW_FEATURES) <= set(names) and columns is None:
         return _packed(
             data, name, max_length, options.get("num_rows"), options.get("vocab_size")
         )
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
         raise _no_data(data, name)
-    # Tensors of a format that was set would not tokenize.
+    # A data set that was set to a tensor format would yield values that do not
+    # tokenize.
     plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
     if columns is not None:
         if not isinstance(columns, Mapping):
@@ -169,9 +174,9 @@ def given_rows(
 
 def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
     """Return a data set of a list of examples; a column that an example lacks is None
-    in it.
+    there.
 
-    Lists of messages keep each value as it is written.
+    In lists of messages each value is kept as it is written.
     """
     names: dict[str, None] = {}
     for number, example in enumerate(examples, 1):
@@ -182,6 +187,7 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
                 " {'input_ids': […]}"
             )
         names |= dict.fromkeys(example)
+    # Messages stay JSON: a common type for them would add empty keys and change values.
     columns = {
         column: [example.get(column) for example in examples] for column in names
     }
@@ -196,7 +202,7 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
             {column: types.get(column, datasets.Json()) for column in columns}
         )
         return datasets.Dataset.from_dict(columns, features=features)
-    # pyarrow's are of the first two
+    # pyarrow's errors are subclasses of the first two.
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"data set {name}: its examples have no common columns ({one_line(error)});"
@@ -205,7 +211,7 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
 
 
 def _no_data(data: Any, name: str) -> UserError:
-    needed = (
+    requirement = (
         "a datasets.Dataset or IterableDataset, or a list of examples is needed, or"
         f" packed rows with {', '.join(ROW_FEATURES)}"
     )
@@ -217,7 +223,7 @@ def _no_data(data: Any, name: str) -> UserError:
         )
     elif type(data).__name__ == "DataFrame":
         hint = "; datasets.Dataset.from_pandas makes one of it"
-    return UserError(f"data set {name}: {kind_of(data)}; {needed}{hint}")
+    return UserError(f"data set {name}: {kind_of(data)}; {requirement}{hint}")
 
 
 def _is_chat(value: Any) -> bool:
@@ -225,10 +231,11 @@ def _is_chat(value: Any) -> bool:
 
 
 def _column_names(data: Any, name: str) -> list[str]:
+    # A dict may be columns, or several data sets; neither is guessed.
     if isinstance(data, Mapping):  # a DatasetDict, too
         if any(
-            isinstance(each, list) and each and not isinstance(each[0], Mapping)
-            for each in data.values()
+            isinstance(column, list) and column and not isinstance(column[0], Mapping)
+            for column in data.values()
         ):
             raise UserError(
                 f"data set {name}: columns {', '.join(map(repr, data))} in a dict;"
@@ -248,6 +255,7 @@ def _column_names(data: Any, name: str) -> list[str]:
         hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     ):
         raise _no_data(data, name)
+    # Anything else that can be iterated must hold rows as mappings.
     first = next(iter(data), None)
     if first is None:
         raise UserError(f"data set {name}: it is empty")
@@ -267,6 +275,7 @@ def _packed(
         _check_packed(data, name, vocab_size)
     if hasattr(data, "__len__"):
         return data
+    # A stream has no length, so its rows are written to disk before training.
     rows = partial(itertools.islice, data, num_rows)
     return datasets.Dataset.from_generator(
         rows, cache_dir=str(scratch()), fingerprint="rows"
@@ -274,8 +283,9 @@ def _packed(
 
 
 def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
-    """Raise UserError where a row has a token that the model does not know."""
+    """Raise UserError for a row with a token that is not in the model's vocabulary."""
     start = 0
+    # In blocks, so that a large data set need not fit into memory.
     for block in (
         data.with_format("numpy")
         .select_columns("input_ids")

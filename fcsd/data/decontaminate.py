@@ -1,15 +1,16 @@
 """Find the training examples that share an n-gram with a test item, leave them out, and
 list them.
 
-The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C), also lm-eval's:
+The rule is that of GPT-3 (Brown et al. 2020, arXiv:2005.14165, App. C) and of lm-eval:
 texts become lower-case words without punctuation, and an example is left out when it
-shares `ngram` (13) words in a row with a test item. Two additions. A text of an item
-that is shorter counts when it is found whole and has at least `SHORTEST` words, GPT-3's
-lower limit. What says nothing about an item does not count: wordings that more than
-`COMMON` items of a benchmark have, and n-grams of which more than half are numbers.
+shares `ngram` (13) words in a row with a test item. There are two additions. A shorter
+text of an item matches when all of it occurs and it has at least `SHORTEST` words,
+GPT-3's lower limit. Wordings that tell nothing about an item do not match: those that
+more than `COMMON` items of a benchmark share, and n-grams of which more than half are
+numbers.
 
-Not covered: paraphrases, translations, items that are shorter (they are counted), text
-that is written without spaces.
+Not covered: paraphrases, translations, items that are shorter still (they are counted),
+text without spaces between words.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A training example that was left out, and why: the words that it shares with an item."""
+    """A training example that was left out, and the words that it shares with an item."""
 
     source: str
     example_sha256: str  # of its texts, a line break between two
@@ -67,13 +68,14 @@ class ItemIndex:
             item_texts = [
                 self._number(words(text)) for text in dict.fromkeys(item.texts)
             ]
+            # Texts below the limit are only counted, as unchecked.
             item_texts = [text for text in item_texts if len(text) >= self.first]
             self.unchecked[item.task] += not item_texts
             texts += item_texts
             owners += [len(self.items)] * len(item_texts)
             self.items.append((item.task, item.id))
-        # One random number a word; an n-gram is the sum of theirs, each times a power
-        # of an odd number.
+        # Each word has a random number; the hash of an n-gram is the sum of its words'
+        # numbers, each times a power of an odd number.
         generator = np.random.default_rng(0)
         self._values = generator.integers(
             1, 2**64, len(self.vocabulary) + 1, dtype=np.uint64
@@ -89,59 +91,61 @@ class ItemIndex:
         return np.array(numbers, np.int32)
 
     def _add(self, texts: list[np.ndarray], owners: list[int]) -> None:
-        """Add n-grams: where each begins in all texts, its length, its item; sorted by
-        their first words.
+        """Add n-grams: the position of each in the joined texts, its length and its
+        item, sorted by the hash of their first words.
         """
         indices, numbers = np.zeros(0, np.int64), np.zeros(0, np.uint64)
         ngrams = [(indices, indices, indices, numbers, numbers)]
         offset = 0
         for text, owner in zip(texts, owners, strict=True):
             length = min(self.ngram, len(text))
-            telling = _windows(self._is_number[text], length) * 2 <= length
-            where = np.flatnonzero(telling)
-            whole = self._keys(text, length)[where] + np.uint64(length)
-            first = self._keys(text, self.first)[where]
+            is_informative = _windows(self._is_number[text], length) * 2 <= length
+            informative = np.flatnonzero(is_informative)
+            full_keys = self._keys(text, length)[informative] + np.uint64(length)
+            first_keys = self._keys(text, self.first)[informative]
             ngrams.append(
                 (
-                    where + offset,
-                    np.full(len(where), length),
-                    np.full(len(where), owner),
-                    whole,
-                    first,
+                    informative + offset,
+                    np.full(len(informative), length),
+                    np.full(len(informative), owner),
+                    full_keys,
+                    first_keys,
                 )
             )
             offset += len(text)
         self._words = np.concatenate([*texts, np.zeros(0, np.int32)])
-        starts, lengths, items, wholes, firsts = map(
+        starts, lengths, items, all_full_keys, all_first_keys = map(
             np.concatenate, zip(*ngrams, strict=True)
         )
-        kept = self._uncommon(wholes, items)
-        order = kept[np.argsort(firsts[kept], kind="stable")]
+        uncommon = self._uncommon(all_full_keys, items)
+        # Sorted, so that `find` can look up a whole text by binary search.
+        order = uncommon[np.argsort(all_first_keys[uncommon], kind="stable")]
         self._starts, self._lengths, self._items = (
             starts[order],
             lengths[order],
             items[order],
         )
-        self._first = firsts[order]
+        self._first = all_first_keys[order]
 
-    def _uncommon(self, whole: np.ndarray, item: np.ndarray) -> np.ndarray:
+    def _uncommon(self, ngram_keys: np.ndarray, item_indices: np.ndarray) -> np.ndarray:
         """Return the indices of the n-grams that no more than `COMMON` items of one task have."""
         tasks = {
             task: number
             for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))
         }
         task = (
-            np.array([tasks[name] for name, _ in self.items], np.uint64)[item]
-            if len(item)
-            else whole
+            np.array([tasks[name] for name, _ in self.items], np.uint64)[item_indices]
+            if len(item_indices)
+            else ngram_keys
         )
-        mixed = whole * np.uint64(0x9E3779B97F4A7C15) + task
-        owned = np.unique(np.stack([mixed, item.astype(np.uint64)]), axis=1)[0]
+        # Counted per task: a key is mixed with its task, and each item counts once.
+        mixed = ngram_keys * np.uint64(0x9E3779B97F4A7C15) + task
+        owned = np.unique(np.stack([mixed, item_indices.astype(np.uint64)]), axis=1)[0]
         keys, counts = np.unique(owned, return_counts=True)
         return np.flatnonzero(~np.isin(mixed, keys[counts > COMMON]))
 
     def _keys(self, text: np.ndarray, length: int) -> np.ndarray:
-        """Hash every n-gram of `length` words of a text, the same number for the same words."""
+        """Hash every n-gram of `length` words of a text; equal words have equal hashes."""
         values, end = self._values[text], len(text) - length + 1
         keys = np.zeros(max(end, 0), np.uint64)
         for offset in range(length if end > 0 else 0):
@@ -149,10 +153,11 @@ class ItemIndex:
         return keys
 
     def find(self, text: str) -> tuple[str, str, str] | None:
-        """Find task, item and n-gram of the first overlap of a text; None where there is none."""
+        """Find task, item and n-gram of the first overlap of a text; None: no overlap."""
         numbers = np.array(
             [self.vocabulary.get(word, 0) for word in words(text)], np.int32
         )
+        # A text shorter than the shortest n-gram overlaps with nothing.
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
@@ -160,21 +165,25 @@ class ItemIndex:
             np.searchsorted(self._first, keys),
             np.searchsorted(self._first, keys, "right"),
         )
-        known = _windows(numbers == 0, self.first) == 0
-        for begin in np.flatnonzero(known & (rows < ends)):
+        # A window with a word that no item has cannot match.
+        is_in_vocabulary = _windows(numbers == 0, self.first) == 0
+        for begin in np.flatnonzero(is_in_vocabulary & (rows < ends)):
             for row in range(rows[begin], ends[begin]):
-                mine = self._words[
+                ngram_words = self._words[
                     self._starts[row] : self._starts[row] + self._lengths[row]
                 ]
-                if np.array_equal(mine, numbers[begin : begin + len(mine)]):
+                # Hashes may collide, and only the first words were looked up.
+                if np.array_equal(
+                    ngram_words, numbers[begin : begin + len(ngram_words)]
+                ):
                     return *self.items[self._items[row]], " ".join(
-                        self._names[word] for word in mine
+                        self._names[word] for word in ngram_words
                     )
         return None
 
 
 def words(text: str) -> list[str]:
-    """Split off the lower-case words of a text: letters, digits and underscores in a row."""
+    """Return the lower-case words of a text: runs of letters, digits and underscores."""
     return _WORD.findall(text.lower())
 
 
@@ -204,15 +213,15 @@ class Decontaminator:
         for text in texts:
             match = self.index.find(text)
             if match is not None:
-                whole = "\n".join(texts)
-                digest = hashlib.sha256(whole.encode()).hexdigest()
-                return Overlap(_name(source), digest, whole[:80], *match)
+                joined = "\n".join(texts)
+                digest = hashlib.sha256(joined.encode()).hexdigest()
+                return Overlap(_name(source), digest, joined[:80], *match)
         return None
 
     def note(
         self, source: Source, num_examples: int, overlaps: Iterable[Overlap]
     ) -> None:
-        """Record that examples of `source` were looked at, and those among them that overlap."""
+        """Record the examples of `source` that were checked, and the overlaps in them."""
         self.num_examples[_name(source)] += num_examples
         self._overlaps |= {
             (overlap.source, overlap.example_sha256): overlap for overlap in overlaps
@@ -222,8 +231,8 @@ class Decontaminator:
         return [asdict(overlap) for overlap in self._overlaps.values()]
 
     def summary(self) -> dict[str, Any]:
-        """Sum up for a manifest: test items, of them unchecked; examples left out, by
-        task and by source.
+        """Sum up for a manifest: test items and those that were not checked; examples
+        left out, by task and by source.
         """
         by_source = Counter(overlap.source for overlap in self._overlaps.values())
         return {

@@ -1,9 +1,10 @@
-"""Read an example: its conversation, its text or its tokens, as its columns say.
+"""Read an example: its conversation, its text or its tokens, by the meaning of its
+columns.
 
-What its columns would set and cannot be followed is a `BadExample`.
+An example whose columns ask for something unsupported is a `BadExample`.
 
-Not covered: what the messages hold (`fcsd.data.messages`), and what the chat template
-takes (`fcsd.data.template`).
+Not covered: the content of messages (`fcsd.data.messages`); the forms that a chat
+template accepts (`fcsd.data.template`).
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from fcsd.data.messages import (
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages for a chat template, and the tools and options that it is given.
+    """Messages for a chat template, and its tools and options.
 
-    answered: the message from which on there is loss on what the assistant says.
-    loss_keys: messages whose own keys say whether there is loss on them.
+    answered: index of the first message that loss may be on, if the assistant wrote it.
+    loss_keys: messages with keys of their own that switch their loss on or off.
     """
 
     messages: list[dict]
@@ -40,11 +41,13 @@ class Conversation:
     loss_keys: dict[int, bool] = field(default_factory=dict)
 
     def silent(self, loss_on: str) -> frozenset[int]:
-        """Return the messages of the assistant that are to have no loss.
+        """Return the messages of the assistant that carry no loss.
 
-        Raises: BadExample where a message asks for what `loss_on` does not give.
+        Raises: BadExample where a message's key contradicts `loss_on`.
         """
         silent = set()
+        # A key may exempt an answer from the loss; otherwise it must agree with
+        # `loss_on`.
         for index, learned in self.loss_keys.items():
             role = self.messages[index]["role"]
             is_answer = role == "assistant" and index >= self.answered
@@ -72,7 +75,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A prompt and the text that follows it, both as they are written."""
+    """A prompt and the text that follows it, both verbatim."""
 
     prompt: str
     completion: str
@@ -83,7 +86,7 @@ def read_example(
 ) -> dict[str, list] | str | Completion | Conversation:
     """Return tokens with their loss mask, a text, a completion or a conversation.
 
-    Raises: BadExample when a column does not hold what it should.
+    Raises: BadExample if a column has a value of the wrong form.
     """
     if "input_ids" in columns:
         return _tokens(example, columns)
@@ -95,17 +98,19 @@ def read_example(
     system = _system(example, columns, messages)
     messages = [*system, *messages]
     loss_keys: dict[int, bool] = {}
+    # The keys are removed from the messages, since templates do not expect them.
     for index, message in enumerate(messages):
-        said = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
-        if len(said) > 1:
+        switches = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
+        if len(switches) > 1:
             raise BadExample(
                 f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different"
                 " things"
             )
-        loss_keys |= dict.fromkeys([index] if said else [], True in said)
+        loss_keys |= dict.fromkeys([index] if switches else [], True in switches)
     options = _options(example, columns)
     return Conversation(
         messages,
+        # The added system message moves the first answer by one.
         answered + len(system) if answered else 0,
         _tools(example, columns),
         options,
@@ -114,11 +119,12 @@ def read_example(
 
 
 def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[str]:
-    """Return what an example says, one text a message or column.
+    """Return the texts of an example, one for each message or column.
 
-    Raises: BadExample when a column does not hold what it should; UserError for token
-    ids, which say nothing.
+    Raises: BadExample if a column has a value of the wrong form; UserError for token
+    ids, which have no text.
     """
+    # All texts count, not only those with loss: a prompt may hold a test item, too.
     read = read_example(example, columns)
     if isinstance(read, str):
         return [read]
@@ -136,13 +142,14 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 
 
 def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
-    """Return the tokens that are attended to; loss is where the labels and all masks say so."""
+    """Return the tokens that are attended to; loss is where labels and all masks agree."""
     ids = _list(example, columns["input_ids"])
-    seen = (
+    attended = (
         _list(example, columns["attention_mask"])
         if "attention_mask" in columns
         else [1] * len(ids)
     )
+    # Several masks may be given; a token carries loss only if all allow it.
     masks = {
         columns[name]: _list(example, columns[name])
         for name in ("completion_mask", "assistant_masks", "loss_mask")
@@ -154,13 +161,13 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
                 f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens,"
                 f" got {len(mask)}: {short(mask)}"
             )
-    learned = (
+    has_loss = (
         [all(values) for values in zip(*masks.values(), strict=True)]
         if masks
         else [True] * len(ids)
     )
     labels = _list(example, columns["labels"]) if "labels" in columns else ids
-    if not len(ids) == len(labels) == len(seen) or any(
+    if not len(ids) == len(labels) == len(attended) or any(
         label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
     ):
         raise BadExample(
@@ -168,11 +175,15 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
             f" be the token of its own position, or {NO_LOSS} where there is no loss"
             f" (they are shifted later), got {short(labels)} for {short(ids)}"
         )
+    # Labels and masks may both be given, but must not contradict each other.
     labelled = [label != NO_LOSS for label in labels]
     differ = [
-        at
-        for at, here in enumerate(seen)
-        if here and masks and "labels" in columns and labelled[at] != learned[at]
+        position
+        for position, is_attended in enumerate(attended)
+        if is_attended
+        and masks
+        and "labels" in columns
+        and labelled[position] != has_loss[position]
     ]
     if differ:
         raise BadExample(
@@ -180,11 +191,13 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
             f" differ on where loss is, first at token {differ[0] + 1}; remove one of"
             " them"
         )
-    loss = [label and mask for label, mask in zip(labelled, learned, strict=True)]
-    kept = [at for at, here in enumerate(seen) if here]
+    loss = [label and mask for label, mask in zip(labelled, has_loss, strict=True)]
+    positions = [
+        position for position, is_attended in enumerate(attended) if is_attended
+    ]
     return {
-        "input_ids": [ids[at] for at in kept],
-        "loss_mask": [loss[at] for at in kept],
+        "input_ids": [ids[position] for position in positions],
+        "loss_mask": [loss[position] for position in positions],
     }
 
 
@@ -192,8 +205,8 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
 
 
 def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Completion:
-    """Read prompt and completion that are text; what only a chat template could write
-    is refused.
+    """Read a prompt and a completion that are text; columns that need a chat template
+    are refused.
     """
     prompt, completion = (example[columns[name]] for name in ("prompt", "completion"))
     if not isinstance(completion, str):
@@ -215,13 +228,13 @@ def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Compl
 def _conversation(
     example: Mapping[str, Any], columns: Mapping[Any, str]
 ) -> tuple[list[dict], int]:
-    """Return the conversation, and the number of its first message that the loss may be on."""
+    """Return the conversation, and the index of the first message that loss may be on."""
     if "messages" in columns:
         return messages_of(example, columns["messages"]), 0
     if "completion" in columns:
         prompt = messages_of(example, columns["prompt"])
         return [*prompt, *messages_of(example, columns["completion"])], len(prompt)
-    given, response = (
+    prompt_messages, response = (
         (
             messages_of(example, columns[name])
             if isinstance(example[columns[name]], list)
@@ -231,18 +244,21 @@ def _conversation(
     )
     extra = example.get(columns["input"]) if "input" in columns else None
     history = _history(example, columns["history"]) if "history" in columns else []
-    if given is not None:
+    if prompt_messages is not None:
+        # Messages have roles already, so texts cannot be merged into them.
         if extra or history:
             name = columns["input" if extra else "history"]
             raise BadExample(
                 f"column {name!r}: goes with a prompt that is text, not with messages"
             )
-        prompt, answered = given, len(given)
+        prompt, answered = prompt_messages, len(prompt_messages)
     else:
+        # An Alpaca example has its input below the instruction. Answers in the history
+        # are learned, too.
         question = _text(example, columns["prompt"])
-        more = f"\n\n{_text(example, columns['input'])}" if extra else ""
+        paragraph = f"\n\n{_text(example, columns['input'])}" if extra else ""
         prompt, answered = (
-            [{"role": "user", "content": question + more}],
+            [{"role": "user", "content": question + paragraph}],
             0 if history else 1,
         )
     if response is None:
@@ -253,8 +269,8 @@ def _conversation(
 
 
 def _history(example: Mapping[str, Any], column: str) -> list[dict]:
-    """Read the earlier turns of a prompt: pairs of prompt and response, which are
-    learned, too (LLaMA-Factory).
+    """Read the earlier turns of a prompt: pairs of prompt and response, whose responses
+    are learned, too (LLaMA-Factory).
     """
     turns = example.get(column) or []
     if not isinstance(turns, list) or not all(
@@ -277,13 +293,14 @@ def _history(example: Mapping[str, Any], column: str) -> list[dict]:
 def _system(
     example: Mapping[str, Any], columns: Mapping[Any, str], messages: list[dict]
 ) -> list[dict]:
-    """Return the system message that a column of its own gives, which a conversation
-    does not have already.
+    """Return the system message of a separate column, unless the conversation begins
+    with the same one.
     """
     if "system" not in columns or not example.get(columns["system"]):
         return []
     text = _text(example, columns["system"])
     first = messages[0]
+    # A conversation with a system message of its own needs none, if the two agree.
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}]
     if first["content"] != text:
@@ -294,12 +311,13 @@ def _system(
     return []
 
 
-# ---- what stands beside messages
+# ---- columns that accompany messages
 
 
 def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] | None:
     """Return the tools of an example, for its chat template; None where it has none."""
     value = tools = example.get(columns["tools"]) if "tools" in columns else None
+    # Tools are often stored as JSON text, because their schemas have no common type.
     if isinstance(tools, str):
         try:
             tools = json.loads(tools) if tools else None
@@ -320,7 +338,9 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
 
 
 def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
-    """Decode the parameters of a tool that are JSON text, which a template would encode again."""
+    """Decode a tool's parameters if they are JSON text, which a template would encode
+    twice.
+    """
     function = tool.get("function")
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         parameters = decoded_json(

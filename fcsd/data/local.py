@@ -1,8 +1,8 @@
-"""Reading local data sets: always the bytes that lie there now.
+"""Read local data sets without stale caches: always the bytes that are on disk now.
 
 `datasets` (5.2) names the cache of a local folder after the folder's last name and its
-README, not after its content: two folders called `tiny-code`, or one whose files have
-changed, give the rows that were read first.
+README, not after its content: for two folders called `tiny-code`, or one whose files
+have changed, it returns the rows that were read first.
 """
 
 import atexit
@@ -21,8 +21,8 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     """Identify the bytes of a data set: a hash for local files, id and revision for the
     Hub.
 
-    Of a folder it is all that `datasets` may read: every file, of README.md the
-    settings above the text; what is hidden is no data.
+    For a folder, it covers all that `datasets` may read: every file that is not hidden,
+    but of README.md only the settings above the text.
     """
     path = Path(location).expanduser()
     check_data(path)
@@ -30,48 +30,50 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
         return file_fingerprint(path)
     if path.is_dir():
         digest = hashlib.sha256()
+        # Sorted, because the order of a directory differs between file systems.
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
             hidden = any(
                 part.startswith(".") or part == "__pycache__" for part in name.parts
             )
             if file.is_file() and not hidden:
-                known = (
+                fingerprint = (
                     _settings_fingerprint(file)
                     if file.name == "README.md"
                     else file_fingerprint(file)
                 )
                 digest.update(
+                    # The name belongs to the hash: it may decide the split of a file.
                     str(name).encode("utf-8", "surrogateescape")
                     + b"\0"
-                    + known.encode()
+                    + fingerprint.encode()
                 )
         return digest.hexdigest()
     return f"{location}@{revision or 'main'}"
 
 
 def check_data(path: Path) -> None:
-    """Refuse what would be waited for, or never ends, as data or in a folder of them;
-    raises as `check_regular`.
+    """Refuse special files, as data or in a folder of data: reading them might wait
+    forever or never end. Raises as `check_regular`.
     """
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
 
 
 def _settings_fingerprint(readme: Path) -> str:
-    """Hash what stands between the --- lines of a README.md: which files make which
-    configuration and split.
+    """Hash the settings between the --- lines of a README.md, which map files to
+    configurations and splits.
     """
-    head, *rest = readme.read_bytes().split(b"\n---", 1)
-    return hashlib.sha256(head if rest and head.startswith(b"---") else b"").hexdigest()
+    head, *text = readme.read_bytes().split(b"\n---", 1)
+    return hashlib.sha256(head if text and head.startswith(b"---") else b"").hexdigest()
 
 
 @contextlib.contextmanager
 def fresh_cache(location: str | Path) -> Iterator[None]:
-    """Let `datasets` read a local `location` into a cache of its own in the block; for
-    a hub id nothing changes.
+    """Let `datasets` read a local `location` into a new cache in the block; for a hub
+    id nothing changes.
 
-    The cache is removed when the process ends, not before: rows are memory-mapped, and
+    The cache is removed only when the process ends, because rows are memory-mapped and
     `map` writes beside them.
     """
     if not Path(location).exists():
@@ -79,12 +81,13 @@ def fresh_cache(location: str | Path) -> Iterator[None]:
         return
     import datasets
 
-    before = datasets.config.HF_DATASETS_CACHE
+    earlier_cache = datasets.config.HF_DATASETS_CACHE
+    # `datasets` reads this setting whenever it opens a data set.
     datasets.config.HF_DATASETS_CACHE = scratch()
     try:
         yield
     finally:
-        datasets.config.HF_DATASETS_CACHE = before
+        datasets.config.HF_DATASETS_CACHE = earlier_cache
 
 
 def scratch() -> Path:
@@ -94,6 +97,7 @@ def scratch() -> Path:
 
 @functools.cache
 def _folder() -> Path:
+    # One parent folder for all caches of the process, so one removal suffices.
     until_the_end = contextlib.ExitStack()
     atexit.register(until_the_end.close)
     return until_the_end.enter_context(scratch_folder("fcsd-data"))

@@ -1,9 +1,9 @@
-"""Mark the texts of a conversation, to see where a chat template writes them.
+"""Mark the texts of a conversation, to find where a chat template writes them.
 
-A template is a program: it takes thoughts out of earlier turns, moves system prompts,
-repeats the names of tools. So nothing is concluded from its source. The texts of all
+A template is a program: it removes thoughts from earlier turns, moves system prompts,
+repeats the names of tools. So its source proves nothing. Instead, the texts of all
 messages are marked with private characters, and the conversation is rendered with and
-without them: the marks must be all that differs. Where they change anything else (a
+without them: the marks must be the only difference. Where they change anything else (a
 template looks for tags in a text, or strips it), they are put into words instead of at
 the ends, or left out.
 """
@@ -21,17 +21,17 @@ from fcsd.base.errors import UserError
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-"""Writes a conversation, opened for the assistant's next turn if so wanted; raises
-UserError where it is refused.
+"""Writes a conversation, if True with the opening of the assistant's next turn; raises
+UserError if the template refuses it.
 """
 
-# what templates look for, and most tokens of chats
+# Matches what templates look for in a text, and most special tokens of chats.
 TAG = re.compile(r"</?[^<>\s]{1,64}>|\[/?[A-Z_]{2,32}\]")
-# characters that mean nothing to anyone
+# Characters for private use, which have no meaning.
 PRIVATE = [chr(code) for code in range(0xF0000, 0xFFFFE)]
 
 _MARK = re.compile(f"[{PRIVATE[0]}-{PRIVATE[-1]}]")
-# keys of a message that a template compares, or that tell messages apart
+# Keys of a message that a template compares, or that identify a message.
 _NOT_SAID = frozenset(
     [
         "role",
@@ -45,19 +45,19 @@ _NOT_SAID = frozenset(
         "phase",
     ]
 )
-_PROBES = 3  # of the private characters are for messages that a template is tried with
+_PROBES = 3  # private characters reserved for the messages that probe a template
 _WORD = re.compile(r"\w+")
-_WORDS = 8  # that are marked at either end of a text and on either side of its tags
+_WORDS = 8  # marked at either end of a text and on either side of its tags
 _TAGS = 32
 
 
 class UnclearTurnError(Exception):
-    """What is written does not tell what the assistant says."""
+    """The written conversation does not show which text is the assistant's."""
 
 
 @dataclass
 class Leaf:
-    """One text of a message, at a path of keys, and the marks in it: where, and which."""
+    """One text of a message, at a path of keys, with its marks: (position, character)."""
 
     message: int
     path: tuple[Any, ...]
@@ -66,33 +66,36 @@ class Leaf:
 
     @property
     def places(self) -> list[list[int]]:
-        """Where its marks may be, best first: at its ends, in its words, nowhere."""
+        """Possible positions of its marks, best first: its ends, its words, none."""
         ends, words = self._ends(), self._words()
+        # A template may look for a tag at the ends of a text, so marks there would hide
+        # it.
         choices = [words, ends] if words and TAG.search(self.text) else [ends, words]
-        return [*(places for places in choices if places), []]
+        return [*(choice for choice in choices if choice), []]
 
     def _ends(self) -> list[int]:
-        """Return where its text begins and ends; a template may strip white space."""
+        """Return the ends of the text without white space, which a template may strip."""
         begin = len(self.text) - len(self.text.lstrip()) if self.text.strip() else 0
         return [begin, max(begin, len(self.text.rstrip()))]
 
     def _words(self) -> list[int]:
-        """Return places behind first letters of words, so that a tag stays whole and a
-        text keeps its ends.
+        """Return positions behind the first letters of words, which leave tags and the
+        ends of the text unchanged.
         """
         tags = [tag.span() for tag in TAG.finditer(self.text)]
+        # Only the first and last tags of a long text count, which limits its marks.
         if len(tags) > _TAGS:
             tags = tags[: _TAGS // 2] + tags[-_TAGS // 2 :]
-        edges = [0, *(place for tag in tags for place in tag), len(self.text)]
-        chosen: set[int] = set()
+        edges = [0, *(edge for tag in tags for edge in tag), len(self.text)]
+        positions: set[int] = set()
         for begin, end in zip(edges[::2], edges[1::2], strict=True):  # between tags
             words = [word.start() + 1 for word in _WORD.finditer(self.text, begin, end)]
-            chosen.update(words[:_WORDS] + words[-_WORDS:])
-        return sorted(chosen)
+            positions.update(words[:_WORDS] + words[-_WORDS:])
+        return sorted(positions)
 
     @property
     def marked(self) -> str:
-        edges = [0, *(place for place, _ in self.marks), len(self.text)]
+        edges = [0, *(position for position, _ in self.marks), len(self.text)]
         pieces = [self.text[begin:end] for begin, end in itertools.pairwise(edges)]
         return pieces[0] + "".join(
             mark + piece
@@ -100,17 +103,15 @@ class Leaf:
         )
 
     def is_torn(self, text: str) -> bool:
-        """Whether only one of the marks at its ends is written."""
+        """Whether only one of the marks at its ends is written, that is, half of it."""
         written = [mark in text for _, mark in self.marks]
-        return [place for place, _ in self.marks] == self._ends() and len(
+        return [position for position, _ in self.marks] == self._ends() and len(
             {*written}
         ) == 2
 
     @property
     def must_be_written(self) -> bool:
-        """Whether a template that leaves it out loses what is said; thoughts may go, in
-        tags too.
-        """
+        """Whether its text must not be left out; thoughts may be, also those in tags."""
         behind_tags = self.text[max(self.text.rfind("<"), self.text.rfind(">")) + 1 :]
         return (
             self.path[0] in ("content", "tool_calls")
@@ -119,8 +120,8 @@ class Leaf:
 
 
 class MarkedChat:
-    """A conversation with marks: its `messages`, its `text`, and where in it the texts
-    of each message stand.
+    """A conversation with marks: its `messages`, its `text`, and the positions in it of
+    the texts of each message.
 
     plain: the text without marks.
     """
@@ -132,6 +133,7 @@ class MarkedChat:
             leaf for i, message in enumerate(messages) for leaf in _leaves(i, message)
         ]
         texts = [self.plain, *(leaf.text for leaf in self._leaves)]
+        # A text may contain private characters itself; these are not used as marks.
         present = {mark for text in texts for mark in _MARK.findall(text)}
         self._free = (mark for mark in PRIVATE[:-_PROBES] if mark not in present)
         self.messages, self.text = self._mark()
@@ -139,22 +141,27 @@ class MarkedChat:
         self._places = [
             mark.start() for mark in _MARK.finditer(self.text) if mark[0] in owners
         ]
-        self._owners = [owners[self.text[place]] for place in self._places]
-        # a template may name a tool again where it answers
+        self._owners = [owners[self.text[position]] for position in self._places]
+        # Only the first position counts: a template may repeat a tool's name at its
+        # answer.
         self._first: dict[str, int] = {}
-        for place in self._places:
-            self._first.setdefault(self.text[place], place)
+        for position in self._places:
+            self._first.setdefault(self.text[position], position)
 
     def _mark(self) -> tuple[list[Message], str]:
+        # Usually the best positions work for all texts at once, which takes one
+        # rendering.
         for leaf in self._leaves:
             self._place(leaf, leaf.places[0])
         messages, text = self._rendered(self._leaves)
         if text is not None:
             return messages, text
         for leaf in self._leaves:
-            for places in leaf.places:
-                self._place(leaf, places)
-                if not places or self._rendered([leaf])[1] is not None:
+            # Try each text alone, so that one difficult text does not affect the
+            # others.
+            for choice in leaf.places:
+                self._place(leaf, choice)
+                if not choice or self._rendered([leaf])[1] is not None:
                     break
         messages, text = self._rendered(self._leaves)
         if text is None:
@@ -163,15 +170,15 @@ class MarkedChat:
             )
         return messages, text
 
-    def _place(self, leaf: Leaf, places: list[int]) -> None:
-        marks = [*itertools.islice(self._free, len(places))]
-        if len(marks) < len(places):
+    def _place(self, leaf: Leaf, positions: list[int]) -> None:
+        marks = [*itertools.islice(self._free, len(positions))]
+        if len(marks) < len(positions):
             raise UnclearTurnError("it is too long")
-        leaf.marks = [*zip(places, marks, strict=True)]
+        leaf.marks = [*zip(positions, marks, strict=True)]
 
     def _rendered(self, leaves: Sequence[Leaf]) -> tuple[list[Message], str | None]:
-        """Render with the marks of some texts; None: something else has changed, or
-        half of a text is not there.
+        """Render with the marks of some texts; None: the marks change something else,
+        or half of a text is missing.
         """
         messages = [*self._messages]
         for leaf in leaves:
@@ -191,8 +198,8 @@ class MarkedChat:
         return messages, None if any(leaf.is_torn(text) for leaf in leaves) else text
 
     def lost(self, message: int) -> str | None:
-        """Return the key of what is said and not written: that of a call, or of a
-        content without any call.
+        """Return the key of a text that the template does not write: that of a call, or
+        of the content of a message without calls.
         """
         leaves = [
             leaf
@@ -209,53 +216,64 @@ class MarkedChat:
         return [self._first[mark] for _, mark in leaf.marks if mark in self._first]
 
     def pieces(self, message: int) -> list[tuple[int, int]]:
-        """Return where the texts of a message begin and end, marks included, each time
-        that others stand between.
+        """Return the spans of a message's texts, marks included; texts of other
+        messages separate them.
         """
         leaves = (leaf for leaf in self._leaves if leaf.message == message)
         pieces: list[tuple[int, int]] = []
-        for place in sorted(place for leaf in leaves for place in self._written(leaf)):
-            if pieces and not self.owners(pieces[-1][1], place) - {message}:
-                pieces[-1] = pieces[-1][0], place + 1
+        for position in sorted(
+            position for leaf in leaves for position in self._written(leaf)
+        ):
+            if pieces and not self.owners(pieces[-1][1], position) - {message}:
+                pieces[-1] = pieces[-1][0], position + 1
             else:
-                pieces.append((place, place + 1))
+                pieces.append((position, position + 1))
         return pieces
 
-    def end_before(self, message: int, place: int) -> int:
-        """Return where the texts of other messages end before a place."""
-        before = range(bisect.bisect_left(self._places, place) - 1, -1, -1)
+    def end_before(self, message: int, position: int) -> int:
+        """Return the end of the last text of another message before a position."""
+        indices = range(bisect.bisect_left(self._places, position) - 1, -1, -1)
         return next(
-            (self._places[n] + 1 for n in before if self._owners[n] != message), 0
+            (
+                self._places[index] + 1
+                for index in indices
+                if self._owners[index] != message
+            ),
+            0,
         )
 
-    def begin_after(self, message: int, place: int) -> int:
-        """Return where the texts of other messages begin after a place."""
-        after = range(bisect.bisect_left(self._places, place), len(self._places))
+    def begin_after(self, message: int, position: int) -> int:
+        """Return the beginning of the first text of another message after a position."""
+        indices = range(bisect.bisect_left(self._places, position), len(self._places))
         return next(
-            (self._places[n] for n in after if self._owners[n] != message),
+            (
+                self._places[index]
+                for index in indices
+                if self._owners[index] != message
+            ),
             len(self.text),
         )
 
     def owners(self, begin: int, end: int) -> set[int]:
         """Return the messages that have texts in a part of the conversation."""
         first, last = (
-            bisect.bisect_left(self._places, place) for place in (begin, end)
+            bisect.bisect_left(self._places, position) for position in (begin, end)
         )
         return {*self._owners[first:last]}
 
-    def without_marks(self, place: int) -> int:
-        """Return a place of the marked text as one of the plain text."""
-        return place - bisect.bisect_left(self._places, place)
+    def without_marks(self, position: int) -> int:
+        """Convert a position in the marked text to one in the plain text."""
+        return position - bisect.bisect_left(self._places, position)
 
     def first_mark(self, text: str) -> int | None:
-        """Return where the first mark stands in what was written of some of the marked messages."""
+        """Return the position of the first mark in a rendering of some of the messages."""
         return next(
             (mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first),
             None,
         )
 
     def last_mark(self, text: str) -> int | None:
-        """Return where the last mark stands in what was written of some of the marked messages."""
+        """Return the position of the last mark in a rendering of some of the messages."""
         return max(
             (mark.start() for mark in _MARK.finditer(text) if mark[0] in self._first),
             default=None,
@@ -263,7 +281,7 @@ class MarkedChat:
 
 
 def _leaves(index: int, message: Message) -> Iterator[Leaf]:
-    """Yield the texts of a message; that of an empty turn is empty."""
+    """Yield the texts of a message; an empty turn has an empty one."""
     for key, value in message.items():
         if key in ("content", "tool_calls") or (
             isinstance(value, str) and key not in _NOT_SAID
@@ -287,7 +305,7 @@ def _texts(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...],
 
 
 def _with(value: Any, path: tuple[Any, ...], text: str) -> Any:
-    """Copy a message with another text at a place."""
+    """Copy a message with another text at a path."""
     if not path:
         return text
     copy: Any = {**value} if isinstance(value, Mapping) else [*value]

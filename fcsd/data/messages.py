@@ -1,12 +1,12 @@
 """Read the messages of a conversation, in the forms of OpenAI, TRL, ShareGPT,
 LLaMA-Factory and Axolotl.
 
-They leave in that of transformers: standard roles, contents that are text, calls of
-tools under `tool_calls`. What would set the loss or the content and cannot be followed
-is a `BadExample`.
+Messages are returned in the form of transformers: standard roles, contents that are
+text, calls of tools under `tool_calls`. A key that would set the loss or the content in
+a way that is not supported makes the example a `BadExample`.
 
-Not covered: what a chat template reads of them (`fcsd.data.template`); contents that
-are no text.
+Not covered: the choice of keys by a chat template (`fcsd.data.template`); contents
+other than text.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from fcsd.base.errors import UserError
 
 _CALL = "function_call"
 
-# A role of a message -> that of transformers' chat templates; others are kept, for
-# templates that know them.
+# Role of a message -> role in transformers' chat templates; other roles are kept, for
+# templates that support them.
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system",
     "chatgpt": "assistant", "model": "assistant", "bot": "assistant", "developer": "developer",
@@ -28,8 +28,7 @@ ROLES = {
     _CALL: _CALL, "tool_call": _CALL,  # JSON text of what the assistant calls
 }  # fmt: skip
 
-# Keys of a message that say whether there is loss on it: OpenAI's, Axolotl's and
-# ms-swift's.
+# Keys of a message that switch its loss on or off: OpenAI's, Axolotl's and ms-swift's.
 LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
 
 _NOT_TEXT = "fcsd distils text only; take such examples out of the data"
@@ -45,7 +44,7 @@ _REFUSED_KEYS = {
     ),
     "refusal": "what the assistant says goes under 'content'",
 }
-# of OpenAI's chats and of its Responses
+# Types of text parts in OpenAI's chat completions and in its responses.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -65,39 +64,42 @@ def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
 
 
 def _message(message: Any, column: str) -> dict:
-    """Read one turn, as {"role", "content"} or in the words of ShareGPT, {"from", "value"}."""
-    rest = without_none(message) if isinstance(message, Mapping) else {}
-    is_sharegpt = "role" not in rest
-    role = rest.pop("from" if is_sharegpt else "role", None)
-    content = rest.pop("content" if "content" in rest else "value", None)
-    if content is None and (rest.get("tool_calls") or rest.get(_CALL)):
+    """Read one message: {"role", "content"}, or ShareGPT's {"from", "value"}."""
+    fields = without_none(message) if isinstance(message, Mapping) else {}
+    is_sharegpt = "role" not in fields
+    role = fields.pop("from" if is_sharegpt else "role", None)
+    content = fields.pop("content" if "content" in fields else "value", None)
+    # A message that only calls tools has no content in OpenAI's form.
+    if content is None and (fields.get("tool_calls") or fields.get(_CALL)):
         content = ""
     if not isinstance(role, str) or not isinstance(content, str | list):
         raise BadExample(
             f"column {column!r}: a message with 'role' and 'content', both text, or"
             f" 'from' and 'value', is needed, got {short(message)}"
         )
+    # Guessing wrongly would put loss on a tool's answer, or none on a call.
     if is_sharegpt and role.lower() == "function":
         raise BadExample(
             f"column {column!r}: a message from 'function', which is a call in some"
             f" data and the answer to one in others; write {_CALL!r} or 'observation'"
         )
-    _check_keys(rest, column)
+    _check_keys(fields, column)
     role, content = ROLES.get(role.lower(), role), _joined(content, column)
-    calls = _calls([rest.pop(key, None) for key in ("tool_calls", _CALL)], column)
+    calls = _calls([fields.pop(key, None) for key in ("tool_calls", _CALL)], column)
+    # The content of such a message is the call itself, as JSON text.
     if role == _CALL:
         calls += _calls(decoded_json(content, column, "a call"), column)
         role, content = "assistant", ""
     return {
         "role": role,
         "content": content,
-        **rest,
+        **fields,
         **({"tool_calls": calls} if calls else {}),
     }
 
 
 def _check_keys(message: Mapping[str, Any], column: str) -> None:
-    """Refuse keys of a message that cannot be followed."""
+    """Refuse keys of a message that are not supported."""
     for key, reason in _REFUSED_KEYS.items():
         if message.get(key):
             raise BadExample(
@@ -112,7 +114,7 @@ def _check_keys(message: Mapping[str, Any], column: str) -> None:
 
 
 def _joined(content: str | list, column: str) -> str:
-    """Join a content that is a list of parts, of text alone."""
+    """Join a content that is a list of parts, all of which must be text."""
     if isinstance(content, str):
         return content
     texts = []
@@ -123,13 +125,13 @@ def _joined(content: str | list, column: str) -> str:
             else None
         )
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            named = (
+            description = (
                 short(kind)
                 if kind is not None and kind not in _TEXT_PARTS
                 else short(part)
             )
             raise BadExample(
-                f"column {column!r}: a content with a part {named}; parts of type"
+                f"column {column!r}: a content with a part {description}; parts of type"
                 f" {', '.join(map(repr, _TEXT_PARTS))} with a 'text' are allowed:"
                 f" {_NOT_TEXT}"
             )
@@ -137,23 +139,29 @@ def _joined(content: str | list, column: str) -> str:
     return "".join(texts)
 
 
-def _calls(given: Any, column: str) -> list[dict]:
+def _calls(raw_calls: Any, column: str) -> list[dict]:
     """Return calls of tools as {"type": "function", "function": {"name", "arguments"}}.
 
-    Arguments that are JSON text of an object are left as they are, for templates that
-    want text.
+    Arguments that are the JSON text of an object stay text, for templates that expect
+    it.
     """
-    if isinstance(given, str):
-        given = decoded_json(given, column, "the calls of a message")
-    if isinstance(given, list):
+    if isinstance(raw_calls, str):
+        raw_calls = decoded_json(raw_calls, column, "the calls of a message")
+    # A list may hold None for a key that the message does not have.
+    if isinstance(raw_calls, list):
         return [
-            call for item in given if item is not None for call in _calls(item, column)
+            call
+            for entry in raw_calls
+            if entry is not None
+            for call in _calls(entry, column)
         ]
-    function = given.get("function", given) if isinstance(given, Mapping) else None
+    function = (
+        raw_calls.get("function", raw_calls) if isinstance(raw_calls, Mapping) else None
+    )
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadExample(
             f"column {column!r}: a call of a tool with a function's 'name' and"
-            f" 'arguments' is needed, got {short(given)}"
+            f" 'arguments' is needed, got {short(raw_calls)}"
         )
     arguments = function.get("arguments") or {}
     decoded = (
@@ -161,6 +169,7 @@ def _calls(given: Any, column: str) -> list[dict]:
         if isinstance(arguments, str)
         else arguments
     )
+    # The JSON text "null" stands for a call without arguments.
     if decoded is None:
         arguments = decoded = {}
     if not isinstance(decoded, Mapping):
@@ -168,27 +177,33 @@ def _calls(given: Any, column: str) -> list[dict]:
             f"column {column!r}: the arguments of a call of {function['name']!r} must"
             f" be an object, or JSON text of one, got {short(arguments)}"
         )
-    others = {
-        key: value for key, value in given.items() if key not in ("name", "arguments")
+    other_keys = {
+        key: value
+        for key, value in raw_calls.items()
+        if key not in ("name", "arguments")
     }
     return [
-        {"type": "function", **others, "function": {**function, "arguments": arguments}}
+        {
+            "type": "function",
+            **other_keys,
+            "function": {**function, "arguments": arguments},
+        }
     ]
 
 
-def decoded_json(text: str, column: str, place: str) -> Any:
-    """Decode JSON text that stands at a place in a column."""
+def decoded_json(text: str, column: str, subject: str) -> Any:
+    """Decode JSON text; subject: what the text is, for an error."""
     try:
         return json.loads(text)
     except ValueError:
         raise BadExample(
-            f"column {column!r}: {place}: JSON text is needed, got {short(text)}"
+            f"column {column!r}: {subject}: JSON text is needed, got {short(text)}"
         ) from None
 
 
 def without_none(value: Any) -> Any:
-    """Take out the keys without a value, with which `datasets` fills up mappings of
-    different keys.
+    """Remove keys without a value, which `datasets` adds to mappings that lack keys of
+    others.
     """
     if isinstance(value, Mapping):
         return {
@@ -198,6 +213,6 @@ def without_none(value: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """Write a value into an error."""
+    """Return a value as it is shown in an error, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"

@@ -17,11 +17,11 @@ _BLOCK = 256  # examples that are read, and tokenized, at a time
 
 
 class Piece(NamedTuple):
-    """Examples of one file that follow each other.
+    """Consecutive examples of one file.
 
-    blocks: columns of examples, pickled; place: as of `place_of`; file: its number in
-    the source; first: the row of its first example, from 1; last: whether the file ends
-    with it.
+    blocks: columns of examples, pickled; place: as from `place_of`; file: number of the
+    file in the source; first: row of the first example, from 1; last: whether the file
+    ends with this piece.
     """
 
     blocks: list[bytes]
@@ -33,7 +33,9 @@ class Piece(NamedTuple):
 
 
 def place_of(path: str, file: str | None) -> str:
-    """Say where examples are: the data set, and the file in it where it has several."""
+    """Name the location of examples in errors: the data set, and the file if it has
+    several.
+    """
     if file is None or Path(path).expanduser().is_file():
         return f"data set {path}"
     folder = Path(path).expanduser()
@@ -46,32 +48,34 @@ def place_of(path: str, file: str | None) -> str:
 
 
 def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[Piece]:
-    """Yield the pieces behind those that were read before (`done`); the same pieces
-    every time.
+    """Yield the pieces after those that were read before (`done`), with the same
+    boundaries every time.
 
-    A source that is taken whole is read in its own order. The files of any other come
-    in an order that is random and always the same: what is read first should be like
-    the rest. Raises UserError for a file that cannot be read.
+    A source that is taken whole is read in its own order. The files of other sources
+    are read in a fixed random order, so that the part that is read resembles the whole.
+    Raises UserError for a file that cannot be read.
     """
-    number = opened.num_files
+    num_files = opened.num_files
     files = (
-        range(number)
+        range(num_files)
         if opened.whole
-        else np.random.default_rng(0).permutation(number).tolist()
+        else np.random.default_rng(0).permutation(num_files).tolist()
     )
-    rest = opened.settings.max_examples
+    # The limit counts examples over all files, in the order of reading.
+    remaining = opened.settings.max_examples
     for file in files:
-        earlier = [one for one in done if one["file"] == file]
-        rows = sum(one["num_rows"] for one in earlier)
+        earlier = [record for record in done if record["file"] == file]
+        rows = sum(record["num_rows"] for record in earlier)
+        # A file whose last piece exists has been read to its end.
         if not (earlier and earlier[-1]["last"]):
             for piece in _pieces_of_file(
-                opened, file, rows, None if rest is None else rest - rows
+                opened, file, rows, None if remaining is None else remaining - rows
             ):
                 rows += piece.num_rows
                 yield piece
-        if rest is not None:
-            rest -= rows
-            if rest <= 0:
+        if remaining is not None:
+            remaining -= rows
+            if remaining <= 0:
                 return
 
 
@@ -79,15 +83,17 @@ def _pieces_of_file(
     opened: Opened, file: int, done: int, limit: int | None
 ) -> Iterator[Piece]:
     name = opened.files[file] if opened.files else None
-    place = place_of(opened.settings.path, name)
+    location = place_of(opened.settings.path, name)
     blocks: list[bytes] = []
     size = count = 0
     first = done + 1
 
     def piece(last: bool) -> Piece:
-        return Piece(blocks, place, file, first, count, last)
+        return Piece(blocks, location, file, first, count, last)
 
-    for block, num_rows in _blocks(opened, file, done, limit, place):
+    for block, num_rows in _blocks(opened, file, done, limit, location):
+        # Pieces are cut at fixed numbers of examples or bytes, so every run cuts them
+        # alike.
         if count >= PIECE_EXAMPLES or size >= PIECE_BYTES:
             yield piece(last=False)
             first, blocks, size, count = first + count, [], 0, 0
@@ -98,9 +104,11 @@ def _pieces_of_file(
 
 
 def _blocks(
-    opened: Opened, file: int, done: int, limit: int | None, place: str
+    opened: Opened, file: int, done: int, limit: int | None, location: str
 ) -> Iterator[tuple[bytes, int]]:
-    """Yield examples as columns, and how many they are."""
+    """Yield blocks of examples, as pickled columns, with the number of examples in
+    each.
+    """
     names = list(columns_of(opened.settings).values())
     row = done
     try:
@@ -110,12 +118,13 @@ def _blocks(
         examples = examples.skip(done) if done else examples
         examples = examples if limit is None else examples.take(limit)
         for block in examples.iter(batch_size=_BLOCK):
-            number = len(next(iter(block.values())))
+            num_rows = len(next(iter(block.values())))
             columns = {name: block[name] for name in names if name in block}
-            yield pickle.dumps(columns, pickle.HIGHEST_PROTOCOL), number
-            row += number
-    # file formats, compression and the network have a kind each
+            yield pickle.dumps(columns, pickle.HIGHEST_PROTOCOL), num_rows
+            row += num_rows
+    # File formats, compression and the network raise errors of many types.
     except Exception as error:
         raise UserError(
-            f"{place}, row {row + 1}, or soon after it: cannot be read ({one_line(error)})"
+            f"{location}, row {row + 1}, or soon after it: cannot be read"
+            f" ({one_line(error)})"
         ) from error

@@ -50,12 +50,11 @@ def first_fit(
     packing: bool = True,
     num_open_rows: int = _OPEN_ROWS,
 ) -> Iterator[list[int]]:
-    """Yield for each row of `max_length` tokens the numbers of the examples in it, by
-    their lengths.
+    """Yield, for each row of `max_length` tokens, the numbers of the examples in it.
 
     An example goes into the first open row that has room, else into a new one; when
-    more than `num_open_rows` are open the oldest is closed. With packing=False each has
-    a row of its own. One of length 0 is left out.
+    more than `num_open_rows` are open, the oldest is closed. With packing=False each
+    example has a row of its own. Examples of length 0 are left out.
     """
     open_rows: list[list[int]] = []
     room: list[int] = []
@@ -65,6 +64,7 @@ def first_fit(
         if not packing:
             yield [number]
             continue
+        # The search is linear in the open rows, hence their bounded number.
         index = next((i for i, free in enumerate(room) if free >= length), None)
         if index is None:
             index = len(open_rows)
@@ -82,21 +82,23 @@ def first_fit(
 def row_of(
     examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int
 ) -> dict[str, np.ndarray]:
-    """Put examples, token ids and loss masks, into one row.
+    """Put examples (token ids and loss masks) into one row.
 
     Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids
-        restart at 0 at every example and at the padding. No loss on padding, nor on the
-        first token of an example, which nothing predicts.
+        restart at 0 at every example and at the padding. Padding carries no loss, nor
+        does the first token of an example, which nothing predicts.
     """
     input_ids = np.full(max_length, pad_token_id, np.int32)
     position_ids = np.zeros(max_length, np.int32)
     labels = np.full(max_length, NO_LOSS, np.int32)
+    # Examples follow each other without a gap; the last one may be cut.
     end = 0
     for ids, mask in examples:
         begin, end = end, min(max_length, end + len(ids))
         length = end - begin
         input_ids[begin:end] = ids[:length]
         position_ids[begin:end] = np.arange(length)
+        # A label stands at its own token; an example's first token has no predecessor.
         labels[begin + 1 : end] = np.where(mask[1:length], ids[1:length], NO_LOSS)
     position_ids[end:] = np.arange(max_length - end)
     return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
@@ -106,7 +108,7 @@ def row_of(
 class Layout:
     """How examples are put into rows.
 
-    num_rows: as many as a training reads, of sources that hold more than can be
+    num_rows: the rows that a training reads, where a source is too large to be
     tokenized as a whole; None: all.
     """
 
@@ -119,13 +121,13 @@ class Layout:
 
 
 class _SourceTokens:
-    """The shards of one source: those that are there, and those that are still to be
+    """The shards of one source: those that exist, and those that are still to be
     written.
 
     num_read: examples of the shards that were handed out; shards: those that are
-    written, in order; lengths: of their examples as they are in a row, 0: no token of
-    it would be predicted; num_kept: their tokens, or examples where rows are not
-    packed; counts: what became of them.
+    written, in order; lengths: the tokens that each of their examples takes in a row,
+    0 where none of them would be predicted; num_kept: their tokens, or examples where
+    rows are not packed; counts: what became of them.
     """
 
     def __init__(self, index: int, source: Source, folder: Path):
@@ -133,6 +135,7 @@ class _SourceTokens:
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
         self._total = self._known_total()
+        # A source that was read to its end need not be opened again.
         self.ended = self.whole = self._total is not None
         self.opened = None if self.ended else open_source(source)
         if self.opened is not None:
@@ -143,8 +146,8 @@ class _SourceTokens:
         self.is_bad: list[np.ndarray] = []
 
     def _known_total(self) -> int | None:
-        """Return how many shards the source has; None: it is to be read, from behind
-        those that are whole.
+        """Return how many shards the source has; None: more of it must be read, from
+        behind the shards that are whole.
         """
         number = next(
             number for number in itertools.count() if not keep_whole(self._path(number))
@@ -152,6 +155,7 @@ class _SourceTokens:
         with contextlib.suppress(UserError):
             if read_json(self._end, keys=["shards"])["shards"] == number:
                 return number
+        # A shard was removed or damaged since; the end is noted anew when it is there.
         self._end.unlink(missing_ok=True)
         return None
 
@@ -159,39 +163,45 @@ class _SourceTokens:
         return self.folder / f"{number:05}.safetensors"
 
     def jobs(self) -> Iterator[_Job]:
-        """Yield every shard in order, with the piece that it is made of where it is not there."""
-        there: list[dict[str, Any]] = []
-        while keep_whole(path := self._path(len(there))):
-            there.append(Shard(path).record)
-            self.num_read += there[-1]["num_rows"]
+        """Yield every shard in order, with the piece to make it of if it is missing."""
+        records: list[dict[str, Any]] = []
+        while keep_whole(path := self._path(len(records))):
+            records.append(Shard(path).record)
+            self.num_read += records[-1]["num_rows"]
             yield self.index, path, None
-        number = len(there)
-        for piece in read_pieces(self.opened, there) if self.opened is not None else ():
+        # The records of earlier shards tell the reader how far each file has been read.
+        number = len(records)
+        for piece in (
+            read_pieces(self.opened, records) if self.opened is not None else ()
+        ):
             self.num_read += piece.num_rows
             yield self.index, self._path(number), piece
             number += 1
         self._total = number
 
     def add(self, shard: Shard, layout: Layout) -> None:
-        """Count a shard that is written."""
+        """Count a written shard, and take note of the lengths of its examples."""
         first = shard.array("first_loss")
         lengths = np.minimum(np.diff(shard.array("ends"), prepend=0), layout.max_length)
+        # Without a token to predict inside the row, an example is left out as empty.
         lengths[(first < 0) | (first >= layout.max_length)] = 0
         self.shards.append(shard)
         self.lengths.append(lengths)
         self.is_bad.append(first == BAD)
+        # Packed rows are counted by their tokens, unpacked rows by their examples.
         self.num_kept += int(
             lengths.sum() if layout.packing else np.count_nonzero(lengths)
         )
         self.counts += count_shard(shard, layout.max_length)
 
     def note_end(self) -> None:
-        """Leave word in the folder where all shards of the source are there."""
+        """Note in the folder that the source has been read to its end, if it has."""
         if len(self.shards) == self._total and not self._end.is_file():
             write_json(self._end, {"shards": self._total})
 
 
-_Job = tuple[int, Path, Piece | None]  # of which source; None: it is there
+# index of the source, path of the shard, and its examples; None: the shard exists
+_Job = tuple[int, Path, Piece | None]
 
 
 def write_rows(
@@ -202,28 +212,36 @@ def write_rows(
     bad_rows: BadRows,
     num_workers: int | None = None,
 ) -> Path:
-    """Write the rows of sources, and what is missing of their tokens; return the file,
-    which may be there already.
+    """Write the rows of sources, and any tokens that are missing; return the file,
+    which may exist already.
 
-    sources: each with the name of its folder, which says everything that its tokens
-    depend on. num_workers: processes that tokenize; None: one a core, eight at most.
+    sources: each with the name of its folder, which identifies everything that its
+    tokens depend on. num_workers: processes that tokenize; None: one per core, eight at
+    most.
 
     Raises:
         UserError: sources that cannot be read; too many examples that cannot be
             tokenized; no row.
     """
+    # The name identifies everything that the rows depend on, so an existing file is
+    # used as it is.
     parts = [[name, source.weight] for source, name in sources]
     key = hashlib.sha256(
         json.dumps([_FORMAT, parts, asdict(layout)]).encode()
     ).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
     if _whole_rows(path):
-        known = Shard(path).record["bad_rows"]
+        # The limit on bad rows is this run's, and may be lower than the writer's.
+        bad_record = Shard(path).record["bad_rows"]
         bad_rows.add(
-            [(one["where"], one["reason"]) for one in known["left_out"]],
-            known["num_examples"],
+            [
+                (example["where"], example["reason"])
+                for example in bad_record["left_out"]
+            ],
+            bad_record["num_examples"],
         )
         return path
+    # Building the index of test items is costly, so it waits until it is needed.
     decontaminator = tokenizing.decontaminator
     if decontaminator is not None and not isinstance(decontaminator, Decontaminator):
         tokenizing = replace(
@@ -240,11 +258,17 @@ def write_rows(
         bad_rows,
         default_workers() if num_workers is None else num_workers,
     )
-    counts = sum((one.counts for one in tokens), ExampleCounts())
+    counts = sum((source_tokens.counts for source_tokens in tokens), ExampleCounts())
     if not rows:
-        raise no_rows([one.source for one in tokens], counts, layout.max_length)
-    shards = [shard for one in tokens for shard in one.shards]
-    sizes = [len(lengths) for one in tokens for lengths in one.lengths]
+        raise no_rows(
+            [source_tokens.source for source_tokens in tokens],
+            counts,
+            layout.max_length,
+        )
+    shards = [shard for source_tokens in tokens for shard in source_tokens.shards]
+    sizes = [
+        len(lengths) for source_tokens in tokens for lengths in source_tokens.lengths
+    ]
     arrays = {
         "first": np.cumsum([0, *map(len, rows)], dtype=np.int64),
         "examples": np.concatenate(rows, dtype=np.int64),
@@ -261,51 +285,55 @@ def write_rows(
         record["decontamination"] = decontaminator.summary() | {
             "left_out": decontaminator.overlaps()
         }
-    for one in tokens:
-        one.note_end()
-    write_arrays(path, arrays, record)  # last: who finds it looks no further
+    for source_tokens in tokens:
+        source_tokens.note_end()
+    # Last: a reader that finds this file does not check the sources again.
+    write_arrays(path, arrays, record)
     return path
 
 
 def _whole_rows(path: Path) -> bool:
-    """Tell whether rows and all their tokens are there and what was written; damaged
+    """Return whether rows and all their tokens are present and undamaged; damaged
     files are removed.
     """
     names = Shard(path).record["shards"] if keep_whole(path) else [path.name]
-    whole = all(keep_whole(path.parent / name) for name in names)
-    if not whole:
+    is_whole = all(keep_whole(path.parent / name) for name in names)
+    if not is_whole:
         path.unlink(missing_ok=True)
-    return whole
+    return is_whole
 
 
 def _complete(
     order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int
 ) -> list[list[int]]:
-    """Write the shards that are missing, as many as are needed, and return the rows."""
+    """Write missing shards until there are enough rows, and return the rows."""
 
     def work(job: _Job) -> None:
         index, path, piece = job
         if piece is not None:
             tokenizing.write(order.tokens[index].source, piece, path)
 
+    # Shards come back in their order, however fast the workers are, so the rows do not
+    # depend on the number of workers.
     jobs = in_order(work, order.jobs(), num_workers)
     with (
         contextlib.closing(jobs),
         progress_bar(desc="Tokenizing", unit="example", leave=False) as bar,
     ):
         for (index, path, _), _ in jobs:
-            shard, one = Shard(path), order.tokens[index]
-            one.add(shard, order.layout)
-            overlaps = [Overlap(**each) for each in shard.record["overlaps"]]
+            shard, source_tokens = Shard(path), order.tokens[index]
+            source_tokens.add(shard, order.layout)
+            overlaps = [Overlap(**overlap) for overlap in shard.record["overlaps"]]
             num_rows = shard.record["num_rows"]
             bad_rows.add(shard.record["bad"], num_rows - len(overlaps))
             if isinstance(tokenizing.decontaminator, Decontaminator):
-                tokenizing.decontaminator.note(one.source, num_rows, overlaps)
+                tokenizing.decontaminator.note(source_tokens.source, num_rows, overlaps)
             bar.update(num_rows)
             if (rows := order.enough()) is not None:
                 return rows
-    for one in order.tokens:
-        one.ended = True
+    for source_tokens in order.tokens:
+        # Every source is exhausted now, so the mixture may repeat their examples.
+        source_tokens.ended = True
     return order.rows()
 
 
@@ -314,43 +342,61 @@ class _Order:
 
     def __init__(self, tokens: Sequence[_SourceTokens], layout: Layout):
         self.tokens, self.layout = tokens, layout
-        self._tried = 0.0  # rows that would be full, when they were counted last
+        self._tried = 0.0  # full rows by token count, at the last attempt
 
     def jobs(self) -> Iterator[_Job]:
         """Yield the shards of whole sources, then those of the others in turn, by weight."""
-        for one in self.tokens:
-            if one.whole:
-                yield from one.jobs()
-        waiting = {one: one.jobs() for one in self.tokens if not one.whole}
+        # Whole sources come first, since all of their shards are needed in any case.
+        for source_tokens in self.tokens:
+            if source_tokens.whole:
+                yield from source_tokens.jobs()
+        waiting = {
+            source_tokens: source_tokens.jobs()
+            for source_tokens in self.tokens
+            if not source_tokens.whole
+        }
         while waiting:
-            one = min(waiting, key=lambda one: one.num_read / one.source.weight)
-            job = next(waiting[one], None)
+            source_tokens = min(
+                waiting,
+                key=lambda source_tokens: (
+                    source_tokens.num_read / source_tokens.source.weight
+                ),
+            )
+            job = next(waiting[source_tokens], None)
             if job is None:
-                del waiting[one]
+                del waiting[source_tokens]
             else:
                 yield job
 
     def enough(self) -> list[list[int]] | None:
-        """Return as many rows as are wanted, if a source that is not taken whole has
-        given so many.
+        """Return the rows that the layout asks for, once there are so many; None while
+        there are not, or where all sources are taken whole.
         """
-        wanted, layout = self.layout.num_rows, self.layout
-        if wanted is None or all(one.whole for one in self.tokens):
+        num_rows, layout = self.layout.num_rows, self.layout
+        if num_rows is None or all(
+            source_tokens.whole for source_tokens in self.tokens
+        ):
             return None
         full = sum(
-            one.num_kept // (layout.max_length if layout.packing else 1)
-            for one in self.tokens
+            source_tokens.num_kept // (layout.max_length if layout.packing else 1)
+            for source_tokens in self.tokens
         )
-        if full < max(wanted, self._tried * 1.01):
+        # Each attempt packs all examples anew, so the next waits for 1% more rows.
+        if full < max(num_rows, self._tried * 1.01):
             return None
         self._tried = full
         rows = self.rows()
-        return rows[:wanted] if len(rows) >= wanted else None
+        return rows[:num_rows] if len(rows) >= num_rows else None
 
     def rows(self) -> list[list[int]]:
         numbers, layout = self.numbers(), self.layout
         lengths = np.concatenate(
-            [each for one in self.tokens for each in one.lengths] or [np.zeros(0, int)]
+            [
+                shard_lengths
+                for source_tokens in self.tokens
+                for shard_lengths in source_tokens.lengths
+            ]
+            or [np.zeros(0, int)]
         )
         rows = first_fit(
             lengths[numbers].tolist(), layout.max_length, packing=layout.packing
@@ -360,64 +406,74 @@ class _Order:
     def numbers(self) -> np.ndarray:
         """Return the numbers of the examples in the order in which they are put into rows."""
         orders, begin, seed = [], 0, self.layout.seed
-        for one in self.tokens:
-            is_bad = np.concatenate([*one.is_bad, np.zeros(0, bool)])
-            own = (
+        for source_tokens in self.tokens:
+            is_bad = np.concatenate([*source_tokens.is_bad, np.zeros(0, bool)])
+            order = (
                 np.random.default_rng(seed).permutation(len(is_bad))
                 if self.layout.shuffle
                 else np.arange(len(is_bad))
             )
-            orders.append(begin + own[~is_bad[own]])
+            orders.append(begin + order[~is_bad[order]])
             begin += len(is_bad)
+        # A single source is read once, without drawing.
         if len(orders) == 1:
             return orders[0]
-        total = sum(one.source.weight for one in self.tokens)
-        shares = [one.source.weight / total for one in self.tokens]
+        total = sum(source_tokens.source.weight for source_tokens in self.tokens)
+        shares = [source_tokens.source.weight / total for source_tokens in self.tokens]
         return _mixed(
-            orders, [not (one.whole or one.ended) for one in self.tokens], shares, seed
+            orders,
+            [
+                not (source_tokens.whole or source_tokens.ended)
+                for source_tokens in self.tokens
+            ],
+            shares,
+            seed,
         )
 
 
 def _mixed(
     parts: Sequence[np.ndarray],
-    more: Sequence[bool],
+    unfinished: Sequence[bool],
     shares: Sequence[float],
     seed: int,
 ) -> np.ndarray:
-    """Mix examples: each next one comes from a source drawn by its share, until each
-    has been read to its end.
+    """Mix examples: each comes from a source that is drawn by its share, until every
+    source has been read to its end.
 
-    Those that end early begin again. more: which sources have examples that are not
-    among `parts`: the order ends where one of them would be next.
+    Sources that end early begin again. unfinished: the sources with examples that are
+    not among `parts` yet; the order ends where one of those would be next.
     """
     ends = np.array([len(part) for part in parts])
-    if (empty := np.flatnonzero((ends == 0) & ~np.array(more))).size:
+    if (empty := np.flatnonzero((ends == 0) & ~np.array(unfinished))).size:
         raise UserError(
             f"data.train.{empty[0]}: not one of its examples is left; take it out of"
             " the mixture"
         )
-    generator, open_ = np.random.default_rng(seed), np.array(more)
+    generator, open_ = np.random.default_rng(seed), np.array(unfinished)
     blocks: list[np.ndarray] = []
     counts = np.zeros(len(parts), np.int64)
+    # Draw until the end is certain: a draw beyond what an unfinished source has, or,
+    # with all sources finished, as many draws of each source as it has examples.
     while not ((counts > ends)[open_].any() if open_.any() else (counts >= ends).all()):
         blocks.append(generator.choice(len(parts), size=_DRAWN, p=shares))
         counts += np.bincount(blocks[-1], minlength=len(parts))
     drawn = np.concatenate(blocks)
     numbers, stops = np.empty_like(drawn), []
     for index, part in enumerate(parts):
-        where = np.flatnonzero(drawn == index)
-        numbers[where] = (
-            part[np.arange(len(where)) % max(1, len(part))] if len(part) else -1
+        positions = np.flatnonzero(drawn == index)
+        # The -1 of a source without examples yet lies behind the order's end.
+        numbers[positions] = (
+            part[np.arange(len(positions)) % max(1, len(part))] if len(part) else -1
         )
-        if more[index] and len(where) > len(part):
-            stops.append(where[len(part)])
+        if unfinished[index] and len(positions) > len(part):
+            stops.append(positions[len(part)])
         elif not open_.any():
-            stops.append(where[len(part) - 1] + 1)
+            stops.append(positions[len(part) - 1] + 1)
     return numbers[: min(stops) if open_.any() else max(stops)]
 
 
 class PackedRows(torch.utils.data.Dataset):
-    """Rows as of `row_of`, put together from the examples in shards as they are read."""
+    """Rows as `row_of` returns them, assembled from mapped shards when they are read."""
 
     def __init__(self, path: Path):
         index = Shard(path)
@@ -449,7 +505,8 @@ class PackedRows(torch.utils.data.Dataset):
         return [self._example(int(number)) for number in numbers]
 
     def num_examples(self, chosen: np.ndarray | None = None) -> int:
-        """Count the examples in rows; chosen: (rows,) bool, which rows; None: all of them."""
+        """Count the different examples in rows; chosen: (rows,) bool; None: all rows."""
+        # An example that is drawn several times counts once.
         is_there = np.zeros(int(self._shard_ends[-1]), bool)
         in_chosen = (
             slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
@@ -469,5 +526,6 @@ class PackedRows(torch.utils.data.Dataset):
 
     def _example(self, number: int) -> Tokens:
         shard = int(np.searchsorted(self._shard_ends, number, "right"))
+        # Numbers of examples are counted through all shards.
         begin = int(self._shard_ends[shard - 1]) if shard else 0
         return self._shards[shard].example(number - begin)

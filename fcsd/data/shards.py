@@ -1,13 +1,12 @@
-"""Shards of tokens: what the examples of one piece of a source become, in flat arrays
-in one file.
+"""Shards of tokens: the tokenized examples of one piece of a source, as flat arrays in
+one file.
 
     ids          int32 (tokens,)   of all examples, one after the other
-    loss         bool  (tokens,)   which of them are to be predicted
-    ends         int64 (examples,) where in them each example ends
+    loss         bool  (tokens,)   whether a token is to be predicted
+    ends         int64 (examples,) the end of each example in these
     first_loss   int32 (examples,) its first token that can be predicted; NONE: there is none; BAD: not tokenized
 
-An example that overlaps with a test item is not among them; the file's metadata have
-what was left out, and why.
+Examples that overlap with a test item are left out; the file's metadata record them.
 """
 
 import functools
@@ -34,7 +33,7 @@ from fcsd.data.messages import BadExample
 from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
-MEANING = 2  # of examples: tokens that were written under an earlier one are not read
+MEANING = 2  # version of the reading of examples; tokens of an earlier one are not used
 NONE, BAD = -1, -2
 _MOST_TOKENS = 1 << 31
 _RECORD = "record"
@@ -44,10 +43,10 @@ Tokens = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How examples become tokens: the tokenizer, where loss is, and the test items that
-    are kept out.
+    """Turns examples into tokens: the tokenizer, the position of loss, and the test
+    items that are kept out.
 
-    vocab_size: tokens that the model knows; None: not known.
+    vocab_size: number of tokens of the model; None: unknown.
     """
 
     tokenizer: Any
@@ -56,16 +55,17 @@ class Tokenizing:
     vocab_size: int | None = None
 
     def write(self, source: Source, piece: Piece, path: Path) -> None:
-        """Tokenize a piece into a file, which is there when it is whole.
+        """Tokenize a piece into a file, which appears only once it is complete.
 
         Raises:
-            UserError: no tokenizer for such data; a disk that is full.
+            UserError: the tokenizer does not fit the data; the disk is full.
         """
         ids: list[Any] = [np.zeros(0, np.int32)]
         loss: list[Any] = [np.zeros(0, bool)]
         first_loss: list[int] = []
         bad: list[tuple[str, str]] = []
         overlaps: list[dict[str, str]] = []
+        # Rows are numbered as in the file, so that messages can name them.
         row = piece.first
         for block in piece.blocks:
             columns: Mapping[str, list] = pickle.loads(block)
@@ -74,17 +74,20 @@ class Tokenizing:
                 for values in zip(*columns.values(), strict=True)
             ]
             outputs = self._tokens(source, examples)
-            for one in outputs:
-                if isinstance(one, Overlap):
-                    overlaps.append(asdict(one))
-                elif isinstance(one, BadExample):
-                    bad.append((f"{piece.place}, row {row}", str(one)))
+            for output in outputs:
+                # Overlaps are only in the record, not in the arrays.
+                if isinstance(output, Overlap):
+                    overlaps.append(asdict(output))
+                elif isinstance(output, BadExample):
+                    bad.append((f"{piece.place}, row {row}", str(output)))
                     first_loss.append(BAD)
+                    # A bad example stays as an empty one, which keeps the numbers of
+                    # the others.
                     ids.append(ids[0])
                     loss.append(loss[0])
                 else:
-                    ids.append(np.array(one["input_ids"], np.int32))
-                    loss.append(np.array(one["loss_mask"], bool))
+                    ids.append(np.array(output["input_ids"], np.int32))
+                    loss.append(np.array(output["loss_mask"], bool))
                     first_loss.append(_first_loss(loss[-1]))
                 row += 1
         record = {
@@ -93,15 +96,17 @@ class Tokenizing:
         arrays = {
             "ids": np.concatenate(ids, dtype=np.int32),
             "loss": np.concatenate(loss, dtype=bool),
-            "ends": np.cumsum([len(one) for one in ids[1:]], dtype=np.int64),
+            "ends": np.cumsum(
+                [len(example_ids) for example_ids in ids[1:]], dtype=np.int64
+            ),
             "first_loss": np.array(first_loss, np.int32),
         }
         write_arrays(path, arrays, record)
 
     def _tokens(self, source: Source, examples: list[dict[str, Any]]) -> list[Any]:
-        """Return for each example its tokens, or the `Overlap` that it has, or why it
-        is a `BadExample`.
-        """
+        """Return, for each example, its tokens, its `Overlap`, or its `BadExample`."""
+        # Test items are looked for first, so that overlapping examples are not
+        # tokenized.
         overlaps: list[Any] = [self._overlap(source, example) for example in examples]
         clean = [
             example
@@ -110,16 +115,16 @@ class Tokenizing:
         ]
         columns = columns_of(source)
         tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
-        if (
-            "input_ids" in columns
-            # any others are the tokenizer's, which is compared with the model as a
-            # whole
-        ):
+        # Other token ids come from the tokenizer, which is compared with the model
+        # elsewhere.
+        if "input_ids" in columns:
             tokens = map(self._checked, tokens)
         return [next(tokens) if overlap is None else overlap for overlap in overlaps]
 
     def _checked(self, output: Any) -> Any:
-        """Return tokens with their ids as they are stored, or why they are none of the model's."""
+        """Return tokens with ids in the stored form, or the `BadExample` if one is
+        unknown.
+        """
         if isinstance(output, BadExample):
             return output
         try:
@@ -136,13 +141,13 @@ class Tokenizing:
                 if isinstance(decontaminator, Decontaminator)
                 else None
             )
-        except BadExample:  # reported when it is tokenized
+        except BadExample:  # it is reported when the example is tokenized
             return None
 
 
 def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
-    """Return token ids as they are stored; BadExample where they are no whole numbers,
-    or none of the vocabulary's.
+    """Return token ids in the stored form; BadExample if they are not whole numbers, or
+    not in the vocabulary.
     """
     try:
         ids = np.asarray(values)
@@ -154,6 +159,7 @@ def token_ids(values: Any, vocab_size: int | None) -> np.ndarray:
         raise BadExample(
             f"token ids: a list of whole numbers is needed, got {_short(values)}"
         )
+    # Without a known vocabulary, any id that an int32 can hold is accepted.
     outside = (ids < 0) | (ids >= (_MOST_TOKENS if vocab_size is None else vocab_size))
     if outside.any():
         position = int(outside.argmax())
@@ -171,19 +177,23 @@ def _short(value: Any) -> str:
 
 
 def _first_loss(mask: np.ndarray) -> int:
-    """Find the first token with loss; nothing predicts the first of an example."""
+    """Find the first token with loss, except the example's first, which nothing
+    predicts.
+    """
     return int(mask[1:].argmax()) + 1 if mask[1:].any() else NONE
 
 
 def write_arrays(
     path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
 ) -> None:
-    """Write flat arrays and a record of JSON into one file, under its name when it is whole."""
-    # One entry: safetensors writes several in any order.
+    """Write flat arrays and a JSON record into one file, which appears once it is
+    complete.
+    """
+    # A single entry, because safetensors writes several in any order.
     text = json.dumps({"sha256": _checksum(arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
-        # Not save_file: safetensors 0.8 writes under a name of its own first, and
-        # nobody sweeps what a kill leaves.
+        # Not save_file: safetensors 0.8 writes a file of its own naming first, which
+        # nobody would remove after a kill.
         temporary.write_bytes(save({**arrays}, {_RECORD: text}))
         os.replace(temporary, path)
         _WHOLE.add(_state(path))
@@ -198,7 +208,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> st
     return digest.hexdigest()
 
 
-# states of files that this process has written or compared
+# States of the files that this process has written or verified.
 _WHOLE: set[tuple[int, ...]] = set()
 
 
@@ -208,28 +218,29 @@ def _state(path: Path) -> tuple[int, ...]:
 
 
 def keep_whole(path: Path) -> bool:
-    """Tell whether a file of `write_arrays` is there and what was written; a damaged
-    one is removed, with a line.
+    """Return whether a file of `write_arrays` exists undamaged; a damaged one is
+    removed, with a message.
 
-    A file is read once a process.
+    Each process verifies a file only once.
     """
     if not path.is_file():
         return False
+    # Size, inode and time of change identify a file that was verified already.
     if (state := _state(path)) in _WHOLE:
         return True
     try:
         with safe_open(path, "numpy") as file:
             text = json.loads(file.metadata()[_RECORD])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        whole = _checksum(arrays, text["record"]) == text["sha256"]
+        is_whole = _checksum(arrays, text["record"]) == text["sha256"]
     except (OSError, ValueError, SafetensorError, KeyError, TypeError):
-        whole = False
-    if whole:
+        is_whole = False
+    if is_whole:
         _WHOLE.add(state)
     else:
         print(f"data: {path}: is damaged, and is written again", file=sys.stderr)
         path.unlink()
-    return whole
+    return is_whole
 
 
 class Shard:
@@ -250,7 +261,7 @@ class Shard:
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
-        """What was written beside the arrays."""
+        """The record that was written with the arrays."""
         try:
             record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])[
                 "record"

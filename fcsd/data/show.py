@@ -1,14 +1,13 @@
-"""Show people what is trained: the text of rows, with the tokens that carry loss
-marked.
+"""Show the text that is trained on: rows, with the tokens that carry loss marked.
 
     row 1 of 24: 3 examples, 62 of 64 tokens, 21 with loss
     -- example 1 of 3: 20 tokens, 7 with loss
     <|user|>0 + 1<|end|><|assistant|>[[1 is it<|end|>]]
 
-What is in double brackets has loss; on a terminal it is in reverse video instead.
-Special tokens are written out, padding is left out.
+Text in double brackets has loss; on a terminal it is in reverse video instead. Special
+tokens are written out, padding is left out.
 
-Not covered: what was left out of the rows (`fcsd.data.counts`).
+Not covered: examples that were left out of the rows (`fcsd.data.counts`).
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _BRACKETS, _REVERSE = ("[[", "]]"), ("\x1b[7m", "\x1b[0m")
 
 
 def check_number(number: int, name: str) -> None:
-    """Raise UserError where it is no number of rows to show; name: what the error calls it."""
+    """Raise UserError unless a number of rows is at least 1; name: of the setting."""
     if number < 1:
         raise UserError(f"{name}: {number}: a number of rows from 1 is needed")
 
 
 def print_rows(rows: Any, tokenizer: Any, number: int) -> None:
-    """Print the first `number` rows of a data set on stdout; all, where there are fewer."""
+    """Print the first `number` rows of a data set on stdout, or all if there are fewer."""
     marks = (
         _REVERSE
         if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
@@ -49,12 +48,13 @@ def print_rows(rows: Any, tokenizer: Any, number: int) -> None:
 def row_lines(
     rows: Any, index: int, tokenizer: Any, marks: tuple[str, str] = _BRACKETS
 ) -> Iterator[str]:
-    """Yield a row in lines for people: what it holds, and each of its examples. marks:
-    around tokens with loss.
+    """Yield the lines that show a row: a summary, and each of its examples.
+
+    marks: the texts around tokens with loss.
     """
     batch = Collator()([rows[index]])
     ids, positions = batch["input_ids"][0].numpy(), batch["position_ids"][0].numpy()
-    # each token is predicted at the position before it
+    # Targets are at the position before the token that they predict, hence the shift.
     has_loss = np.zeros(len(ids), bool)
     has_loss[1:] = next_token_targets(batch["labels"], batch["position_ids"])[0][
         0, :-1
@@ -65,15 +65,18 @@ def row_lines(
         f"row {index + 1} of {len(rows)}: {_number(len(begins) - 1, 'example')},"
         f" {num_tokens} of {len(ids)} tokens, {has_loss.sum()} with loss"
     )
-    whole = (
+    full_lengths = (
         [len(tokens) for tokens, _ in rows.examples_of(index)]
         if hasattr(rows, "examples_of")
         else []
     )
+    # A cut example is shorter in the row than in its shard.
     for example, (begin, end) in enumerate(pairwise(begins)):
         length = end - begin
         cut = (
-            f", cut from {whole[example]}" if whole and whole[example] > length else ""
+            f", cut from {full_lengths[example]}"
+            if full_lengths and full_lengths[example] > length
+            else ""
         )
         yield (
             f"-- example {example + 1} of {len(begins) - 1}:"
@@ -91,20 +94,21 @@ def _number(count: int, noun: str) -> str:
 def _marked(
     ids: list[int], has_loss: list[bool], tokenizer: Any, marks: tuple[str, str]
 ) -> str:
-    """Decode the tokens of an example, with marks around each run of them that has loss."""
-    text, end, before = "", 0, ""
+    """Decode the tokens of an example, with marks around each run of tokens with loss."""
+    text, end, earlier_text = "", 0, ""
     for marked, run in groupby(has_loss):
         end += len(list(run))
-        # A tokenizer may leave out the space at the beginning of what it decodes: so
-        # all of it is, and the new cut off.
+        # A tokenizer may drop the space at the beginning of a decoded text, so all
+        # tokens so far are decoded, and the new part is cut off.
         so_far = tokenizer.decode(
             ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        pairs = zip(before, so_far, strict=False)
+        pairs = zip(earlier_text, so_far, strict=False)
         new = so_far[
             sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :
         ]
-        before = so_far
+        earlier_text = so_far
+        # Control characters would change the terminal, so they are written as escapes.
         visible = "".join(
             char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1]
             for char in new

@@ -18,8 +18,8 @@ from fcsd.data.local import check_data, fresh_cache
 
 @dataclass(frozen=True)
 class GivenSource:
-    """Examples that a caller holds, with the keys of a `SourceConfig`. path: what
-    errors call them.
+    """Examples that a caller has loaded, with the keys of a `SourceConfig`. path: their
+    name in errors.
     """
 
     path: str
@@ -33,11 +33,11 @@ class GivenSource:
 
 Source = SourceConfig | GivenSource
 
-# begins what cannot be read file by file: train[:90%], train+test
+# In names of splits that cannot be read file by file: train[:90%], train+test
 _PART_OF_SPLIT = r"[\[+]"
 WHOLE_BYTES = 4 << 30
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-# Files that are not read, by their last ending -> how one that is read is made of them.
+# Endings of files that are not supported -> how to convert them into one that is.
 _CONVERTED = (
     "datasets.load_dataset({!r}, data_files=PATH, split='train').to_json('rows.jsonl')"
     " writes one"
@@ -52,19 +52,20 @@ _OTHER_FORMATS = {
 
 
 def columns_of(source: Source) -> Mapping[Any, str]:
-    """Return the meanings of the columns of a source that was opened: meaning -> name."""
+    """Return the columns of an opened source: meaning -> name."""
     assert source.columns is not None
     return source.columns
 
 
 def check_place(source: SourceConfig) -> None:
-    """Refuse, before anything is read, a file or folder that is not there, a kind of
-    file that is not read, and a split that a file does not have.
+    """Refuse, before anything is read, a missing file or folder, an unsupported kind of
+    file, and a split that a file does not have.
     """
     path = Path(source.path).expanduser()
     check_data(path)
     if path.is_dir():
         return
+    # A path with the ending of a data file is a file, even if it does not exist.
     if path.suffix in _FILE_FORMATS:
         if not path.is_file():
             raise UserError(
@@ -75,8 +76,9 @@ def check_place(source: SourceConfig) -> None:
                 f"data set {source.path}: no split {source.split!r}; a file has the"
                 " split 'train' only"
             )
+    # Known but unsupported formats get advice on how to convert them.
     elif path.exists() or path.suffix in _OTHER_FORMATS:
-        what = (
+        problem = (
             "a file of this kind is not read"
             if path.exists()
             else "no such file, nor is this kind read"
@@ -85,8 +87,8 @@ def check_place(source: SourceConfig) -> None:
             path.suffix, "a .jsonl file has one JSON object a line"
         )
         raise UserError(
-            f"data set {source.path}: {what}; {', '.join(_FILE_FORMATS)} files are, and"
-            f" folders in hub layout; {hint}"
+            f"data set {source.path}: {problem}; {', '.join(_FILE_FORMATS)} files are,"
+            f" and folders in hub layout; {hint}"
         )
     elif (
         path.is_absolute()
@@ -101,7 +103,7 @@ def check_place(source: SourceConfig) -> None:
 
 def check_source(source: SourceConfig) -> None:
     """Refuse, before a model is loaded, local data that cannot be read, are empty, or
-    lack a column; reads one row.
+    lack a column; one row is read.
     """
     check_place(source)
     if Path(source.path).expanduser().exists():
@@ -113,10 +115,10 @@ def check_source(source: SourceConfig) -> None:
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
-    """Load the examples of `source`, untouched but for `max_examples`.
+    """Load the examples of `source` as they are, at most `max_examples` of them.
 
-    Raises: UserError for a path, configuration or split that is not there, a missing
-    column, no examples.
+    Raises: UserError for a missing path, configuration, split or column, and if there
+    are no examples.
     """
     opened = open_source(source)
     limit = opened.settings.max_examples
@@ -125,11 +127,11 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
 
 @dataclass(frozen=True)
 class Opened:
-    """A source whose columns are known, and all its examples.
+    """A source whose columns have been identified, with all its examples.
 
-    files: names of the files that the examples are in, one a shard; empty where they
-    are not known. whole: all of it is tokenized, however few tokens a training needs:
-    it is here, and of no more than `WHOLE_BYTES`.
+    files: names of the files of the examples, one for each shard; empty if unknown.
+    whole: all of it is tokenized, however few tokens a training needs, because it is
+    small or on this machine already, or `max_examples` limits it.
     """
 
     settings: Source
@@ -143,7 +145,9 @@ class Opened:
 
 
 def open_source(source: Any) -> Opened:
-    """Open `source`; its first example tells what its columns mean. Raises as `load_source`."""
+    """Open `source`, and identify its columns by its first example. Raises as
+    `load_source`.
+    """
     if isinstance(source, GivenSource):
         return Opened(
             source, source.examples, isinstance(source.examples, datasets.Dataset)
@@ -154,6 +158,7 @@ def open_source(source: Any) -> Opened:
             opened = _open(source, None)
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
+            # Opened again where `datasets` would change values on reading.
             if columns and (
                 features := _as_written(opened.examples, columns.values(), first)
             ):
@@ -161,7 +166,7 @@ def open_source(source: Any) -> Opened:
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        # Where `datasets` wraps an error of its reader, that one says more.
+        # `datasets` wraps the errors of its readers, which are more specific.
         cause = (
             error.__cause__
             if isinstance(error, datasets.exceptions.DatasetGenerationError)
@@ -176,22 +181,23 @@ def open_source(source: Any) -> Opened:
 
 
 def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
-    """Open files one by one; a part of a split, and a data set of the Hub that is small
-    or here, as a whole.
+    """Open a source file by file; a part of a split, or a data set of the Hub that is
+    small or downloaded already, as a whole.
     """
     path, options = Path(source.path).expanduser(), {"features": features}
     if features is not None:
-        options["on_mixed_types"] = None  # of JSON files: an error, not texts in quotes
+        options["on_mixed_types"] = None  # JSON: raise instead of quoting
     if path.suffix in _FILE_FORMATS and not path.is_dir():
         options |= {
             "path": _FILE_FORMATS[path.suffix],
             "data_files": {"train": str(path)},
         }
     else:
-        here = path.is_dir()
-        options |= {"path": str(path) if here else source.path, "name": source.name}
-        options["revision"] = None if here else source.revision
+        is_local = path.is_dir()
+        options |= {"path": str(path) if is_local else source.path, "name": source.name}
+        options["revision"] = None if is_local else source.revision
     builder = datasets.load_dataset_builder(**options)
+    # A part such as train[:90%] is defined by rows, so files cannot be read one by one.
     is_part = re.search(_PART_OF_SPLIT, source.split) is not None
     if is_part or (
         not path.exists()
@@ -200,18 +206,20 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
         return Opened(
             source, datasets.load_dataset(**options, split=source.split), whole=True
         )
+    # Otherwise the data are streamed, so that only what is needed is read.
     examples = builder.as_streaming_dataset(split=source.split)
     files = (builder.config.data_files or {}).get(source.split, [])
     files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
+    # Only local files have a known size; a stream from the Hub counts as large.
     sizes = (
         sum(os.path.getsize(file) for file in files if os.path.isfile(file))
         if path.exists()
         else None
     )
-    whole = source.max_examples is not None or (
+    is_whole = source.max_examples is not None or (
         sizes is not None and sizes <= WHOLE_BYTES
     )
-    return Opened(source, examples, whole, files)
+    return Opened(source, examples, is_whole, files)
 
 
 def _says_small(builder: Any, source: SourceConfig) -> bool:
@@ -220,8 +228,8 @@ def _says_small(builder: Any, source: SourceConfig) -> bool:
 
 
 def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
-    """Return the first example, with all columns; files fail, or turn out to be empty,
-    when they are read.
+    """Return the first example, with all columns. Only reading shows that a file is
+    empty or cannot be read.
     """
     first: dict[str, Any] | None = next(iter(examples), None)
     if first is None:
@@ -239,18 +247,19 @@ def _as_written(
     """Return features that keep each value of these columns of JSON files as it is
     written; None: for other files.
 
-    `datasets` (5.2) gives a column the type of its values in the first 10 MB. Where one
-    further on has another type, all of that stretch becomes text: the number, and
-    quotes around every text beside it. As `Json` each value is kept, but for a text
-    that is JSON itself, such as "5"; so texts stay texts, and a number among them
-    cannot be read.
+    `datasets` (5.2) gives a column the type of its values in the first 10 MB. If a
+    later value has another type, all of that stretch becomes text: the number is
+    converted, and every text beside it gets quotes. As `Json`, each value is kept,
+    except a text that is JSON itself, such as "5"; so columns of text stay text, and a
+    number among them cannot be read.
 
-    first: the first example, which tells the types where the whole of a file has to be
-    read for them.
+    first: the first example, which shows the types where `datasets` would have to read
+    a whole file for them.
     """
     if examples.info.builder_name != "json":
         return None
     text, types = datasets.Value("string"), examples.features
+    # Files without a schema have no types until they have been read.
     names = first if types is None else types
     is_text = {
         name: isinstance(first[name], str) if types is None else types[name] == text

@@ -1,13 +1,13 @@
-"""Find the form in which a chat template takes a conversation, and what of it the
-template would leave out.
+"""Find the form in which a chat template accepts a conversation, and the parts of it
+that the template would leave out.
 
-Templates differ in what they read: arguments of a call as an object or as JSON text,
-contents as text or as parts, a developer's message or none. What a template does not
-read it leaves out without a word, so it is tried, with marks in place of all contents,
-once for each kind of conversation.
+Templates read different forms: arguments of a call as an object or as JSON text,
+contents as text or as parts, a developer's message or none. They silently leave out
+anything else, so each template is tried, with marks in place of all contents, once for
+each kind of conversation.
 
-Not covered: contents on whose words a template decides; text that an assistant says
-beside a call, and thoughts, which some templates leave out on purpose.
+Not covered: templates that decide by the words of a content; an assistant's text beside
+a call, and thoughts, which some templates leave out on purpose.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _TOOL = {
 
 @dataclass(frozen=True)
 class MessageForm:
-    """How a chat template takes messages.
+    """The form in which a chat template accepts messages.
 
-    developer, tool: the roles that such messages have. arguments: of a call, "object"
-    or "text". parts: contents are lists of parts. wrapped: tools are {"type":
-    "function", "function": …}, also where the data have the latter alone.
+    developer, tool: the roles of such messages. arguments: of a call, "object" or
+    "text". parts: contents are lists of parts. wrapped: tools are {"type": "function",
+    "function": …}, even if the data have only the function.
     """
 
     developer: str = "developer"
@@ -103,14 +103,17 @@ def _wrapped(tool: Mapping[str, Any]) -> dict[str, Any]:
 def message_form_of(
     tokenizer: Any, template: str, conversation: Conversation
 ) -> MessageForm | str:
-    """Return the form in which a template takes a conversation, or, after "its chat
-    template", why there is none.
+    """Return the form in which a template accepts a conversation, or the reason why
+    there is none, as the predicate of "its chat template".
 
-    template: the tokenizer's for such a conversation. Where the template refuses the
-    conversation in every form, the first one: its own error says why.
+    template: the tokenizer's for such a conversation. If it refuses the conversation in
+    every form, the first form is returned, and the template's own error will tell why.
     """
     messages, options = conversation.messages, conversation.options
+    # Options come from the data: one that fcsd sets itself, or that the template does
+    # not read, would change nothing.
     for name, value in options.items():
+        # These are set by fcsd in each call, so a value from the data would conflict.
         if name in {*inspect.signature(tokenizer.apply_chat_template).parameters} - {
             "documents",
             "kwargs",
@@ -135,6 +138,7 @@ def message_form_of(
             "data: the chat template writes no thoughts, which messages of the data"
             " have: they are not learned"
         )
+    # JSON text can be hashed, which the cache of tried templates needs.
     probe = json.dumps(_probe(messages), default=str)
     kinds = {_is_wrapped(tool) for tool in conversation.tools or ()}
     tools = json.dumps(
@@ -156,9 +160,8 @@ def _tell_once(text: str) -> None:
 
 
 def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Put marks in place of contents, calls, and ids: what is the same for
-    conversations of one kind.
-    """
+    """Replace contents, calls and ids by marks; conversations of one kind become equal."""
+    # Equal ids stay equal, since a template may look up the call of an answer.
     ids: dict[str, str] = {}
     probe = []
     for index, message in enumerate(messages):
@@ -186,10 +189,10 @@ def _marked_call(
 ) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     has_some = bool(json.loads(arguments) if isinstance(arguments, str) else arguments)
-    given = {f"Qkey{number}Q": f"Qvalue{number}Q"} if has_some else {}
+    probe_arguments = {f"Qkey{number}Q": f"Qvalue{number}Q"} if has_some else {}
     marked = {
         "type": call["type"],
-        "function": {"name": f"Qname{number}Q", "arguments": given},
+        "function": {"name": f"Qname{number}Q", "arguments": probe_arguments},
     }
     if isinstance(call_id := call.get("id"), str):
         marked["id"] = ids.setdefault(call_id, f"call{len(ids):05}")
@@ -200,16 +203,19 @@ def _marked_call(
 def _tried(
     tokenizer: Any, template: str, probe: str, given_tools: str, options: str
 ) -> MessageForm | str | None:
-    """Return the first form in which everything of the probe is written, else what is
-    missing in the best one; None where the template refuses all of them.
+    """Return the first form in which the template writes everything of the probe, else
+    the parts that the best form leaves out; None: the template refuses all forms.
+
+    The arguments are JSON text, so that the result can be cached.
     """
     from jinja2 import TemplateError
 
     messages, tools = json.loads(probe), json.loads(given_tools) or None
-    said = [
+    assistant_contents = [
         message["content"] for message in messages if message["role"] == "assistant"
     ]
     best: tuple[Any, ...] | None = None
+    # The first form that loses nothing is taken, since the data's own form comes first.
     for form in _candidates(template, messages, tools or ()):
         try:
             text = tokenizer.apply_chat_template(
@@ -224,7 +230,10 @@ def _tried(
         missing = _missing(messages, text, form)
         if tools and text.count("Qtool") < len(tools):
             missing.append("does not write every tool")
-        rank = len(missing), sum(content not in text for content in said)
+        # Text of the assistant may be left out on purpose: it only decides between
+        # forms.
+        rank = len(missing), sum(content not in text for content in assistant_contents)
+        # The best form is kept for the error, which names what it leaves out.
         if best is None or rank < best[0]:
             best = rank, form, missing
         if rank == (0, 0):
@@ -243,16 +252,17 @@ def _tried(
 def _candidates(
     template: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
 ) -> Iterator[MessageForm]:
-    """Yield the forms to try, that of the data first."""
+    """Yield the forms to try, beginning with that of the data."""
     roles = {message["role"] for message in messages}
-    others = [
+    tool_roles = [
         role
         for role in ROLES
         if ROLES[role] == "tool" and role != "tool" and _names(template, role)
     ]
+    # Only the choices that matter for these messages are varied.
     choices = itertools.product(
         ("developer", "system") if "developer" in roles else ("developer",),
-        ("tool", *others) if "tool" in roles else ("tool",),
+        ("tool", *tool_roles) if "tool" in roles else ("tool",),
         (
             ("object", "text")
             if any(message.get("tool_calls") for message in messages)
@@ -271,10 +281,11 @@ def _names(template: str, role: str) -> bool:
 def _missing(
     messages: Sequence[Mapping[str, Any]], text: str, form: MessageForm
 ) -> list[str]:
-    """List what the text of a probe does not have, or has in the wrong way."""
+    """List the parts of a probe that its text lacks, or has in a wrong form."""
     missing = []
     for message in messages:
         content = message["content"]
+        # A template may print the list of parts itself instead of reading it.
         is_printed = form.parts and (
             f"'text': '{content}" in text or f'"text": "{content}' in text
         )

@@ -1,11 +1,11 @@
-"""Where a model's thoughts end and its answer begins: the one place that knows how the
-families mark it.
+"""Separate a model's thoughts from its answer; only this module knows the markers of
+the families.
 
-What a family writes is read from its chat template; where that is silent, from the
-tokens that its tokenizer has. Markers can be special tokens (gpt-oss, Mistral), which
-decoding removes by default: `Thoughts.decode` keeps them.
+A family's markers are found in its chat template, or else among the tokens of its
+tokenizer. Markers can be special tokens (gpt-oss, Mistral), which decoding removes by
+default: `Thoughts.decode` keeps them.
 
-Not covered: tool calls, which are no answer; a model that thinks without any marker.
+Not covered: tool calls, which are not answers; models that think without any marker.
 """
 
 import re
@@ -18,11 +18,11 @@ END_OF_PROMPT = 32  # tokens; a template may open the thoughts in the last of th
 
 @dataclass(frozen=True)
 class Markers:
-    """How a family marks thoughts.
+    """The markers of a family's thoughts.
 
-    begin: what opens them. end: a regular expression; the answer follows its last
-    match. stop: a regular expression of what ends the answer. tokens: further markers,
-    which decoding has to keep. wrapper: what the answer stands between. always: the
+    begin: the text that opens them. end: a regular expression; the answer follows its
+    last match. stop: a regular expression for the end of the answer. tokens: further
+    markers, which decoding must keep. wrapper: the texts around the answer. always: the
     template cannot ask for answers without markers.
     """
 
@@ -75,7 +75,7 @@ _RECIPIENTS = Markers(
     ("<|message|>", "<|start|>", "<|eom|>", "<|eot|>"),
     always=True,
 )
-# Harmony from a program that took the special tokens out.
+# Harmony without its special tokens, as some programs return it.
 _BARE_HARMONY = Markers("\0", r"\Aanalysis.*?assistantfinal")
 _FAMILIES = (
     _HARMONY,
@@ -99,9 +99,7 @@ _WRAPPERS = (
 
 
 def markers_in(text: str) -> Markers | None:
-    """Return the markers that a chat template or an answer holds; None where it holds
-    none that is known.
-    """
+    """Return the markers in a chat template or an answer; None: no known ones."""
     markers: Markers | None = next(
         (
             family
@@ -110,6 +108,7 @@ def markers_in(text: str) -> Markers | None:
         ),
         None,
     )
+    # Unlisted families often use XML-like tags, whose name is taken as it occurs.
     if markers is None and (
         tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)
     ):
@@ -122,16 +121,14 @@ def markers_in(text: str) -> Markers | None:
 
 
 def answer_in(text: str) -> str:
-    """Cut the thoughts off an answer of a model that is not known, by whichever markers
-    it holds.
-    """
+    """Cut the thoughts off an answer of an unknown model, by the markers in it."""
     bare = re.match(_BARE_HARMONY.end, text, re.DOTALL) is not None
     return answer_after(text, _BARE_HARMONY if bare else markers_in(text) or _THINK)
 
 
 def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
-    """Return what follows the thoughts; "" where they never end, all of the text where
-    there are none.
+    """Return the text after the thoughts: "" if they never end, all of it if there are
+    none.
 
     opened: the prompt has begun the thoughts.
     """
@@ -139,10 +136,12 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
     if not ends:
         return "" if opened or _begins(text, markers) else text
     answer = text[ends[-1].end() :].lstrip()
+    # Harmony and its like: further channels may follow the answer.
     if markers.stop != r"\Z":
         return re.split(markers.stop, answer, maxsplit=1)[0].rstrip()
     if _begins(answer, markers):
         return ""
+    # The wrapper may be unclosed in an answer that was cut off.
     if markers.wrapper is not None and answer.startswith(markers.wrapper[0]):
         answer = answer.removeprefix(markers.wrapper[0]).rpartition(markers.wrapper[1])[
             0
@@ -152,8 +151,8 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
 
 
 def _begins(text: str, markers: Markers) -> bool:
-    """Whether thoughts are opened in it, at the beginning of a line: prose and programs
-    may quote a marker.
+    """Return whether a text opens thoughts at the beginning of a line; elsewhere, prose
+    and programs may quote a marker.
     """
     if markers.always:
         return markers.begin in text
@@ -161,17 +160,18 @@ def _begins(text: str, markers: Markers) -> bool:
 
 
 class Thoughts:
-    """The thoughts of the model that a tokenizer belongs to."""
+    """Finds the thoughts in texts of the model that a tokenizer belongs to."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         added = {
-            int(place): token for place, token in tokenizer.added_tokens_decoder.items()
+            int(token_id): token
+            for token_id, token in tokenizer.added_tokens_decoder.items()
         }
         self.markers = markers_of(tokenizer, map(str, added.values()))
         special = {
-            place: str(token)
-            for place, token in added.items()
+            token_id: str(token)
+            for token_id, token in added.items()
             if getattr(token, "special", True)
         }
         special |= dict(
@@ -183,22 +183,23 @@ class Thoughts:
         )
         self.special = frozenset(special.values())
         literal = self.markers.literal
-        self.marks = {place for place, text in special.items() if text in literal}
+        self.marks = {token_id for token_id, text in special.items() if text in literal}
         self.hidden = special.keys() - self.marks
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether a prompt ends where thoughts have begun."""
+        """Return whether a prompt ends with the beginning of thoughts."""
         return prompt.rstrip().endswith(self.markers.begin)
 
     def are_in(self, prompt: str, asked: bool) -> bool:
-        """Whether the answer to a prompt has thoughts: they are asked for, or this
-        template cannot leave them out.
+        """Return whether the answer to a prompt has thoughts: they are asked for, or
+        the template cannot leave them out.
         """
         return asked or self.markers.always or self.opened_by(prompt)
 
     def ends_of_text(self, stop: Iterable[str]) -> list[str]:
-        """Return the stop strings at which an answer with thoughts may end while it is
-        written: special tokens, which thoughts do not hold."""
+        """Return the stop strings at which the generation of an answer with thoughts
+        may end: special tokens, which do not occur in thoughts.
+        """
         return [
             word
             for word in stop
@@ -211,12 +212,13 @@ class Thoughts:
             return str(
                 self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
             )
+        # Decoding cannot skip only some special tokens, so these are removed before it.
         visible = [token for token in tokens if token not in self.hidden]
         return str(self.tokenizer.decode(visible, skip_special_tokens=False, **options))
 
     def without_special(self, text: str) -> str:
-        """Take the special tokens out of a text that was decoded with them, but those
-        that mark thoughts.
+        """Remove the special tokens from a text that was decoded with them, except
+        those that mark thoughts.
         """
         for token in self.special:
             if token not in self.markers.literal:
@@ -224,37 +226,39 @@ class Thoughts:
         return text
 
     def answer(self, text: str, prompt: str = "") -> str:
-        """Return what follows the thoughts in the answer to a prompt, as `answer_after`."""
+        """Return the text after the thoughts in the answer to a prompt, as
+        `answer_after`.
+        """
         return answer_after(text, self.markers, self.opened_by(prompt))
 
     def streamed(self, pieces: Iterable[str], prompt: str) -> Iterator[str]:
-        """Yield the answer in a text that comes in pieces, as soon as it is certain to
-        be of the answer.
+        """Yield the answer from a text that arrives in pieces; each part as soon as it
+        certainly belongs to the answer.
         """
+        # Text that could still turn out to be a marker is held back.
         text, length = "", 0
         for piece in pieces:
             text += piece
             answer = self.answer(text, prompt)
-            sure = answer[: len(answer) - self._uncertain(answer, answer == text)]
-            if len(sure) > length:
-                yield sure[length:]
-                length = len(sure)
+            certain = answer[: len(answer) - self._uncertain(answer, answer == text)]
+            if len(certain) > length:
+                yield certain[length:]
+                length = len(certain)
         answer = self.answer(text, prompt)
         if len(answer) > length:
             yield answer[length:]
 
-    def _uncertain(self, answer: str, whole: bool) -> int:
-        """Count the characters at the end of which a marker may become, or white space
-        that may be taken off.
+    def _uncertain(self, answer: str, is_all_text: bool) -> int:
+        """Count the characters at the end that may become a marker, or white space that
+        may be stripped.
 
-        whole: the answer is all that was written so far, so that thoughts may still
-        begin.
+        is_all_text: the answer is all text so far, so thoughts may still begin.
         """
-        # A reply is short enough to be read again with every piece.
+        # A reply is short enough to be searched again with every piece.
         begin = self.markers.begin
-        if whole and self.markers.always:
+        if is_all_text and self.markers.always:
             return len(answer)
-        if whole and begin.startswith(answer.strip()):
+        if is_all_text and begin.startswith(answer.strip()):
             return len(answer)
         words = [
             begin,
@@ -263,17 +267,17 @@ class Thoughts:
         ]
         words += self.markers.wrapper or ()
         begun = (
-            n
+            length
             for word in words
-            for n in range(1, len(word))
-            if answer.endswith(word[:n])
+            for length in range(1, len(word))
+            if answer.endswith(word[:length])
         )
         return max(begun, default=len(answer) - len(answer.rstrip()))
 
 
 def markers_of(tokenizer: Any, added: Iterable[str]) -> Markers:
-    """Return the markers of a family: those in its chat template, else among its
-    tokens, else `</think>`.
+    """Return the markers of a family: those in its chat template, or else among its
+    tokens, or else `</think>`.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
     text = (

@@ -1,8 +1,8 @@
-"""Find what the assistant says in a conversation that a chat template has written.
+"""Find the assistant's text in a conversation that a chat template has written.
 
-It says what stands between the opening of its turn, which a prompt ends with, and the
-end of it, which is the last that a model must write to stop. Where a turn has no end of
-its own, as in GLM-4.5, that is the token with which the next role begins.
+It reaches from the opening of the assistant's turn, with which a prompt ends, to the
+end of the turn, which a model must write to stop. Where a turn has no end of its own,
+as in GLM-4.5, the end is the token with which the next role begins.
 
 Not covered: templates that write one message in several places, or only a part of one;
 their examples are refused.
@@ -20,13 +20,14 @@ from fcsd.data.marks import PRIVATE, TAG, MarkedChat, Message, Render, UnclearTu
 
 @dataclass(frozen=True)
 class TurnForm:
-    """How a template writes turns, as an exchange of three messages shows.
+    """The form of turns in a template, found by an exchange of three messages.
 
-    opening: what it adds for `add_generation_prompt`. header: as much of it as earlier
-    turns of the assistant have, too. end: what ends a turn that others follow, "" where
-    the next one does. ends: whether a turn that nothing follows has an end; None: not
-    known, as the template refuses the exchange. always_open: whether it opens a turn of
-    the assistant behind any conversation. tokens: matches what is never cut.
+    opening: the text added for `add_generation_prompt`. header: as much of it as
+    earlier turns of the assistant have, too. end: the text that ends a turn before
+    another one; "": the next turn does. ends: whether the last turn has an end; None:
+    unknown, because the template refuses the exchange. always_open: whether the
+    template opens a turn of the assistant after any conversation. tokens: matches texts
+    that are never cut.
     """
 
     opening: str = ""
@@ -37,9 +38,9 @@ class TurnForm:
     tokens: re.Pattern[str] = TAG
 
     def opened(self, prompt: str, written: str) -> int | None:
-        """Return how much of what is `written` before an answer belongs to the
-        `prompt`, which both follow on the same text; None: it lacks the opening of the
-        assistant's turn.
+        """Return how much of the text `written` before an answer belongs to the
+        `prompt`, where both follow the same text; None: the opening of the assistant's
+        turn is missing.
         """
         number = _shared(prompt, written, self.tokens)
         if number == len(written):
@@ -50,40 +51,46 @@ class TurnForm:
                 if number >= len(prompt) - len(self.opening) + len(self._least)
                 else None
             )
-        # Thoughts that are only opened in the last turn.
-        before = prompt.removesuffix(self.opening.removeprefix(self.header))
-        number = _shared(before, written, self.tokens)
+        # A template may open thoughts in the last turn only.
+        prompt_header = prompt.removesuffix(self.opening.removeprefix(self.header))
+        number = _shared(prompt_header, written, self.tokens)
         return (
             self.behind_header(written, number)
-            if written.startswith(before.rstrip())
+            if written.startswith(prompt_header.rstrip())
             else None
         )
 
-    def behind_header(self, text: str, place: int) -> int:
-        """Return where the header that may stand at a place ends."""
+    def behind_header(self, text: str, position: int) -> int:
+        """Return the end of the header at a position, or the position if there is none."""
         return (
-            place + len(self.header) if text.startswith(self.header, place) else place
+            position + len(self.header)
+            if text.startswith(self.header, position)
+            else position
         )
 
     def leaves_open(self, text: str, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether what ends a turn stands behind one of these parts of a text, or nowhere."""
+        """Whether the end of a turn lies behind one of these spans, or is missing."""
         if not self.end:
             return self.ends is False
         for _, end in spans:
-            place = len(text) - len(text[end:].lstrip())
-            is_in_span = any(begin <= place < end for begin, end in spans)
+            position = len(text) - len(text[end:].lstrip())
+            is_in_span = any(begin <= position < end for begin, end in spans)
             is_written = text[:end].rstrip().endswith(self.end)
-            if text.startswith(self.end, place) and not is_in_span and not is_written:
+            if (
+                text.startswith(self.end, position)
+                and not is_in_span
+                and not is_written
+            ):
                 return True
         return False
 
-    def token(self, text: str, place: int) -> int | None:
-        """Return the end of the token that begins at a place, behind white space."""
-        token = self.tokens.match(text, len(text) - len(text[place:].lstrip()))
+    def token(self, text: str, position: int) -> int | None:
+        """Return the end of the token at a position, after white space; None: no token."""
+        token = self.tokens.match(text, len(text) - len(text[position:].lstrip()))
         return token.end() if token else None
 
     def ends_with_token(self, text: str) -> bool:
-        """Whether the last that is written is a token."""
+        """Whether a text ends with a token."""
         return any(token.end() == len(text) for token in self.tokens.finditer(text))
 
     @property
@@ -94,15 +101,18 @@ class TurnForm:
 
 
 def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
-    """Read the form of turns off a template. tokens: texts that the tokenizer takes as
-    one token.
+    """Find the form of turns in a template. tokens: texts that are single tokens of the
+    tokenizer.
     """
+    # Longer tokens first: a regular expression takes the first alternative that
+    # matches.
     longest_first = sorted(
         (token for token in tokens if token.strip() and not TAG.fullmatch(token)),
         key=len,
     )[::-1]
     pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
-    user, assistant, again = PRIVATE[-3:]
+    user, assistant, follow_up = PRIVATE[-3:]
+    # Some templates accept contents only as lists of parts.
     for as_parts in (False, True):
         exchange = [
             {
@@ -112,26 +122,47 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
             for role, text in (
                 ("user", user),
                 ("assistant", assistant),
-                ("user", again),
+                ("user", follow_up),
             )
         ]
         try:
-            asked, opened = render(exchange[:1], False), render(exchange[:1], True)
-            answered, whole = render(exchange[:2], False), render(exchange, False)
+            question_text, opened_text = (
+                render(exchange[:1], False),
+                render(exchange[:1], True),
+            )
+            answer_text, exchange_text = (
+                render(exchange[:2], False),
+                render(exchange, False),
+            )
         except UserError:
             continue
-        parts = re.fullmatch(f".*{user}(.*){assistant}(.*){again}.*", whole, re.DOTALL)
-        if parts is not None and assistant in answered and user in asked:
+        parts = re.fullmatch(
+            f".*{user}(.*){assistant}(.*){follow_up}.*", exchange_text, re.DOTALL
+        )
+        if parts is not None and assistant in answer_text and user in question_text:
             break
     else:
         return TurnForm(tokens=pattern)
-    before, after = parts.groups()
-    tail, closing = answered.rpartition(assistant)[2], asked.rpartition(user)[2]
-    opening = opened[len(asked) :] if opened.startswith(asked) else ""
-    behind = before[_shared(closing, before, pattern) :]
-    header = behind[: _shared(opening, behind, pattern)] if opening else behind
-    after = after.lstrip()
-    end = after[: _shared(tail.strip(), after, pattern)].strip()
+    before_answer, after_answer = parts.groups()
+    tail, closing = (
+        answer_text.rpartition(assistant)[2],
+        question_text.rpartition(user)[2],
+    )
+    # The text common to the closing of the question and to the text before the answer
+    # belongs to the user's turn; the remainder opens the assistant's.
+    opening = (
+        opened_text[len(question_text) :]
+        if opened_text.startswith(question_text)
+        else ""
+    )
+    turn_header = before_answer[_shared(closing, before_answer, pattern) :]
+    header = (
+        turn_header[: _shared(opening, turn_header, pattern)]
+        if opening
+        else turn_header
+    )
+    after_answer = after_answer.lstrip()
+    end = after_answer[: _shared(tail.strip(), after_answer, pattern)].strip()
     form = TurnForm(
         opening,
         header if header.strip() else "",
@@ -140,26 +171,27 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
         False,
         pattern,
     )
-    if not end and (token := form.token(after, 0)):
-        # It ends turns unless it is what a user's turn begins with, as in GLM-4.5.
+    if not end and (token := form.token(after_answer, 0)):
+        # The token ends turns, unless a user's turn begins with it, as in GLM-4.5.
         ends_turns = (
-            after[:token] in before or after[:token] not in asked.partition(user)[0]
+            after_answer[:token] in before_answer
+            or after_answer[:token] not in question_text.partition(user)[0]
         )
-        return replace(form, end=after[:token].strip() if ends_turns else "")
+        return replace(form, end=after_answer[:token].strip() if ends_turns else "")
     closed = pattern.search(closing)
-    if asked == opened and closed and closed[0] in end:
+    if question_text == opened_text and closed and closed[0] in end:
         return replace(form, end=closed[0], always_open=True)
     return form
 
 
 class WrittenChat:
-    """A conversation as a template writes it: `text`, and from where to where each
-    answer goes.
+    """A conversation as a template writes it: its `text`, and the `spans` of the
+    answers.
 
-    continues: whether what is written of its beginnings is the beginning of what is
-    written of all. unstopped: whether there is an answer after which nothing could end
-    it. stop: what the text ends with, as the template leaves the last turn open; "":
-    whatever ends texts; None: nothing, it has an end.
+    continues: whether the text of each beginning of the conversation is a beginning of
+    the whole text. unstopped: whether an answer has no token that could end it. stop:
+    the text appended because the template leaves the last turn open; "": the
+    tokenizer's end of text; None: nothing, the turn has an end.
     """
 
     def __init__(
@@ -182,7 +214,7 @@ class WrittenChat:
             self.spans[-1] = self.spans[-1][0], len(self.text)
 
     def _spans(self, index: int) -> list[tuple[int, int]]:
-        """Return where an answer goes: one span, or several around what tools answer to
+        """Return the spans of an answer: one, or several around the answers of tools to
         its calls (Gemma 4).
         """
         chat = self._chat
@@ -190,20 +222,26 @@ class WrittenChat:
             raise UnclearTurnError(f"it does not write '{lost}' of message {index + 1}")
         opened = self._written(index, True) if index else None
         pieces = chat.pieces(index)
+        # An answer without text of its own: its position is the end of the opened
+        # prompt.
         if not pieces:
             if opened is None or not chat.text.startswith(opened):
                 if self._is_left_out(index):
                     return []
                 raise UnclearTurnError(f"it does not show where message {index + 1} is")
             pieces = [(len(opened), len(opened))]
-        spans = [(place, self._end(index, end, opened)) for place, end in pieces]
+        spans = [(position, self._end(index, end, opened)) for position, end in pieces]
         spans[0] = self._begin(index, pieces[0][0], opened), spans[0][1]
-        between = chat.owners(spans[0][0], spans[-1][1]) - {index}
-        within = any(chat.owners(begin, end) - {index} for begin, end in spans)
+        # Another message's text inside a span would get loss; only tools' answers may
+        # lie between spans.
+        owners_within = chat.owners(spans[0][0], spans[-1][1]) - {index}
+        has_foreign_text = any(
+            chat.owners(begin, end) - {index} for begin, end in spans
+        )
         if (
-            within
+            has_foreign_text
             or spans[0][0] > pieces[0][0]
-            or {chat.messages[i]["role"] for i in between} - {"tool"}
+            or {chat.messages[i]["role"] for i in owners_within} - {"tool"}
         ):
             raise UnclearTurnError(f"it writes message {index + 1} within another one")
         return [
@@ -212,7 +250,7 @@ class WrittenChat:
         ]
 
     def _written(self, number: int, opened: bool) -> str | None:
-        """Write the first messages, marked; None: the template refuses to."""
+        """Write the first messages, with marks; None: the template refuses them."""
         try:
             return self._render(self._chat.messages[:number], opened)
         except UserError:
@@ -220,100 +258,107 @@ class WrittenChat:
 
     def _is_left_out(self, index: int) -> bool:
         """Whether the template writes the same without a message."""
-        others = [
+        other_messages = [
             message for i, message in enumerate(self._chat.messages) if i != index
         ]
         try:
-            return bool(others) and self._render(others, False) == self._chat.text
+            return (
+                bool(other_messages)
+                and self._render(other_messages, False) == self._chat.text
+            )
         except UserError:
             return False
 
-    def _begin(self, index: int, place: int, opened: str | None) -> int:
-        """Return where the assistant begins to say what has its first text at a place."""
-        text, form, left = (
+    def _begin(self, index: int, position: int, opened: str | None) -> int:
+        """Return the beginning of an answer whose first text is at a position."""
+        text, form, previous_end = (
             self._chat.text,
             self._form,
-            self._chat.end_before(index, place),
+            self._chat.end_before(index, position),
         )
         if (
             opened is not None
             and text.startswith(opened)
-            and left <= len(opened) <= place
+            and previous_end <= len(opened) <= position
         ):
             is_open = form.opening and opened.endswith(form.opening)
             return (
                 len(opened)
                 if is_open
-                else form.behind_header(text[:place], len(opened))
+                else form.behind_header(text[:position], len(opened))
             )
+        # The template has written earlier turns in another way: look for the opening of
+        # the turn between the previous message's text and this one's.
         self.continues = False
         last = None if opened is None else self._chat.last_mark(opened)
         if (
             opened is not None
             and last is not None
-            and opened[last] == text[left - 1 : left]
+            and opened[last] == text[previous_end - 1 : previous_end]
         ):
-            number = form.opened(opened[last + 1 :], text[left:place])
+            number = form.opened(opened[last + 1 :], text[previous_end:position])
             if number is not None:
-                return left + number
+                return previous_end + number
         for opening in filter(None, (form.opening, form.header, form.opening.strip())):
-            if (begin := text.rfind(opening, left, place)) >= 0:
+            if (begin := text.rfind(opening, previous_end, position)) >= 0:
                 return begin + len(opening)
         called = bool(self._chat.messages[index].get("tool_calls"))
         if (index and (form.opening or form.header or form.ends is None)) or called:
             raise UnclearTurnError(f"it does not show where message {index + 1} begins")
-        return place
+        return position
 
-    def _end(self, index: int, place: int, opened: str | None) -> int:
-        """Return where what has its last text before a place ends, with the end of its turn."""
+    def _end(self, index: int, position: int, opened: str | None) -> int:
+        """Return the end of an answer whose last text ends at a position, including the
+        end of its turn.
+        """
         text, form = self._chat.text, self._form
-        right = self._chat.begin_after(index, place)
-        if form.always_open and (end := text.find(form.end, place, right)) >= 0:
+        next_begin = self._chat.begin_after(index, position)
+        if form.always_open and (end := text.find(form.end, position, next_begin)) >= 0:
             return end + len(form.end)
         if index + 1 == self._number:
-            ends = bool(text[place:].strip()) if form.ends is None else form.ends
-            if not ends and not (form.end and form.end in text[place:]):
-                self._leave_open(text, place)
+            ends = bool(text[position:].strip()) if form.ends is None else form.ends
+            if not ends and not (form.end and form.end in text[position:]):
+                self._leave_open(text, position)
             return len(text)
-        tail, is_last = self._tail(index, place, opened)
-        rest = text[place:right]
-        number = _shared(tail, rest, form.tokens)
-        if form.end and form.end in rest[:number]:
-            end = rest.rfind(form.end, 0, number) + len(form.end)
-            return place + number - len(rest[end:number].lstrip())
+        tail, is_last = self._tail(index, position, opened)
+        following = text[position:next_begin]
+        number = _shared(tail, following, form.tokens)
+        if form.end and form.end in following[:number]:
+            end = following.rfind(form.end, 0, number) + len(form.end)
+            return position + number - len(following[end:number].lstrip())
         if (
             is_last
             and form.ends is not False
             and tail.strip()
             and not tail[number:].strip()
         ):
-            return place + number
-        if form.end and (end := rest.find(form.end, number)) >= 0:
-            return place + end + len(form.end)
-        token = form.token(rest, number)
-        # Where nothing stands between this text and the next one, the turn goes on.
+            return position + number
+        if form.end and (end := following.find(form.end, number)) >= 0:
+            return position + end + len(form.end)
+        token = form.token(following, number)
+        # If nothing lies between this text and the next one, the turn continues.
         self.unstopped |= (
-            bool(rest)
+            bool(following)
             and token is None
-            and not form.ends_with_token(rest[:number].rstrip())
+            and not form.ends_with_token(following[:number].rstrip())
         )
-        return place + (token or number)
+        return position + (token or number)
 
-    def _tail(self, index: int, place: int, opened: str | None) -> tuple[str, bool]:
-        """Return what stands behind a text of a message where nothing follows it, and
-        whether it is its last text.
+    def _tail(self, index: int, position: int, opened: str | None) -> tuple[str, bool]:
+        """Return the text behind a text of a message where no message follows, and
+        whether that is the message's last text.
         """
-        whole = self._written(index + 1, False)
-        if whole is None:
+        ended_text = self._written(index + 1, False)
+        if ended_text is None:
             return "", True
-        self.continues &= self._chat.text.startswith(whole)
+        self.continues &= self._chat.text.startswith(ended_text)
         if not self._chat.pieces(index):
-            return whole[len(opened or "") :], True
-        behind = whole.rpartition(self._chat.text[place - 1])[2]
+            return ended_text[len(opened or "") :], True
+        behind = ended_text.rpartition(self._chat.text[position - 1])[2]
         end = self._chat.first_mark(behind)
         return behind[:end], end is None
 
-    def _leave_open(self, text: str, place: int) -> None:
+    def _leave_open(self, text: str, position: int) -> None:
         """End the last turn with the token with which the next role would begin."""
         self.stop, mark, last = "", PRIVATE[-1], self._chat.messages[-1]
         content = (
@@ -321,6 +366,7 @@ class WrittenChat:
             if isinstance(last["content"], list)
             else mark
         )
+        # A further message is rendered to see which token the template puts before it.
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
                 written = self._render(
@@ -331,23 +377,23 @@ class WrittenChat:
             longer = written.partition(mark)[0]
             behind = self._chat.last_mark(longer)
             begin = (
-                place
-                if longer.startswith(text[:place]) or behind is None
+                position
+                if longer.startswith(text[:position]) or behind is None
                 else behind + 1
             )
-            number = _shared(text[place:], longer[begin:], self._form.tokens)
+            number = _shared(text[position:], longer[begin:], self._form.tokens)
             if (token := self._form.token(longer, begin + number)) is not None:
                 self.stop = longer[begin + number : token].strip()
                 return
 
 
-def _shared(text: str, other: str, tokens: re.Pattern[str]) -> int:
-    """Count the characters with which both texts begin, without a token that only one
-    of them has.
+def _shared(text: str, other_text: str, tokens: re.Pattern[str]) -> int:
+    """Count the characters that both texts have in common at the beginning, without
+    cutting a token of either.
     """
-    pairs = enumerate(zip(text, other, strict=False))
-    number = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other)))
-    for written in (text, other):
+    pairs = enumerate(zip(text, other_text, strict=False))
+    number = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other_text)))
+    for written in (text, other_text):
         for token in tokens.finditer(written):
             if token.start() < number < token.end():
                 number = token.start()

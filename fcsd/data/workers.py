@@ -1,6 +1,6 @@
-"""Do pieces of work in other processes, with results in the order of the pieces.
+"""Run work on pieces in other processes, with results in the order of the pieces.
 
-Not covered: machines without fork, where the work is done in this process.
+Not covered: machines without fork, where this process does the work.
 """
 
 import gc
@@ -23,8 +23,8 @@ _work: Callable[[Any], Any]  # of a worker, which has one for its life
 
 
 def default_workers() -> int:
-    """Return how many processes tokenize: one for each core, eight at most; the ranks
-    wait for them.
+    """Return the number of processes that tokenize: one per core, eight at most. The
+    ranks are waiting meanwhile, so the cores are free.
     """
     cores = (
         len(os.sched_getaffinity(0))
@@ -37,27 +37,30 @@ def default_workers() -> int:
 def in_order(
     work: Callable[[Any], Any], pieces: Iterator[Any], num_workers: int
 ) -> Generator[tuple[Any, Any]]:
-    """Yield piece and `work(piece)` of every piece, in their order.
+    """Yield each piece with `work(piece)`, in the order of the pieces.
 
-    The workers are forks: `work` may be any function, and sees what this process has
-    now. A single piece, or fewer than two workers, is work for this process. Raises
-    UserError: a worker has ended, or `work` has raised it.
+    The workers are forks: `work` may be any function, and has access to the current
+    state of this process. This process does the work itself if there is a single piece,
+    or fewer than two workers. Raises UserError: a worker has ended, or `work` raised
+    it.
     """
     first = [
         piece for piece in (next(pieces, None), next(pieces, None)) if piece is not None
     ]
-    # a daemon has no children
+    # A daemon process must not have children.
     alone = multiprocessing.current_process().daemon or not hasattr(os, "fork")
     if num_workers < 2 or len(first) < 2 or alone:
         for piece in itertools.chain(first, pieces):
             yield piece, work(piece)
         return
+    # Forks inherit the tokenizer, which need not be pickled.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
         num_workers, context, initializer=_begin, initargs=(work, os.getpid())
     )
     waiting: deque[tuple[Any, Future[Any]]] = deque()
     try:
+        # A bounded queue keeps the pieces in memory few.
         for piece in itertools.chain(first, pieces):
             waiting.append((piece, _submit(pool, piece)))
             if len(waiting) > num_workers:
@@ -78,8 +81,8 @@ def in_order(
 
 def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; the child runs no code that takes
-        # their locks.
+        # Python 3.12 warns about forks of processes with threads; the child runs no
+        # code that takes their locks.
         warnings.simplefilter("ignore", DeprecationWarning)
         return pool.submit(_do, piece)
 
@@ -87,7 +90,8 @@ def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
 def _begin(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
-    gc.freeze()  # what was there before the fork is not looked through again and again
+    # The collector need not scan the parent's objects again and again.
+    gc.freeze()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     obey_only_parent(parent)
 

@@ -1,5 +1,5 @@
-"""Where a model is computed: launch, engines, ranks, placing and sharding; `overlap` of
-experts' exchanges.
+"""Place a model on devices: launch, engines, ranks and sharding; `overlap` has the
+exchanges of experts.
 
 Not covered: tensor and context parallel meshes; ZeRO stages 1 and 2.
 """

@@ -1,13 +1,13 @@
-"""Which engine a launch asks for: one process, data parallel copies, or weights sharded
+"""Choose the engine of a launch: one process, data parallel copies, or weights sharded
 by FSDP2 or DeepSpeed ZeRO-3.
 
-accelerate's configuration says which (`configs/`), the recipe says everything that a
-result depends on, the precision too. What can be seen to be wrong is refused before
-anything is loaded. Expert parallelism, for which accelerate has no setting, is asked
-for by `fcsd distill --expert-parallel N`; transformers shards the weights then, while
-it loads them.
+accelerate's configuration (`configs/`) names the engine; the recipe has everything that
+a result depends on, including the precision. Settings that contradict each other are
+refused before anything is loaded. Expert parallelism, for which accelerate has no
+setting, is requested by `fcsd distill --expert-parallel N`; transformers then shards
+the weights while it loads them.
 
-Not covered: how weights are sharded (`fcsd.parallel.shard`); tensor, context parallel
+Not covered: sharding itself (`fcsd.parallel.shard`); tensor and context parallel
 meshes; ZeRO stages 1 and 2.
 """
 
@@ -31,7 +31,7 @@ Overlap = Literal["full", "forward", "off"]
 
 
 class Precision(Protocol):
-    """What an engine must know of a training: a recipe's `train` section has it."""
+    """The settings of a training that concern an engine, from a recipe's `train`."""
 
     @property
     def bf16(self) -> bool: ...
@@ -47,15 +47,16 @@ CHECKPOINTING_FROM = 1_000_000_000
 
 @dataclass(frozen=True)
 class Engine:
-    """What shards the weights of a launch, and over which ranks.
+    """The engine that shards the weights of a launch, and the ranks that it shards
+    over.
 
-    replicas: groups of ranks that each hold the whole model among them (hybrid
+    replicas: number of groups of ranks, each of which holds the whole model (hybrid
     sharding); FSDP2 only. reshard: FSDP2 frees a layer's weights after its forward
     pass, and gathers them again in the backward pass. offload: FSDP2 keeps its shards
-    in host memory. layer_classes: the classes that accelerate's configuration wants
-    wrapped; checked, nothing else. expert_parallel: ranks that hold an MoE layer's
-    experts among them, each some whole ones; ep only. overlap: how much of the
-    exchanges between them runs beside computation; None: all, where the model can.
+    in host memory. layer_classes: the classes that accelerate's configuration names for
+    wrapping, which are only checked. expert_parallel: number of ranks that share an MoE
+    layer's experts, each with some whole ones; ep only. overlap: how much of their
+    exchanges runs beside computation; None: all, where the model can.
     """
 
     name: Literal["one", "ddp", "fsdp2", "zero3", "ep"]
@@ -73,26 +74,26 @@ class Engine:
 
     @property
     def shards_when_placed(self) -> bool:
-        """Whether a model is loaded whole, by the first rank, and `fcsd.parallel.shard`
-        gives each rank its part.
+        """Whether the first rank loads a model whole, and `fcsd.parallel.shard` gives
+        each rank its shard.
         """
         return self.name in ("fsdp2", "zero3")
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether transformers gives each rank its part while it loads a checkpoint:
-        whole experts, and FSDP2.
+        """Whether transformers gives each rank its shard while it loads a checkpoint:
+        some whole experts, and FSDP2 for the rest.
         """
         return self.name == "ep"
 
     @property
     def has_dtensors(self) -> bool:
-        """Whether a rank's part of a parameter is a DTensor."""
+        """Whether a rank's shard of a parameter is a DTensor."""
         return self.name in ("fsdp2", "ep")
 
     @property
     def uses_deepspeed(self) -> bool:
-        """Whether DeepSpeed has optimiser and gradients."""
+        """Whether DeepSpeed manages optimiser and gradients."""
         return self.name == "zero3"
 
 
@@ -108,7 +109,7 @@ def requested_engine(
     world: number of processes. device: of this one.
 
     Raises:
-        UserError: a configuration that is not supported, or that would shard nothing.
+        UserError: the configuration is not supported, or would shard nothing.
     """
     _check_expert_parallel(expert_parallel, world)
     if overlap is not None and expert_parallel == 1:
@@ -127,6 +128,7 @@ def requested_engine(
             f" {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported; set"
             " mixed_precision: 'no' there and train.bf16: true in the recipe"
         )
+    # accelerate passes its configuration on in environment variables.
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
     replicas = _replicas(world)
@@ -205,6 +207,7 @@ def _fsdp2(replicas: int) -> Engine:
             f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see"
             " configs/fsdp2_8.yaml)"
         )
+    # Only this policy names units; fcsd then makes every decoder layer one.
     policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy != "TRANSFORMER_BASED_WRAP":
         raise UserError(
@@ -232,9 +235,9 @@ def _zero3(device: torch.device) -> Engine:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError("DeepSpeed is not installed; pip install 'fcsd[deepspeed]'")
     if device.type == "cpu":
-        # Keeps DeepSpeed from compiling an extension for reductions between CPU
-        # processes, which takes a minute. An import statement would give torch itself,
-        # which deepspeed.comm has under this name.
+        # This keeps DeepSpeed from compiling an extension for reductions between CPU
+        # processes, which takes a minute. An import statement would return torch
+        # itself, which deepspeed.comm has under this name.
         communication: Any = importlib.import_module("deepspeed.comm.torch")
         communication.build_shm_op = lambda: None
     from accelerate.utils import DeepSpeedPlugin
@@ -249,8 +252,8 @@ def _zero3(device: torch.device) -> Engine:
 
 
 def check_precision(train: Precision, engine: Engine) -> None:
-    """Raise UserError for a precision that the engine does not have, or accelerate's
-    configuration contradicts.
+    """Raise UserError for a precision that the engine does not support, or that
+    accelerate's configuration contradicts.
     """
     mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if mixed == "bf16" and not train.bf16:
@@ -268,11 +271,12 @@ def check_precision(train: Precision, engine: Engine) -> None:
 
 @contextlib.contextmanager
 def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
-    """Set accelerate's variables while a Trainer lives, such that it leaves the
-    sharding to us.
+    """Set accelerate's variables while a Trainer lives, so that it leaves the sharding
+    to fcsd.
 
-    FSDP2: it sees plain data parallelism, and a model that came sharded. ZeRO-3: it
-    starts DeepSpeed on a model that is partitioned already; on a CPU too.
+    Under FSDP2, accelerate sees plain data parallelism and a model that is sharded
+    already. Under ZeRO-3, it starts DeepSpeed on a model that is partitioned already,
+    also on a CPU.
     """
     changes: dict[str, str | None] = {}
     if engine.name == "fsdp2":
@@ -280,18 +284,19 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
             "ACCELERATE_USE_FSDP": None,
             "ACCELERATE_USE_PARALLELISM_CONFIG": None,
         }
+    # The precision is set by the recipe, and applied while sharding.
     if engine.shards:
         changes["ACCELERATE_MIXED_PRECISION"] = "no"
     if engine.uses_deepspeed and device.type == "cpu":
         changes["ACCELERATE_USE_CPU"] = None
-    before = {name: os.environ.get(name) for name in changes}
+    earlier_values = {name: os.environ.get(name) for name in changes}
     _set_environment(changes)
     try:
         yield
     finally:
-        _set_environment(before)
+        _set_environment(earlier_values)
         if engine.uses_deepspeed:
-            # transformers would partition whatever is loaded next, while it is loaded.
+            # transformers would partition the next model while it loads it.
             from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
             unset_hf_deepspeed_config()
@@ -299,9 +304,12 @@ def engine_environment(engine: Engine, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_deepspeed() -> Iterator[None]:
-    """Keep transformers from partitioning what is loaded in the block on one rank alone."""
+    """Keep transformers from partitioning a model that one rank alone loads in the
+    block.
+    """
     from transformers.integrations import deepspeed
 
+    # transformers partitions models as long as this reference is set.
     config = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
@@ -319,27 +327,29 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> None:
-    """Tell DeepSpeed, if it is used, what the recipe and we want, whatever accelerate's
-    configuration says.
+    """Overwrite DeepSpeed's settings, if it is used, with those of the recipe and of
+    fcsd, whatever accelerate's configuration says.
     """
     if not engine.uses_deepspeed:
         return
     config = arguments.deepspeed_plugin.deepspeed_config
     config["bf16"] = {"enabled": train.bf16}
-    # only now: without a GPU the arguments refuse it, DeepSpeed does not
+    # Not earlier: without a GPU the constructor of the arguments refuses bf16, which
+    # DeepSpeed supports.
     arguments.bf16 = train.bf16
     config["gradient_clipping"] = arguments.max_grad_norm
-    # Gradients are summed over ranks and micro-batches in float32, also those of
-    # bfloat16 weights.
+    # Gradients are summed over ranks and micro-batches in float32, even where weights
+    # are bfloat16.
     config["communication_data_type"] = "fp32"
     config["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
 def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
-    """Return what transformers is to shard while it loads a model; None: nothing,
-    `fcsd.parallel.shard` does it.
+    """Return the configuration by which transformers shards a model while it loads it;
+    None: it does not, `fcsd.parallel.shard` does.
 
-    bf16: weights are computed with in bfloat16, their gradients are reduced in float32.
+    bf16: weights take part in computation in bfloat16, and their gradients are reduced
+    in float32.
     """
     if not engine.spreads_experts:
         return None
@@ -360,8 +370,8 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
 
 
 def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
-    """Return `train.gradient_checkpointing`; null: from `CHECKPOINTING_FROM` parameters
-    on, where the family can.
+    """Return `train.gradient_checkpointing`; where it is null, whether the model has at
+    least `CHECKPOINTING_FROM` parameters and supports it.
     """
     if train.gradient_checkpointing is not None:
         return train.gradient_checkpointing

@@ -1,10 +1,9 @@
-"""Where a command runs: this process, or its place in a launch (`accelerate launch`,
-torchrun).
+"""Join a launch (`accelerate launch`, torchrun), or run as a single process.
 
-    launch = join_launch()                   # once, at the door; everything below gets it as an argument
+    launch = join_launch()                   # once, in the command, which passes it on
     launch.device, launch.engine, launch.ranks
 
-Not covered: starting processes; that is the launcher's work, see `configs/`.
+Not covered: starting processes, which is the launcher's work (see `configs/`).
 """
 
 import os
@@ -34,10 +33,10 @@ _SIZES = ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 
 @dataclass(frozen=True)
 class Launch:
-    """Where a command runs.
+    """The processes that run a command, as one of them sees it.
 
-    device: of this rank. engine: what shards the weights, if anything. ranks: this
-    rank's place among all, in lockstep where the engine shards.
+    device: of this rank. engine: shards the weights, if they are sharded. ranks: this
+    rank among all, in lockstep where the engine shards.
     """
 
     device: torch.device
@@ -51,25 +50,25 @@ class Launch:
 
     @property
     def loads_weights(self) -> bool:
-        """Whether this rank reads weights; with FSDP2 and ZeRO-3 the first does, and
-        sends the others their shards.
+        """Whether this rank reads weights; with FSDP2 and ZeRO-3 only the first one
+        does, and sends the others their shards.
         """
         return not self.engine.shards_when_placed or self.first
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have made this call."""
         if self.ranks.size > 1:
             PartialState().wait_for_everyone()
 
     def for_evaluation(self) -> "Launch":
-        """Return this launch with FSDP2 in the place of ZeRO-3: the scores are the
-        same, and generation works.
+        """Return this launch with FSDP2 in place of ZeRO-3: the scores are the same,
+        and generation works.
         """
         fsdp2 = replace(self.engine, name="fsdp2", reshard=True)
         return self._with(fsdp2) if self.engine.uses_deepspeed else self
 
     def with_copies(self) -> "Launch":
-        """Return this launch with a whole model on every rank in the place of expert
+        """Return this launch with a whole model on every rank in place of expert
         parallelism.
         """
         copies = Engine("ddp" if self.ranks.size > 1 else "one")
@@ -81,8 +80,8 @@ class Launch:
         )
 
     def begin(self, stage: Stage) -> str:
-        """Note the start of a stage on the first rank; return on every rank whether it
-        is finished already.
+        """Record the start of a stage on the first rank; return its state, which may be
+        "finished" already, on every rank.
 
         Raises:
             UserError: as `Stage.state` and, of a finished stage, `check_outputs`.
@@ -90,6 +89,7 @@ class Launch:
 
         def begin() -> str:
             state = stage.state()
+            # Only the first rank looks at files; the others learn the state from it.
             if state == "finished":
                 check_outputs(stage.folder)
                 print(
@@ -110,10 +110,10 @@ class Launch:
         model: Path | None = None,
         outputs: dict[str, Any] | None = None,
     ) -> None:
-        """Write the manifest on the first rank, with what identifies the `model` that
+        """Write the manifest on the first rank, with the identity of the `model` that
         the stage leaves.
 
-        outputs: that, where it is known.
+        outputs: that identity, where the caller has it.
         """
         if self.first:
             if model is not None:
@@ -126,19 +126,20 @@ class Launch:
 def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> Launch:
     """Join the other processes of the launch, with gloo where there is no accelerator.
 
-    expert_parallel: ranks that hold the experts of an MoE layer among them; 1: every
-    rank holds all. overlap: how much of what they send each other runs beside
-    computation; None: all, where the model can.
+    expert_parallel: number of ranks that share the experts of an MoE layer; 1: every
+    rank holds all. overlap: how much of their communication runs beside computation;
+    None: all, where the model can.
 
     Raises:
-        UserError: accelerate was asked for several processes and started one; more
-            processes than devices; a configuration that is not supported, or that would
+        UserError: accelerate was asked for several processes and started one; there are
+            more processes than devices; a configuration is not supported, or would
             shard nothing.
     """
     state = _process_state()
     engine = requested_engine(
         state.num_processes, state.device, expert_parallel, overlap
     )
+    # A launcher may start a single process, which needs no group.
     ranks = ALONE
     if state.num_processes > 1:
         ranks = Ranks(state.process_index, state.num_processes, lockstep=engine.shards)
@@ -147,8 +148,8 @@ def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> 
 
 def _process_state() -> PartialState:
     if not PartialState._shared_state:
-        # What `accelerate launch --num_processes 2` does on a machine without GPUs
-        # (accelerate 1.15).
+        # `accelerate launch --num_processes 2` leaves these variables on a machine
+        # without GPUs (accelerate 1.15).
         launched = (
             "ACCELERATE_MIXED_PRECISION" in os.environ and "MASTER_ADDR" in os.environ
         )
@@ -170,14 +171,15 @@ def _process_state() -> PartialState:
                     f" configuration to at most {devices} a machine"
                 )
     if not torch.accelerator.is_available():
-        # DeepSpeed, which transformers imports where it is installed, would tell stdout
-        # that it found none.
+        # transformers imports DeepSpeed where it is installed, which would print to
+        # stdout that it found no accelerator.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # Left to itself, accelerate forms a group of CPU processes only under
+    # By default, accelerate forms a group of CPU processes only under
     # ACCELERATE_USE_CPU.
     with warnings.catch_warnings():
-        # Where the launcher left it unset (mpirun), accelerate shares a machine's cores
-        # out among its processes, as it should, and warns of that in each of them.
+        # Where the launcher leaves the variable unset (mpirun), accelerate rightly
+        # divides a machine's cores among its processes, but warns of that in each of
+        # them.
         warnings.filterwarnings(
             "ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset"
         )

@@ -1,7 +1,8 @@
-"""What a rank holds of each trained parameter, under every engine: a run of the
-flattened parameter.
+"""The part of each trained parameter that a rank holds: under every engine, it is a run
+of the flattened parameter.
 
-All of it (copies), the rows of FSDP2, the partition of ZeRO-3, the rank's own experts.
+It is all of it (copies), the rows of FSDP2, the partition of ZeRO-3, or the rank's own
+experts.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from fcsd.parallel.shard import KEPT, reshard
 
 @dataclass(frozen=True)
 class Part:
-    """The run [start, stop) of a parameter of `size` numbers; on this rank at `offset`
-    of the flattened `slot`.
+    """The run [start, stop) of a parameter of `size` numbers; this rank has it at
+    `offset` of the flattened `slot`.
 
-    slot: what the optimiser updates: the parameter itself, or ZeRO's flat float32
-    partition of many.
+    slot: the tensor that the optimiser updates: the parameter itself, or ZeRO's flat
+    float32 partition of several parameters.
     """
 
     name: str
@@ -56,21 +57,24 @@ def _zero(optimizer: Any) -> Any:
 
 
 def writers_of(model: nn.Module, ranks: Ranks) -> tuple[int, int | None]:
-    """Return how many ranks write, and which of them this one is; None: it writes nothing."""
+    """Return the number of writing ranks, and this rank's index in them; None: not one."""
+    # Under ZeRO-3 every rank writes, without sharding only the first.
     rank, world = ranks.rank, ranks.size
     first: Any = next(model.parameters())
     if hasattr(first, "ds_id"):
         return world, rank
     if hasattr(first, "device_mesh"):
         mesh = first.device_mesh
+        # With hybrid sharding each replica holds the same, and only the first one
+        # writes.
         *replica, index = mesh.get_coordinate()
         return mesh.size(mesh.ndim - 1), index if not any(replica) else None
     return 1, 0 if rank == 0 else None
 
 
 def parts_of(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> list[Part]:
-    """Return this rank's part of every trained parameter, in the model's order, after
-    freeing what was gathered.
+    """Free gathered weights, and return this rank's part of every trained parameter, in
+    the model's order.
     """
     reshard(model)
     return list(_parts(model, optimizer, ranks))
@@ -82,6 +86,7 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
         if not p.requires_grad:
             continue
         if hasattr(p, "ds_id"):
+            # ZeRO-3 pads the last partitions, beyond the end of the parameter.
             length = p.ds_tensor.ds_numel
             start = min(ranks.rank * length, p.ds_numel)
             stop = min(start + length, p.ds_numel)
@@ -91,6 +96,8 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
                 group, offset, _ = zero.grad_position[zero.get_param_id(p)]
                 slot = zero.fp32_partitioned_groups_flat[group]
             yield Part(name, p, p.ds_numel, start, stop, slot, int(offset))
+        # FSDP2 shards along the first dimension, so a shard is contiguous when
+        # flattened.
         elif hasattr(p, "device_mesh"):
             start = first_row(p) * (p.numel() // p.shape[0])
             yield Part(name, p, p.numel(), start, start + p.to_local().numel(), p)
@@ -99,14 +106,15 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
 
 
 def first_row(parameter: Any) -> int:
-    """Return where this rank's rows begin: FSDP2 shards by rows, the last ranks have
-    fewer. Experts: see `Engine`.
+    """Return the first of this rank's rows: FSDP2 shards by rows, of which the last
+    ranks have fewer.
     """
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     *outer, index = mesh.get_coordinate()
     first = 0
     if "ep" in (mesh.mesh_dim_names or ()):
-        # (efsdp, ep): each rank of `ep` has some experts, `efsdp` cuts these
+        # (efsdp, ep): each rank of `ep` has some of the experts, which `efsdp` shards
+        # further.
         rows //= mesh.size(mesh.ndim - 1)
         first, index = index * rows, outer[-1] if outer else 0
         ranks = mesh.size(mesh.ndim - 2) if outer else 1
@@ -116,8 +124,8 @@ def first_row(parameter: Any) -> int:
 
 
 def begin_in_float32(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
-    """Give ZeRO-3's float32 copy the parameters that a family keeps in float32: they
-    were rounded to be parted.
+    """Write the parameters that a family keeps in float32 to ZeRO-3's float32 copy:
+    they were rounded when the model was partitioned.
     """
     values = model.__dict__.get(KEPT, {})
     for part in parts_of(model, optimizer, ranks) if values else ():
@@ -128,14 +136,15 @@ def begin_in_float32(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
 
 
 def compute_with(parts: list[Part], optimizer: Any | None) -> None:
-    """Let an engine compute with what was written to its parts: ZeRO-3 has copies of
-    them. All ranks call this.
+    """Let an engine compute with the values that were written to its parts, of which
+    ZeRO-3 has copies. All ranks call this.
     """
     if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
         return
     for part in parts:
         view = part.of(part.slot)
         part.parameter.ds_tensor.data.view(-1)[: view.numel()].copy_(view)
+    # Small parameters stay gathered on every rank, and are gathered anew.
     persistent = _zero(optimizer).persistent_parameters
     if persistent:
         persistent[0].partition(persistent)

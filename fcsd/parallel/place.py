@@ -1,8 +1,7 @@
-"""Load the model that is to be evaluated where it will be computed: whole on this
-rank's device, sharded over the ranks of the launch, or spread over the devices of one
-process.
+"""Load a model for evaluation where it will be computed: whole on this rank's device,
+sharded over the ranks of the launch, or spread over the devices of one process.
 
-Not covered: how weights are sharded (`fcsd.parallel.shard`).
+Not covered: sharding itself (`fcsd.parallel.shard`).
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from fcsd.parallel.shard import shard_teacher
 
 
 def check_device_map(device_map: Any, launch: Launch) -> None:
-    """Raise UserError when several processes are asked to spread the model over the
-    same devices.
+    """Raise UserError if several processes would each spread the model over the same
+    devices.
     """
     if device_map is not None and launch.ranks.size > 1:
         raise UserError(
@@ -41,21 +40,23 @@ def load_for_evaluation(
     """Load a checkpoint in eval mode, as this rank of the launch holds it; all ranks
     call this.
 
-    FSDP2 and expert parallelism: shards of the weights (under FSDP2 the head whole on
-    every rank). Otherwise all of them on the rank's device. A family that fcsd cannot
-    convert, a dense one say, may be what others are compared with. device_map: of one
-    process, as transformers knows it; "auto" fills the devices one after another.
+    Under FSDP2 and expert parallelism a rank holds shards of the weights (under FSDP2
+    the head is whole on every rank), otherwise all of them. Families that fcsd cannot
+    convert are accepted for comparison, for example dense ones. device_map: for one
+    process, as in transformers; "auto" fills the devices one after another.
 
     Raises:
-        UserError: what `load_model` refuses; a model that cannot be sharded, or does
-            not fit.
+        UserError: `load_model` refuses the checkpoint; the model cannot be sharded, or
+            does not fit.
     """
     check_device_map(device_map, launch)
     engine = launch.engine
+    # transformers places the layers itself.
     if device_map is not None:
         try:
             return load_checkpoint(model, device_map=device_map, any_family=True)
         except ValueError as error:
+            # transformers asks for a folder once devices and main memory are full.
             if "offload_folder" not in str(error):
                 raise
             raise UserError(
@@ -63,6 +64,7 @@ def load_for_evaluation(
                 " together; use more devices, or launch configs/fsdp2_2x8.yaml on"
                 " several machines"
             ) from None
+    # Copies: each rank holds the whole model.
     if not engine.shards:
         return _whole(model, launch.device)
     loaded = load_for_launch(model, launch, any_family=True)
@@ -79,16 +81,17 @@ def load_for_launch(
     any_family: bool = False,
     bf16: bool = False,
 ) -> PreTrainedModel:
-    """Load a checkpoint as this rank begins with it: experts spread while they are
-    read, or what is sharded later.
+    """Load a checkpoint as this rank needs it: with its experts spread while they are
+    read, or to be sharded later.
 
-    any_family: as `load_model`. bf16: weights that are spread are computed with in
-    bfloat16, their gradients reduced in float32.
+    any_family: as in `load_model`. bf16: spread weights take part in computation in
+    bfloat16, and their gradients are reduced in float32.
 
     Raises:
-        UserError: what `load_model` refuses; a model whose experts cannot be spread.
+        UserError: `load_model` refuses the checkpoint; its experts cannot be spread.
     """
     spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
+    # transformers shards while it loads, by a plan that some families lack.
     if spread is not None:
         spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
     try:
@@ -113,10 +116,11 @@ def load_for_launch(
 
 
 def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
-    """Read straight to the device: the ranks of a machine would have a copy each in
-    main memory otherwise.
+    """Read a checkpoint straight to the device; otherwise each rank of a machine would
+    have a copy in main memory.
     """
     try:
+        # A map with a single entry makes transformers read weights onto the device.
         device_map = None if device.type == "cpu" else {"": device}
         loaded = load_checkpoint(model, device_map=device_map, any_family=True)
     except torch.OutOfMemoryError:

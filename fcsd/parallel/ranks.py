@@ -1,29 +1,29 @@
-"""The ranks that evaluate one model together: each takes a share of the batches, all of
-them know all answers.
+"""Ranks that evaluate one model together: each takes a share of the batches, and all of
+them get all answers.
 
     launch = join_launch()                               # all ranks of the launch; one process: that one
     with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
         result, samples = evaluate(model, "model")
 
-All ranks make these calls, with the same arguments, and all of them get the same back;
-the first one alone prints, writes and runs programs. It works on a model in training as
-well, under every engine (`fcsd.parallel.engine`):
+All ranks make these calls, with the same arguments, and get the same results; only the
+first one prints, writes and runs programs. This works on a model in training, too,
+under every engine (`fcsd.parallel.engine`):
 
 copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
 lockstep    the weights are sharded over the ranks (FSDP2, ZeRO-3, expert parallelism), so a forward pass needs all of
             them at the same time. Ranks that finish early run dummy forwards, and
             generation lasts as long as the longest of the ranks.
 
-The batches are those that one process would make, in its order, dealt one by one: the
-number of ranks changes neither what a sequence is padded with nor the seed that it is
-sampled with.
+The batches are those that a single process would make, in the same order, dealt one by
+one: the number of ranks changes neither the padding of a sequence nor the seed that it
+is sampled with.
 
-An error of one rank in its share is raised on all ranks, where they are copies. In
+Where ranks have copies, an error of one rank in its share is raised on all of them. In
 lockstep, and for everything that is not an `Exception`, the others wait in a
 collective, and `fcsd.parallel.failure` ends them.
 
-Not covered: ranks that must see the same batch (tensor parallelism, and the
-`all_reduce` kind of expert parallelism).
+Not covered: ranks that must see the same batch (tensor parallelism, and expert
+parallelism of the `all_reduce` kind).
 """
 
 import math
@@ -60,11 +60,11 @@ class Ranks:
         return list(batches[self.rank :: self.size])
 
     def idle_passes(self, num_batches: int) -> int:
-        """Return how many batches this rank has less than the first; in lockstep it
-        runs as many dummy forwards.
+        """Return how many batches fewer than the first rank this one has; in lockstep
+        it runs as many dummy forwards.
         """
-        own = len(range(self.rank, num_batches, self.size))
-        return math.ceil(num_batches / self.size) - own if self.lockstep else 0
+        num_own = len(range(self.rank, num_batches, self.size))
+        return math.ceil(num_batches / self.size) - num_own if self.lockstep else 0
 
     def each(
         self,
@@ -72,21 +72,24 @@ class Ranks:
         call: Callable[[int, Item], Result],
         idle: Callable[[], Any],
     ) -> list[Result]:
-        """Return call(number, item) of every item, made on the rank that it is dealt
-        to; in order, on all ranks.
+        """Call call(number, item) on the rank that each item is dealt to; return all
+        results, in order, on all ranks.
 
-        idle: a pass whose result nobody reads, of a rank in lockstep with less to do
-        than others. Raises as `share`.
+        idle: runs a dummy forward, on ranks in lockstep that have fewer items. Raises
+        as `share`.
         """
 
         def own_share() -> list[Result]:
             results = [
                 call(number, item) for number, item in self.deal(list(enumerate(items)))
             ]
+            # In lockstep, every rank makes as many passes as the busiest one.
             for _ in range(self.idle_passes(len(items))):
                 idle()
             return results
 
+        # Items were dealt in turn, so item i is the (i // size)-th result of rank i %
+        # size.
         by_rank = self.share(own_share)
         return [
             by_rank[number % self.size][number // self.size]
@@ -97,30 +100,31 @@ class Ranks:
         """Return call() of every rank, by rank, on all ranks. Plain data only.
 
         Raises:
-            What `call` raises here; for what it raises on another rank a UserError or
-            RuntimeError of the same text.
+            The error of `call` on this rank; for that of another rank, a UserError or
+            RuntimeError with the same text.
         """
         if self.size == 1:
             return [call()]
-        own, error = _attempt(call)
-        # the others are in a pass, and do not listen
+        # An error is sent to the others as well, since they wait in the collective.
+        own_result, error = _attempt(call)
+        # The other ranks are in a forward pass, and would not join the collective.
         if error is not None and self.lockstep:
             raise error
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist
 
-        dist.all_gather_object(outcomes, (own, _report(error)))
+        dist.all_gather_object(outcomes, (own_result, _report(error)))
         _raise_first(error, [report for _, report in outcomes])
         return [result for result, _ in outcomes]
 
     def from_first(self, call: Callable[[], Result]) -> Result:
-        """Call on the first rank alone, and return or raise on all ranks what it gives
-        there. Plain data only.
+        """Call on the first rank alone, and return its result, or raise its error, on
+        all ranks. Plain data only.
         """
         if self.size == 1:
             return call()
-        own, error = _attempt(call) if self.first else (None, None)
-        outcome: list[Any] = [(own, _report(error))]
+        own_result, error = _attempt(call) if self.first else (None, None)
+        outcome: list[Any] = [(own_result, _report(error))]
         import torch.distributed as dist
 
         dist.broadcast_object_list(outcome, src=0)
@@ -140,31 +144,33 @@ def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | Non
 
 
 def _report(error: Exception | None) -> tuple[bool, str] | None:
-    """Return an error as the other ranks learn of it: whether it is a user's mistake,
-    and its text (a bug's: trace).
+    """Return an error as it is sent to the other ranks: whether it is a user's mistake,
+    and its text (for a bug, the traceback).
     """
+    # A user's mistake needs no traceback; that of a bug would otherwise be lost here.
     if error is None or isinstance(error, UserError):
         return None if error is None else (True, str(error))
     return False, "".join(traceback.format_exception(error))
 
 
 def _raise_first(
-    own: Exception | None, reports: Sequence[tuple[bool, str] | None]
+    own_error: Exception | None, reports: Sequence[tuple[bool, str] | None]
 ) -> None:
     errors = [
-        UserError(mistake[1]) if mistake[0] else RuntimeError(mistake[1])
-        for mistake in reports
-        if mistake
+        UserError(report[1]) if report[0] else RuntimeError(report[1])
+        for report in reports
+        if report
     ]
     if errors:
-        error = own or errors[0]
+        # A rank raises its own error if it has one, since that has the real traceback.
+        error = own_error or errors[0]
         error.of_all_ranks = True  # type: ignore[attr-defined]
         raise error
 
 
 def known_to_all(error: BaseException) -> bool:
-    """Return whether all ranks have raised this error, or one of the same text, and can
-    go on together.
+    """Return whether all ranks have raised this error, or one with the same text, and
+    can continue together.
     """
     return getattr(error, "of_all_ranks", False)
 
@@ -180,16 +186,17 @@ def is_sharded(model: "nn.Module") -> bool:
 
 
 def input_device(model: Any) -> "torch.device":
-    """Return where token ids go: not where the embedding's weights lie, if they are
-    gathered on a device for a pass.
+    """Return the device for token ids; it is not that of the embedding's weights, if
+    these are moved to another one for a pass.
     """
     import torch
 
+    # The embedding is the first module, and the only one that gets token ids.
     embedding = model.get_input_embeddings()
     if is_sharded(embedding):
         from accelerate import PartialState
 
-        return PartialState().device  # weights that are offloaded lie elsewhere
+        return PartialState().device  # offloaded weights are in main memory
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     return (
         torch.device(device)

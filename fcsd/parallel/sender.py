@@ -1,7 +1,7 @@
-"""Send a model that the first rank has in memory to the devices of all, module by
-module, so that none holds it whole.
+"""Send a model from the first rank's memory to the devices of all ranks, module by
+module, so that no device holds it whole.
 
-Not covered: what becomes of a module that was sent (`fcsd.parallel.shard`).
+Not covered: sharding the modules that were sent (`fcsd.parallel.shard`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fcsd.parallel.launch import Launch
 
 
 class Sender:
-    """Sends parameters and buffers of the first rank to the devices of all, module by module."""
+    """Sends the first rank's parameters and buffers to the devices of all ranks."""
 
     def __init__(self, model: nn.Module, launch: Launch):
         self.device, self.first = launch.device, launch.first
-        # A tied parameter has several places. The old parameters are kept, emptied:
-        # their ids are the keys.
+        # A tied parameter has several owners. The old parameters are kept, without
+        # data, because their ids are the keys: a freed id could be reused.
         self.kept: list[nn.Parameter] = []
         self.places: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
         for module in model.modules():
@@ -29,20 +29,20 @@ class Sender:
                         (module, name)
                     )
         self.sent: set[tuple[int, str]] = set()  # buffers
-        # Of parameters with these names, the values before they were taken to another
-        # dtype.
+        # For parameters with these names, the values before they are cast.
         self.kept_names: set[str] = set()
         self.float32: dict[str, Tensor] = {}
         kinds = _kinds(model)
         of_first = [kinds]
         dist.broadcast_object_list(of_first, src=0)
-        # A model without storage may have other dtypes, and others of its parameters
-        # may be frozen.
+        # The first rank decides: a model without storage may have other dtypes, and
+        # other parameters of it may be frozen.
         self.kinds = of_first[0]
         if kinds.keys() != self.kinds.keys():
             raise RuntimeError(
                 f"{type(model).__name__}: the ranks built different models"
             )
+        # Names identify a tensor across ranks; ids are local.
         self.names = {
             (id(module), name): f"{prefix}.{name}" if prefix else name
             for prefix, module in model.named_modules()
@@ -50,27 +50,27 @@ class Sender:
         }
 
     def send(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Send all of `module` that has not been sent; floating-point parameters as
-        `dtype`, None: as they are.
+        """Send everything in `module` that has not been sent yet; floating-point
+        parameters arrive as `dtype`, None: in their own.
         """
         for part in module.modules():
             for name, parameter in list(part._parameters.items()):
                 if parameter is None or id(parameter) not in self.places:
-                    continue  # sent before, and sharded perhaps
-                old, places = self.places.pop(id(parameter))
+                    continue  # sent already, and perhaps sharded
+                old_parameter, owners = self.places.pop(id(parameter))
                 full_name = self.names[id(part), name]
                 own_dtype, requires_grad = self.kinds[full_name]
-                value = self._sent(old.data, own_dtype)
+                value = self._sent(old_parameter.data, own_dtype)
                 if full_name in self.kept_names:
                     self.float32[full_name] = value.float()
                 if dtype is not None and value.is_floating_point():
                     value = value.to(dtype)
-                new = nn.Parameter(value, requires_grad=requires_grad)
-                if not old.is_meta:
-                    old.data = torch.empty(0)
-                self.kept.append(old)
-                for owner, own_name in places:
-                    owner._parameters[own_name] = new
+                new_parameter = nn.Parameter(value, requires_grad=requires_grad)
+                if not old_parameter.is_meta:
+                    old_parameter.data = torch.empty(0)
+                self.kept.append(old_parameter)
+                for owner, own_name in owners:
+                    owner._parameters[own_name] = new_parameter
             for name, buffer in part._buffers.items():
                 if buffer is not None and (id(part), name) not in self.sent:
                     self.sent.add((id(part), name))
@@ -83,6 +83,7 @@ class Sender:
             value = value.detach().to(self.device).contiguous()
         else:
             value = torch.empty(value.shape, dtype=dtype, device=self.device)
+        # As bytes: not every backend broadcasts every dtype.
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         return value

@@ -1,25 +1,25 @@
 """Shard a model over the ranks with FSDP2 or DeepSpeed ZeRO-3, and put it together
 again.
 
-Unit by unit (a decoder layer, the embedding, the head, what is left): the first rank
-has the weights on its CPU, the others a model without storage; a unit is sent to all
-devices and every rank keeps its shard. So no device ever holds more than its shard and
-one unit, and no host but the first rank's holds a whole model.
+A model is sharded unit by unit (a decoder layer, the embedding, the head, the rest).
+The first rank has the weights on its CPU, the others a model without storage; each unit
+is sent to all devices, and every rank keeps its shard. So no device ever holds more
+than its shard and one unit, and only the first rank's host holds a whole model.
 
 This is done here, and not by accelerate, because
 - accelerate shards the layers of the first class that has a decoder layer's name; a
-  model of which some layers are rewired has several classes of that name, and all
+  model in which some layers are rewired has several classes of that name, and all
   layers of the others would be gathered at once;
-- it shards no frozen model: `prepare_model(evaluation_mode=True)` would leave the
+- it does not shard frozen models: `prepare_model(evaluation_mode=True)` would leave the
   teacher whole on every rank;
-- between the micro-batches of a step it leaves FSDP2's gradients whole on every rank.
+- it leaves FSDP2's gradients whole on every rank between the micro-batches of a step.
 
 Routers that a family keeps in float32 are units of their own, which stay in float32.
 
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model
-(convolutions, decays) are computed with in bfloat16 where train.bf16 is set, and all of
-them under ZeRO-3, whose parts have one dtype; the vision tower of a multimodal model is
-one unit with the final norm.
+(convolutions, decays), which take part in bfloat16 computation under train.bf16, as all
+of them do under ZeRO-3, whose shards have one dtype; the vision tower of a multimodal
+model, which is one unit with the final norm.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from fcsd.parallel.sender import Sender
 
 
 def own_part(parameter: Any) -> Any:
-    """Return this rank's shard of a parameter: FSDP2's is in a DTensor, ZeRO-3's beside
+    """Return this rank's shard of a parameter: FSDP2 has it in a DTensor, ZeRO-3 beside
     an empty parameter.
     """
     local = getattr(parameter, "ds_tensor", parameter)
@@ -65,19 +65,20 @@ def own_part(parameter: Any) -> Any:
 
 
 def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> None:
-    """Leave on every rank its part of a model that is to be trained. It carries its
-    loss head already.
+    """Leave on every rank its shard of a model that will be trained and has its loss
+    head already.
 
     FSDP2: parameters in train.dtype; with train.bf16 they are gathered as bfloat16 and
     gradients are reduced in float32. ZeRO-3: parameters in bfloat16 with train.bf16,
-    else float32; DeepSpeed adds its float32 copy of the part.
+    else float32; DeepSpeed adds a float32 copy of the shard.
     """
     engine = launch.engine
     if engine.spreads_experts:
-        return  # it was loaded so
+        return  # transformers sharded it while loading
     layers = _decoder_layers(model, engine)
     embedding, head = model.get_input_embeddings(), head_and_body(model)[0]
     tied = embedding.weight is head.weight
+    # Tied weights must be gathered together, so they are one unit.
     units = [
         *([layer] for layer in layers),
         *([[embedding, head]] if tied else [[embedding], [head]]),
@@ -94,8 +95,8 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
         return
     policy = MixedPrecisionPolicy()
     if train.bf16:
-        # What a layer is given stays as it is: a bfloat16 model has rotary embeddings
-        # in float32.
+        # A layer's inputs keep their dtypes: a bfloat16 model has rotary embeddings in
+        # float32.
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,
@@ -107,29 +108,29 @@ def shard_student(model: PreTrainedModel, launch: Launch, train: Precision) -> N
 
 
 KEPT = "_kept_in_float32"
-"""Attribute of a model under ZeRO-3: the parameters that its family keeps in float32,
-as they were, by name.
+"""Attribute of a model under ZeRO-3: the original values, by name, of the parameters
+that its family keeps in float32.
 """
 
 
 def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
-    """Leave on every rank its part of a frozen model's body, in the dtype that it was
+    """Leave on every rank its shard of a frozen model's body, in the dtype that it was
     loaded in.
 
     Returns:
         The head, whole on every rank: V x D numbers (0.6 GB for Qwen3-30B-A3B in
-        bfloat16), which every micro-batch reads whole; a gather for each would cost
+        bfloat16). Every micro-batch reads all of it; gathering it each time would cost
         more time than the memory is worth.
     """
     model.eval().requires_grad_(False)
     head, body = head_and_body(model)
-    if "_sharded" in model.__dict__:  # the runs of a sweep share it
+    if "_sharded" in model.__dict__:  # the runs of a sweep share a teacher
         return model.__dict__.get("_whole_head", head)
     model.__dict__["_sharded"] = True
     engine = launch.engine
     if engine.spreads_experts:
         mesh: Any = head.weight
-        # it was loaded as a part of the model, and runs alone here
+        # The body was loaded as part of the model, and runs without it here.
         fully_shard(body, mesh=mesh.device_mesh)
         model.__dict__["_whole_head"] = whole_head(model, launch.device)
         return model.__dict__["_whole_head"]
@@ -137,6 +138,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     embedding: Any = model.get_input_embeddings()
     sender = Sender(model, launch)
     if embedding.weight is head.weight:
+        # The embedding will be sharded and the head not, so the tie is cut.
         sender.send(embedding, None)
         head.weight = nn.Parameter(
             embedding.weight.detach().clone(), requires_grad=False
@@ -159,14 +161,15 @@ def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
     sharded; all ranks call this.
     """
     head, _ = head_and_body(model)
-    whole = nn.Linear(1, 1, bias=False, device="meta")
+    # A new module, without the hooks that gather the sharded one.
+    full_head = nn.Linear(1, 1, bias=False, device="meta")
     for name, parameter in head.named_parameters():
         with _gathered(parameter, device) as tensor:
-            whole.register_parameter(
+            full_head.register_parameter(
                 name, nn.Parameter(tensor.detach().clone(), requires_grad=False)
             )
-    whole.out_features, whole.in_features = whole.weight.shape
-    return whole
+    full_head.out_features, full_head.in_features = full_head.weight.shape
+    return full_head
 
 
 def whole_model(
@@ -175,90 +178,105 @@ def whole_model(
     """Gather a sharded model into a whole one on the CPU of the first rank; return None
     on the others.
 
-    All ranks call this; one parameter at a time is whole on their devices.
+    All ranks call this; only one parameter at a time is whole on their devices.
 
-    dtypes: of the gathered tensors, by name, the same on all ranks; those without one
-    stay as they are.
+    dtypes: of the gathered tensors, by name, the same on all ranks; a tensor without an
+    entry keeps its dtype.
     """
     reshard(model)
     first = launch.first
     tensors: dict[str, Tensor] = {}
-    kept = model.__dict__.get(KEPT, {})
+    float32_values = model.__dict__.get(KEPT, {})
     for name, parameter in model.named_parameters():
         with _gathered(parameter, launch.device, dtypes.get(name)) as gathered:
             if first:
                 tensor = (
-                    gathered if parameter.requires_grad else kept.get(name, gathered)
+                    gathered
+                    if parameter.requires_grad
+                    else float32_values.get(name, gathered)
                 )
                 tensors[name] = (
                     tensor.detach().to(dtypes.get(name)).to("cpu", copy=True)
                 )
     if not first:
         return None
+    # Buffers are whole on every rank.
     for name, buffer in model.named_buffers():
         tensors[name] = buffer.detach().to(dtypes.get(name)).to("cpu", copy=True)
     config = copy.deepcopy(model.config)
     config.__dict__.pop("distributed_config", None)
-    own: Any = next(
+    # FSDP2 has swapped the model's class; the gathered model has the original one.
+    plain_class: Any = next(
         cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule)
     )
     with torch.device("meta"):
-        whole = own(config)
-    names = whole.state_dict().keys()
-    whole.load_state_dict(
-        {n: t for n, t in tensors.items() if n in names}, strict=False, assign=True
+        full_model = plain_class(config)
+    stored_names = full_model.state_dict().keys()
+    full_model.load_state_dict(
+        {n: t for n, t in tensors.items() if n in stored_names},
+        strict=False,
+        assign=True,
     )
-    whole.tie_weights()
-    if lost := [name for name, tensor in whole.state_dict().items() if tensor.is_meta]:
+    # Tied weights are stored once, under the first of their names.
+    full_model.tie_weights()
+    if lost := [
+        name for name, tensor in full_model.state_dict().items() if tensor.is_meta
+    ]:
         raise RuntimeError(
             f"{type(model).__name__}: no weights for {lost[0]} and {len(lost) - 1}"
             " others"
         )
-    whole.generation_config = model.generation_config
+    full_model.generation_config = model.generation_config
     if "_weight_conversions" in model.__dict__:
-        whole._weight_conversions = model._weight_conversions
-    return whole.eval()
+        full_model._weight_conversions = model._weight_conversions
+    return full_model.eval()
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what FSDP2 has gathered (generation leaves the head whole); nothing for other models."""
+    """Free the weights that FSDP2 has gathered (generation leaves the head whole)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 _WHOLE_AND_REST = 1.1
-"""Free memory over gathered weights from which on these are kept: a tenth is for caches
-and activations.
+"""Free memory, as a multiple of all gathered weights, from which on they stay gathered:
+a tenth is for caches and activations.
 """
 
 
 def fits_whole(num_bytes: int, free_bytes: int) -> bool:
-    """Return whether weights of so many bytes are kept whole while a model is scored."""
+    """Return whether weights of so many bytes stay whole while a model is scored."""
     return _WHOLE_AND_REST * num_bytes <= free_bytes
 
 
 @contextlib.contextmanager
 def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """Keep what FSDP2 gathers in the block's first forward pass until its end, where
-    all ranks have room for it.
+    """Keep the weights that FSDP2 gathers in the block's first forward pass until the
+    block ends, if all ranks have room for them.
 
     Generation makes a pass for every token, and each would gather all weights. All
-    ranks enter the block, and change no weights in it. Expert parallelism gathers as
-    before.
+    ranks enter the block, and change no weights in it. Expert parallelism gathers as it
+    does outside.
     """
+    # Only models under FSDP2 have such a record.
     shards: list[_Shards] = [
-        each.__dict__["_shards"]
-        for each in model.modules()
-        if "_shards" in each.__dict__
+        shard_set.__dict__["_shards"]
+        for shard_set in model.modules()
+        if "_shards" in shard_set.__dict__
     ]
-    num_bytes = sum(each.num_bytes for each in shards)
-    kept = (
+    num_bytes = sum(shard_set.num_bytes for shard_set in shards)
+    # All ranks must decide alike, or their gathers would not match.
+    keeps_gathered = (
         all(ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device))))
         if shards
         else False
     )
-    units = [unit for each in shards for unit in each.units] if kept else []
+    units = (
+        [unit for shard_set in shards for unit in shard_set.units]
+        if keeps_gathered
+        else []
+    )
     for unit, _ in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
@@ -271,22 +289,23 @@ def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return what this rank may take of its device's memory."""
+    """Return the bytes that this rank may take of its device's memory."""
     if device.type == "cpu":
         return available_memory() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # Unused blocks of the caching allocator are returned to the device first.
     free_memory()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
 def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
     family = family_of(model.config)
-    own = family.decoder_layer
-    names = (own,) if isinstance(own, str) else own
-    if wrong := set(engine.layer_classes) - set(names):
+    expected = family.decoder_layer
+    expected_names = (expected,) if isinstance(expected, str) else expected
+    if wrong := set(engine.layer_classes) - set(expected_names):
         raise UserError(
             "accelerate's configuration: fsdp_transformer_layer_cls_to_wrap"
             f" {', '.join(sorted(wrong))}: the decoder layers of {type(model).__name__}"
-            f" are {' and '.join(names)}; leave the key out"
+            f" are {' and '.join(expected_names)}; leave the key out"
         )
     return list(decoder_layers(model, family))
 
@@ -295,10 +314,10 @@ def _decoder_layers(model: PreTrainedModel, engine: Engine) -> list[nn.Module]:
 def _gathered(
     parameter: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> Iterator[Tensor]:
-    """Give a parameter's whole value; all ranks enter the context.
+    """Yield a parameter's whole value; all ranks enter the context.
 
-    dtype: in which it is wanted. ZeRO-3 computes in bfloat16, and trains a copy in
-    float32.
+    dtype: float32 asks ZeRO-3, which computes in bfloat16, for the float32 copy that it
+    trains.
     """
     if (
         dtype == torch.float32
@@ -307,6 +326,7 @@ def _gathered(
     ):
         from deepspeed.utils import safe_get_full_fp32_param
 
+        # The optimiser's float32 copy is exact; the parameter is its bfloat16 rounding.
         yield safe_get_full_fp32_param(parameter)
     elif hasattr(parameter, "ds_id"):
         import deepspeed
@@ -321,8 +341,8 @@ def _gathered(
 
 @dataclass(frozen=True)
 class _Shards:
-    """What FSDP2 gathers on a rank: units, each with whether a forward pass frees it,
-    and the bytes of all of them.
+    """The weights that FSDP2 gathers on a rank: its units, each with whether a forward
+    pass frees it, and the bytes of all of them.
     """
 
     units: list[tuple[Any, bool]]
@@ -343,23 +363,25 @@ def _fully_shard(
 ) -> None:
     """Shard a model.
 
-    units: what is gathered as one, the head last in a model that is trained. apart:
-    modules in them that are gathered alone, in float32.
+    units: modules that are gathered together, the head last if the model is trained.
+    apart: modules within them that are gathered alone, in float32.
     """
-    engine, world, kind = launch.engine, launch.ranks.size, launch.device.type
+    engine, world, device_type = launch.engine, launch.ranks.size, launch.device.type
+    # Hybrid sharding: shards within a replica, copies across replicas.
     if engine.replicas > 1:
-        shape, names = (
+        shape, dim_names = (
             (engine.replicas, world // engine.replicas),
             ("replicate", "shard"),
         )
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=dim_names)
     else:
-        mesh = init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+        mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy() if engine.offload else OffloadPolicy(),
     }
+    # Inner units before the units that contain them, as fully_shard requires.
     gathered: list[tuple[Any, bool]] = []
     for module in apart:
         sender.send(module, torch.float32)
@@ -372,8 +394,8 @@ def _fully_shard(
     for unit in units:
         for module in unit:
             sender.send(module, dtype)
-        # The backward pass begins with the head and the root's own, which the forward
-        # pass has just gathered.
+        # The backward pass begins with the head and the root's own weights, which the
+        # forward pass has just gathered: freeing them would gather them twice.
         frees = (
             engine.reshard if trained and unit[-1] is not units[-1][-1] else not trained
         )
@@ -402,6 +424,7 @@ def _partition(
 ) -> None:
     import deepspeed
 
+    # DeepSpeed asks for a batch size, which partitioning does not use.
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero_settings(),
@@ -409,13 +432,15 @@ def _partition(
     for unit in [*units, [root]]:
         for module in unit:
             sender.send(module, dtype)
-            own = next(module.parameters()).dtype
-            deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=own)
+            dtype_of_module = next(module.parameters()).dtype
+            deepspeed.zero.Init(
+                module=module, config_dict_or_path=settings, dtype=dtype_of_module
+            )
 
 
 def zero_settings() -> dict[str, Any]:
-    """Return `zero_optimization` of accelerate's configuration, without what is to be
-    filled in later.
+    """Return `zero_optimization` of accelerate's configuration, without the "auto"
+    values that are filled in later.
     """
     from accelerate.utils import DeepSpeedPlugin
 
@@ -427,11 +452,11 @@ def _serve(body: nn.Module) -> None:
     """Give a partitioned, frozen module the hooks that gather its parameters."""
     import deepspeed
 
-    own = next(body.parameters()).dtype
+    dtype = next(body.parameters()).dtype
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero_settings(),
-        "bf16": {"enabled": own == torch.bfloat16},
+        "bf16": {"enabled": dtype == torch.bfloat16},
         "steps_per_print": float("inf"),
     }
     engine, *_ = deepspeed.initialize(model=body, config=settings)
@@ -439,8 +464,8 @@ def _serve(body: nn.Module) -> None:
 
 
 def moe_leaves(model: PreTrainedModel) -> None:
-    """Make ZeRO-3 gather an MoE block as one: which of its experts run differs between
-    ranks, gathers must not.
+    """Make ZeRO-3 gather an MoE block as a whole: ranks run different experts, but must
+    make the same gathers.
     """
     from deepspeed.utils import set_z3_leaf_modules
 

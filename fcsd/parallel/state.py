@@ -1,21 +1,22 @@
-"""What an exact continuation needs of weights and optimiser, in one layout for all
-engines and numbers of ranks.
+"""Store weights and optimiser for an exact continuation, in one layout for all engines
+and numbers of ranks.
 
-    state-00001-of-00008.safetensors   of each rank that writes; what is above 4 GB in …00008.1.safetensors and so on
+    state-00001-of-00008.safetensors   of each rank that writes; beyond 4 GB in
+    …00008.1.safetensors and so on
         NAME                  (n,) the rank's part of a trained parameter, flat, as the optimiser has it (float32)
         NAME|exp_avg, …       (n,) the same part of each state of the optimiser
         NAME|average          (n,) the same part of the moving average of the weights, float32
         metadata: `starts`    NAME -> where the part begins in the flattened parameter; `sizes` NAME -> its whole size
     optimizer.json            the settings of each parameter group, and what the optimiser counts (`step`)
 
-A rank's part is a run of the flattened parameter under every engine: all of it (copies;
-the first rank writes), the rows of FSDP2, the partition of ZeRO-3, the rank's own
-experts. So a checkpoint of one engine and number of ranks is read by any other: each
-rank reads the runs that it needs. Values are stored as they are: the same ranks
-continue to the last bit.
+Under every engine a rank's part is a run of the flattened parameter: all of it (copies;
+the first rank writes), the rows of FSDP2, the partition of ZeRO-3, or the rank's own
+experts. So any engine and number of ranks can read a checkpoint of any other: each rank
+reads the runs that it needs. Values are stored unchanged, so the same ranks continue
+bit for bit.
 
-Frozen parameters are not stored; they are what the run began with. No pickle is written
-or read.
+Frozen parameters are not stored, because they have not changed since the run began. No
+pickle is written or read.
 
 Not covered: nodes without a shared file system; optimisers whose state of a parameter
 is neither a number nor of the parameter's shape; ZeRO-3 with its optimiser on a disk
@@ -51,23 +52,24 @@ from fcsd.parallel.parts import (
 from fcsd.parallel.ranks import Ranks
 
 OPTIMIZER = "optimizer.json"
-AVERAGE = "average"  # what no optimiser calls a state
+AVERAGE = "average"  # no optimiser has a state of this name
 PART_OF = "part_of"  # in a parameter group of the optimiser: see `_groups`
-FILE_BYTES = 1 << 32  # of a file at most, but for a single tensor
+FILE_BYTES = 1 << 32  # largest file, unless a single tensor is larger
 _FILE = re.compile(r"state-(\d{5})-of-(\d{5})\.safetensors")
 
 
 @dataclass(frozen=True)
 class StateFile:
-    """A file of a rank's part: name -> (n,) numbers, and what its header says beside them."""
+    """A file of a rank's part: name -> (n,) numbers, and the metadata of its header."""
 
     name: str
     runs: dict[str, Tensor]
     metadata: dict[str, str]
 
     def copied(self, into: dict[str, Tensor]) -> StateFile:
-        """Return it with its numbers as they are now, in host memory: in the tensors of
-        `into`, made where there are none."""
+        """Return the file with a copy of its numbers in host memory: in the tensors of
+        `into`, which are allocated if missing.
+        """
         for key, run in self.runs.items():
             if key not in into:
                 into[key] = torch.empty_like(run, device="cpu")
@@ -75,14 +77,14 @@ class StateFile:
         return replace(self, runs={key: into[key] for key in self.runs})
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write it, and return what it has: `bytes` and `sha256`, of what was given to
-        the disk.
+        """Write the file; return the `bytes` and the `sha256` of the written content.
 
-        safetensors' own writer gives no hash (a pass over the file would take as long
-        again), and puts the header's metadata in any order.
+        safetensors' own writer returns no hash (reading the file again would take as
+        long once more), and writes the header's metadata in any order.
         """
-        # aligned
+        # Wide dtypes first, so that every tensor is aligned.
         runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
+        # The format of safetensors: length of the header, header in JSON, data.
         header: dict[str, Any] = {"__metadata__": self.metadata}
         end = 0
         for name, run in runs.items():
@@ -93,7 +95,9 @@ class StateFile:
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header).encode()
+        # The header is padded, so that the data begin aligned.
         text += b" " * (-len(text) % 8)
+        # Hashed piece by piece while it is written, so the file is not read again.
         digest, number = hashlib.sha256(), 0
         with (folder / self.name).open("wb") as file:
             for data in (
@@ -104,6 +108,7 @@ class StateFile:
                     piece = data[start : start + _PIECE]
                     number += file.write(piece)
                     digest.update(piece)
+            # A checkpoint counts only once its bytes are on the disk.
             file.flush()
             os.fsync(file.fileno())
         return {"bytes": number, "sha256": digest.hexdigest()}
@@ -126,15 +131,16 @@ def state_files(
     weights_only: bool = False,
     average: Mapping[str, Tensor] | None = None,
 ) -> list[StateFile]:
-    """Return the files of this rank's part; their numbers are views of what is trained.
-    All ranks call this.
+    """Return the files of this rank's part; their numbers are views of the tensors in
+    training. All ranks call this.
 
-    model: as it is trained, without DDP's or DeepSpeed's wrapper. optimizer:
+    model: in training, without the wrapper of DDP or DeepSpeed. optimizer:
     accelerate's, of that model. weights_only: leave the optimiser's states out.
-    average: of each trained parameter this rank's part, flat.
+    average: this rank's part of the average of each trained parameter, flat.
     """
     parts = parts_of(model, optimizer, ranks)
     writers, index = writers_of(model, ranks)
+    # This rank holds a copy of a part that another one writes.
     if index is None:
         return []
     path = Path(f"state-{index + 1:05}-of-{writers:05}.safetensors")
@@ -166,7 +172,9 @@ def write_weights(folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks) 
 def write_settings(
     folder: Path, model: nn.Module, optimizer: Any, ranks: Ranks
 ) -> None:
-    """Write what the optimiser has beside tensors: on the first rank; all call this."""
+    """Write, on the first rank, the optimiser's settings and counts; all ranks call
+    this.
+    """
     parts, inner = parts_of(model, optimizer, ranks), inner_optimizer(optimizer)
     if not ranks.first:
         return
@@ -188,8 +196,8 @@ def write_settings(
 
 
 def _groups(inner: torch.optim.Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """Return (number of the group that it is part of, group): a group of one process is
-    several where meshes differ.
+    """Return (number of the group in one process, group) for each group: where meshes
+    differ, one group is split into several.
     """
     return [
         (group.get(PART_OF, i), group) for i, group in enumerate(inner.param_groups)
@@ -200,6 +208,7 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
     """Return a learning-rate schedule's state, its lists with one entry for each
     parameter group of one process.
     """
+    # Schedules have a value per group; only one of each split group is stored.
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     state: dict[str, Any] = scheduler.state_dict()
     lists = {
@@ -213,6 +222,7 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     """Continue from `schedule_state`, whatever engine made it."""
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
+    # Every rank may have other groups than the writer, so values go by their number.
     lists = {
         key: [value[i] for i in indices]
         for key, value in state.items()
@@ -224,18 +234,19 @@ def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None
 def _cut(
     parts: list[Part], states: Any, average: Mapping[str, Tensor]
 ) -> list[list[tuple[str, Part, Tensor]]]:
-    """Return (name in the file, part, its numbers) of all that is stored, by file."""
+    """Return (name in the file, part, its numbers) of each stored tensor, by file."""
     files: list[list[tuple[str, Part, Tensor]]] = [[]]
     size = 0
     for part in parts:
-        own = {
+        tensors = {
             f"{part.name}|{key}": part.of(value)
             for key, value in states.get(part.slot, {}).items()
             if not _is_number(value)
         }
         if part.name in average:
-            own[f"{part.name}|{AVERAGE}"] = average[part.name]
-        for key, run in {part.name: part.of(part.slot), **own}.items():
+            tensors[f"{part.name}|{AVERAGE}"] = average[part.name]
+        for key, run in {part.name: part.of(part.slot), **tensors}.items():
+            # A tensor is never split between files.
             if files[-1] and size + run.nbytes > FILE_BYTES:
                 files.append([])
                 size = 0
@@ -245,7 +256,7 @@ def _cut(
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """Return the files of a rank: state-….safetensors, state-….1.safetensors, …"""
+    """Return the path of a rank's file: state-….safetensors, state-….1.safetensors, …"""
     return path.with_suffix(f".{number}{path.suffix}") if number else path
 
 
@@ -260,10 +271,10 @@ def read_state(
     """Continue from the files of a checkpoint, whatever engine and number of ranks
     wrote them. All ranks call this.
 
-    optimizer: None where none was made yet; then weights only.
+    optimizer: None if there is none yet; then only weights are read.
 
     Raises:
-        UserError: a file is missing or damaged, or the checkpoint is of other trainable
+        UserError: a file is missing or damaged, or the checkpoint has other trainable
             parameters.
     """
     parts = parts_of(model, optimizer, ranks)
@@ -293,7 +304,7 @@ def read_average(
 
 
 def check_state(folder: Path) -> None:
-    """Raise UserError unless all files that belong together are there, and none is cut off."""
+    """Raise UserError unless all files of a checkpoint exist, and none is cut off."""
     with ExitStack() as stack:
         _Stored(folder, stack)
 
@@ -302,20 +313,21 @@ def _read_optimizer(
     folder: Path, stored: _Stored, parts: list[Part], inner: torch.optim.Optimizer
 ) -> None:
     record = read_json(folder / OPTIMIZER)
-    groups, own = record["groups"], _groups(inner)
-    if len(groups) != (number := len({index for index, _ in own})):
+    groups, inner_groups = record["groups"], _groups(inner)
+    if len(groups) != (number := len({index for index, _ in inner_groups})):
         raise UserError(
             f"{folder}: was written by an optimiser of {len(groups)} parameter groups,"
             f" this one has {number}; remove the checkpoints to begin again"
         )
-    on_device = False
-    for index, group in own:
+    steps_on_device = False
+    for index, group in inner_groups:
         for key, value in groups[index].items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        on_device |= bool(group.get("fused") or group.get("capturable"))
+        steps_on_device |= bool(group.get("fused") or group.get("capturable"))
     for part in parts:
         counted = record["counted"].get(part.name, {})
         states = inner.state[part.slot]
+        # A new optimiser has no states before its first step.
         for key in stored.states(part.name):
             if key not in states:
                 states[key] = torch.zeros_like(
@@ -323,8 +335,8 @@ def _read_optimizer(
                 ).detach()
             stored.read(f"{part.name}|{key}", part, part.of(states[key]))
         for key, value in counted.items():
-            # Where torch's optimisers keep `step`.
-            device = part.slot.device if on_device else torch.device("cpu")
+            # torch's optimisers keep `step` on the CPU unless they are fused.
+            device = part.slot.device if steps_on_device else torch.device("cpu")
             states[key] = torch.tensor(value, dtype=torch.float32, device=device)
 
 
@@ -340,19 +352,21 @@ class _Stored:
             for path in folder.glob("*")
             if (match := _FILE.fullmatch(path.name))
         }
+        # Each name tells how many ranks wrote, so missing files are noticed.
         writers = int(next(iter(files.values()), 0))
         if not files or len(files) != writers:
             raise UserError(
                 f"{folder}: {len(files)} of {writers or 'at least 1'} state files are"
                 f" there; {_ADVICE}"
             )
+        # The first file of each writer tells how many it has written.
         for index in range(writers):
             path = folder / f"state-{index + 1:05}-of-{writers:05}.safetensors"
             for number in range(1, self._open(path, stack)):
                 self._open(_numbered(path, number), stack)
 
     def _open(self, path: Path, stack: ExitStack) -> int:
-        """Note what a file holds; how many its rank has written."""
+        """Index the tensors of a file; return how many files its rank has written."""
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
         except (SafetensorError, OSError) as error:
@@ -375,6 +389,7 @@ class _Stored:
 
     def read(self, name: str, part: Part, into: Tensor) -> None:
         """Copy the run of `part` of a stored tensor into the flat `into`."""
+        # A missing tensor is reported like one of another size.
         held = self.sizes[part.name] if name in self.runs else "no"
         if held != part.size:
             raise UserError(
@@ -382,6 +397,7 @@ class _Stored:
                 f" {part.size}; it is the checkpoint of another model, or of other"
                 " trainable parameters"
             )
+        # The stored runs do not overlap, so counting the copied numbers shows gaps.
         missing = part.stop - part.start
         for start, stop, file in self.runs[name]:
             begin, end = max(start, part.start), min(stop, part.stop)

@@ -1,4 +1,4 @@
-"""Stages of a recipe: each reads folders and leaves a folder with a manifest.
+"""Stages of a recipe: each reads folders and writes a folder with a manifest.
 
-Not covered: uploading what they leave; that is `fcsd.report.publish.push`.
+Not covered: uploading the results (`fcsd.report.publish.push`).
 """

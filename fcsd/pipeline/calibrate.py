@@ -1,12 +1,13 @@
 """Calibrate the converted model of a recipe, or of one of its variants: the stage
 between conversion and sweep.
 
-    partial/              what is not finished (`fcsd.training.calibration.checkpoint`)
-    partial/result.json   the manifest's results and the fingerprints of `partial/model`, once that is whole
-    model/                renamed from `partial/model` after that, before the manifest is written
+    partial/              unfinished work (`fcsd.training.calibration.checkpoint`)
+    partial/result.json   the manifest's results and the fingerprints of
+    `partial/model`, once that is complete model/                renamed from
+    `partial/model` after that, before the manifest is written
 
-So a kill at any moment leaves a calibration that continues, or one of which only the
-last renames are missing.
+So a kill at any moment leaves a calibration that can continue, or one that only lacks
+the last renames.
 """
 
 import os
@@ -40,38 +41,46 @@ _RESULT = "result.json"
 def calibrate(
     run: Run, variant: str | None = None, *, on_bad_row: str | None = "data.on_bad_row"
 ) -> Stage:
-    """Leave the converted model with calibrated weights; a variant with the same
-    settings shares the main one's.
+    """Write the converted model with calibrated weights; a variant with the same
+    settings shares those of the main model.
 
     on_bad_row: see `fcsd.data.bad_rows.BadRows`.
     """
-    one = run.variant(variant)
-    if variant is not None and _settings(one.recipe) == _settings(run.recipe):
-        variant, one = None, run
-    launch, stage = one.launch, _stage(one, run.layout.calibration(variant or MAIN))
+    calibrated_run = run.variant(variant)
+    # Equal settings give equal weights.
+    if variant is not None and _settings(calibrated_run.recipe) == _settings(
+        run.recipe
+    ):
+        variant, calibrated_run = None, run
+    launch, stage = (
+        calibrated_run.launch,
+        _stage(calibrated_run, run.layout.calibration(variant or MAIN)),
+    )
     partial, model = stage.folder / "partial", stage.folder / "model"
     if launch.begin(stage) != "finished":
-        whole = launch.ranks.from_first(lambda: _whole(partial, model))
-        if whole is None:
-            results = _solve(one, stage, on_bad_row)
-            whole = launch.ranks.from_first(lambda: _note_whole(partial, results))
+        note = launch.ranks.from_first(lambda: _whole(partial, model))
+        if note is None:
+            results = _solve(calibrated_run, stage, on_bad_row)
+            note = launch.ranks.from_first(lambda: _note_whole(partial, results))
         launch.ranks.from_first(lambda: _rename(partial, model))
-        launch.finish(stage, whole["results"], outputs=whole["outputs"])
+        launch.finish(stage, note["results"], outputs=note["outputs"])
         if launch.first:
-            results = whole["results"]
-            done = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"
+            results = note["results"]
+            extent = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"
             measured = (
                 calibration_kl_text(results["kl"])
                 or "too few to leave some out and measure the KL on them"
             )
-            print(f"calibrate: {done}; {measured}", file=sys.stderr)
-    # also what a kill left of a finished one
+            print(f"calibrate: {extent}; {measured}", file=sys.stderr)
+    # A kill may have left this folder, even if the stage is finished.
     launch.ranks.from_first(lambda: discard_folder(partial))
     return stage
 
 
 def _stage(run: Run, folder: Path) -> Stage:
-    """Return the calibration of a run, or of its variant, as a stage in a folder."""
+    """Return the calibration of a run, which may be a variant's, as a stage in a
+    folder.
+    """
     recipe = run.recipe
     if recipe.calibration is None:
         raise UserError(
@@ -85,8 +94,8 @@ def _stage(run: Run, folder: Path) -> Stage:
 
 
 def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
-    """Leave the calibrated model in the stage's `partial/model`; return what the
-    manifest says of it.
+    """Write the calibrated model to the stage's `partial/model`; return the results for
+    the manifest.
     """
     recipe, section = run.recipe, run.recipe.calibration
     assert section is not None
@@ -96,6 +105,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     if run.launch.first:
         tell_examples(rows, "text")
     width = run.original.load_config().get_text_config().hidden_size
+    # Rows that are left out measure the effect of the calibration.
     solved, left_out = split_rows(rows, section.tokens, width)
     results = calibrate_checkpoint(
         run.original,
@@ -112,26 +122,27 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
 
 def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
     note = {"results": results, "outputs": model_outputs(partial / "model")}
+    # The note is written last, when the model is complete.
     write_json(partial / _RESULT, note)
     return note
 
 
 def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
-    """Return what `_note_whole` noted of a model that is still there, here or under its
-    last name; else None.
+    """Return the note of `_note_whole` if its model still exists, in `partial` or under
+    its final name; else None.
 
-    A note without its model is removed with all that belongs to it: the calibration
-    begins anew.
+    A note without its model is removed with the other partial work, and the calibration
+    begins again.
     """
     if not (partial / _RESULT).is_file():
         return None
     note: dict[str, Any] = read_json(partial / _RESULT, keys=("outputs",))
-    place = partial / "model" if (partial / "model").is_dir() else model
+    folder = partial / "model" if (partial / "model").is_dir() else model
     with suppress(UserError):
-        if model_outputs(place) == note["outputs"]:
+        if model_outputs(folder) == note["outputs"]:
             return note
     print(
-        f"calibrate: {place}: is not the model that was calibrated, beginning again",
+        f"calibrate: {folder}: is not the model that was calibrated, beginning again",
         file=sys.stderr,
     )
     discard_folder(partial)
@@ -145,23 +156,26 @@ def _rename(partial: Path, model: Path) -> None:
 
 
 def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
-    """Return the calibrated checkpoint that a distillation starts from, made if need
-    be; None where it does not.
+    """Return the calibrated checkpoint that a distillation starts from, calibrating it
+    if necessary; None: it starts from copied weights.
     """
-    one = run.variant(variant)
-    if not one.recipe.starts_calibrated:
+    start_run = run.variant(variant)
+    if not start_run.recipe.starts_calibrated:
         return None
-    return ModelFolder(one.original.config, calibrate(run, variant).folder / "model")
+    return ModelFolder(
+        start_run.original.config, calibrate(run, variant).folder / "model"
+    )
 
 
 def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
-    """Calibrate the model of a recipe that has nothing else to do, and leave it in
-    `out`, with the stage's manifest.
+    """Calibrate the model of a recipe that has no other stage, and write it to `out`,
+    with the stage's manifest.
 
-    The recipe's own folder holds what is not finished; it is removed at the end.
-    UserError where `out` exists, unless it is this calibration, finished before.
+    The recipe's own folder holds unfinished work, and is removed at the end. UserError
+    if `out` exists, unless it is this calibration, finished earlier.
     """
     run = Run(recipe, launch)
+    # The same calibration may have been finished by an earlier command.
     if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(
         _stage(run, out)
     ):
@@ -185,9 +199,9 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     checkpoint = calibratable(run.original)
     if launch.first:
         assert checkpoint.family is not None
-        wired = recipe.connectivity.spec()
+        connectivity = recipe.connectivity.spec()
         tell_first_layers(
-            wired,
+            connectivity,
             run.original.load_config(),
             checkpoint.family,
             "--layers",
@@ -195,6 +209,8 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
         )
     stage = calibrate(run, on_bad_row=None)
 
+    # The records move with the model, so that `out` is complete at the moment it
+    # appears.
     def leave() -> None:
         record = read_manifest(stage.folder)
         for file in ("decontamination.json", "bad_rows.json"):
@@ -209,10 +225,10 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
 
 
 def _is_of(stage: Stage) -> bool:
-    """Tell whether the manifest in a folder is that of this stage, with the same
+    """Return whether the manifest in a folder is that of this stage, with the same
     settings and inputs.
     """
-    # a manifest of something else
+    # Any of these errors means that the manifest belongs to something else.
     with suppress(UserError, KeyError, TypeError, ValueError):
         stage.refuse_difference(read_manifest(stage.folder))
         return True
@@ -220,8 +236,8 @@ def _is_of(stage: Stage) -> bool:
 
 
 def _discard_work(run: Run) -> None:
-    """Remove the folder of a calibration whose model has left it, and what kills left
-    of such ones.
+    """Remove the folder of a calibration whose model has been moved out, and the
+    remains of killed ones.
     """
     if (run.layout.calibration(MAIN).parent).is_dir() or not run.layout.root.exists():
         discard_folder(run.layout.root)
@@ -232,6 +248,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         return {}
     return {
         **recipe.model_dump(mode="json", include={"model", "connectivity", "seed"}),
+        # Whether trainings start from it does not change the calibration.
         "calibration": recipe.calibration.model_dump(
             mode="json", exclude={"starts_training"}
         ),

@@ -1,8 +1,8 @@
-"""Refuse, before the first model is loaded, what recipe, launch and machine rule out
-and would end a run hours later.
+"""Refuse, before the first model is loaded, combinations of recipe, launch and machine
+that would end a run hours later.
 
-Not covered: what only all of the data say (templates, lengths), and columns of data on
-the Hub; a stage checks those when it begins.
+Not covered: faults that only show in all of the data (templates, lengths), and columns
+of data on the Hub; a stage checks those when it begins.
 """
 
 import sys
@@ -47,15 +47,15 @@ from fcsd.training.config import TrainConfig
 
 
 def check_run(run: Run) -> None:
-    """Check everything that `fcsd run` will do and has not done yet. All ranks call
-    this.
+    """Check every stage that `fcsd run` has not finished yet. All ranks call this.
 
     Raises:
-        UserError: a batch that cannot be cut, a tracker that is not installed, data
-            that are not there, layers that the model does not have, a sandbox that is
-            too weak, settings that the launch does not support.
+        UserError: a batch cannot be divided, a tracker is not installed, data are
+            missing, the model lacks selected layers, the sandbox is too weak, or the
+            launch does not support a setting.
     """
     recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
+    # The model does not exist yet: its configuration comes from the recipe.
     if pretraining is not None and _unfinished(layout.pretrain):
         check_settings(
             pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain."
@@ -72,27 +72,31 @@ def check_run(run: Run) -> None:
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
-        one, where = run.variant(name), f"variants.{name}: " if name is not None else ""
+        variant_run, where = (
+            run.variant(name),
+            f"variants.{name}: " if name is not None else "",
+        )
         if _unfinished(layout.stage(name or MAIN)):
             changed = (
                 name is not None and "train.batch_size_tokens" in recipe.variants[name]
             )
+            # A variant without a batch size of its own may get any size of the sweep.
             by_sweep = recipe.sweep is not None and not changed
             try:
                 check_training(
-                    one,
+                    variant_run,
                     (
                         recipe.sweep.batch_size_tokens
                         if recipe.sweep and by_sweep
                         else None
                     ),
                 )
-                _check_layers(one.recipe.connectivity, mask)
+                _check_layers(variant_run.recipe.connectivity, mask)
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
     if run.launch.first and _unfinished(layout.convert):
-        wired, where = recipe.connectivity.spec(), "connectivity.layers:"
-        tell_first_layers(wired, config, family, where, recipe.model_path)
+        connectivity, where = recipe.connectivity.spec(), "connectivity.layers:"
+        tell_first_layers(connectivity, config, family, where, recipe.model_path)
     bias, evaluated = recipe.evaluation.router_bias, recipe.model_names
     if bias is not None:
         num_experts, _ = expert_counts(text_config(config, family))
@@ -107,8 +111,8 @@ def check_run(run: Run) -> None:
 
 
 def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
-    """Check the distillation of a recipe, with batches of these numbers of tokens;
-    None: its own.
+    """Check the distillation of a recipe with each of these batch sizes in tokens;
+    None: with its own.
     """
     recipe, launch = run.recipe, run.launch
     if recipe.lora is not None and launch.engine.shards:
@@ -127,7 +131,8 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
     refuse_what_cannot_be_sharded(
         recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
     )
-    # else its config was looked at
+    # Otherwise `check_run` has checked the configuration of the model to be
+    # pre-trained.
     if recipe.pretrain is None or not _unfinished(run.layout.pretrain):
         check_rows_fit(run, run.original, recipe.data.max_length)
     if recipe.teacher is not None and recipe.teacher.path is not None:
@@ -148,8 +153,8 @@ def check_rows_fit(
     where: str = "",
     model_key: str = "model",
 ) -> None:
-    """Check rows against the positions of a model, once in a run; `where` is what the
-    key begins with.
+    """Check the length of rows against the positions of a model, once in a run; `where`
+    is the beginning of the key.
     """
     key = f"{where}data.max_length"
     run.once(
@@ -159,18 +164,19 @@ def check_rows_fit(
 
 
 def check_overlap(run: Run) -> None:
-    """Check what the launch is to overlap against the model; on the first rank, say
-    where less of it will.
+    """Check that the model supports the overlap of the launch; on the first rank, print
+    if less of it will overlap.
 
     Raises:
-        UserError: --expert-parallel does not divide the experts; --overlap for a model,
-            a transformers or an environment that cannot.
+        UserError: --expert-parallel does not divide the experts; the model, the version
+            of transformers or the environment does not support --overlap.
     """
     engine, folder = run.launch.engine, run.original.folder
     if not engine.spreads_experts:
         return
     config, family = _config_and_family(run.original)
     experts, _ = expert_counts(text_config(config, family))
+    # Each rank holds equally many whole experts.
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts}"
@@ -179,7 +185,9 @@ def check_overlap(run: Run) -> None:
     if engine.overlap != "off":
         check_transformers()
         check_connections(run.launch.device)
+    # A model that cannot overlap is an error only if overlap was asked for.
     reason = refusal(family, config)
+    # Layers without experts have no exchanges.
     mask = moe_mask(config, family)
     if reason is None and not any(
         mask[k] for k in resolve_layers(run.recipe.connectivity.spec().layers, mask)
@@ -207,8 +215,8 @@ def check_overlap(run: Run) -> None:
 def check_settings(
     train: TrainConfig, data: DataConfig, launch: Launch, where: str = ""
 ) -> None:
-    """Check a `train` section and the `data` section beside it; `where` is what their
-    keys begin with.
+    """Check a `train` section and its `data` section; `where` is the beginning of their
+    keys.
     """
     try:
         check_precision(train, launch.engine)
@@ -227,14 +235,14 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     """Return transformers' configuration of the model to pre-train.
 
     Raises:
-        UserError: a model type that transformers or fcsd does not know, a dense model,
-            a value that does not fit.
+        UserError: transformers or fcsd does not support the model type, the model is
+            dense, or a value is invalid.
     """
     raw = {
         key: value for key, value in config.items() if key != "experts_implementation"
     }
     try:
-        # transformers would answer with a list of hundreds of model types
+        # transformers' own error would list hundreds of model types.
         family = family_of({"model_type": config["model_type"]})
         cls, name = base_model_class(family).config_class, family.model_type
         if family.like:
@@ -266,6 +274,7 @@ def _check_evaluation(run: Run) -> None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     for row in run.suite.tasks:
         dataset_location(row, run.data_root)
+    # Starting the sandbox once shows whether it is strong enough.
     if any(row.kind == "code" for row in run.suite.tasks):
         run.launch.ranks.from_first(
             lambda: _start_sandbox(evaluation.allow_weak_sandbox)

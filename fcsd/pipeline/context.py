@@ -1,8 +1,8 @@
-"""What the stages of one run share: recipe, launch, and everything that is looked up
-once for all of them.
+"""The shared context of a run's stages: recipe, launch, and everything that is looked
+up once for all of them.
 
-run = Run(recipe, join_launch())
-run.original.folder, run.original.weights, run.tokenizer, run.layout.report
+    run = Run(recipe, join_launch())
+    run.original.folder, run.original.weights, run.tokenizer, run.layout.report
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. What was looked up stays, also where `recipe` is replaced
-    by a variant of it.
+    """A recipe in a launch. Values that were looked up stay, even if `recipe` is
+    replaced by a variant of it.
     """
 
     recipe: Recipe
     launch: Launch
     progress: Progress | None = None  # of `fcsd run`, on the first rank
-    # which this one is a variant of, or was before its sweep had chosen
+    # the recipe as written, if this one is a variant or has the choice of its sweep
     before: Recipe | None = None
     _known: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
@@ -45,19 +45,20 @@ class Run:
         check_folder_place(self.recipe.folder)
 
     def once(self, key: Any, look_up: Callable[[], Found]) -> Found:
-        """Return what `look_up` gave the first time that it was called for `key`."""
+        """Return the result of `look_up`, which is called only once for each `key`."""
+        # The dictionary is shared by variants, because `replace` copies the reference.
         if key not in self._known:
             self._known[key] = look_up()
         value: Found = self._known[key]
         return value
 
     def begin(self, stage: str) -> None:
-        """Print the heading of a stage that `progress` knows."""
+        """Print the heading of a stage, if `progress` lists it."""
         if self.progress is not None and stage in self.progress.tasks:
             self.progress.start(stage)
 
     def variant(self, name: str | None) -> Run:
-        """Return the run of one of the recipe's variants (UserError: there is none of
+        """Return the run of one of the recipe's variants (UserError if there is none of
         this name); None: this run.
         """
         recipe = self.recipe
@@ -68,11 +69,13 @@ class Run:
                 f"recipe {recipe.name}: has no variant '{name}'; allowed:"
                 f" {', '.join(recipe.variants) or 'none'}"
             )
+        # `whole` stays the recipe with all trainings, which decides how many rows are
+        # made.
         return replace(self, recipe=recipe.variant(name), before=self.whole)
 
     @property
     def whole(self) -> Recipe:
-        """The recipe as it was written, with all its trainings."""
+        """The recipe as written, with all its trainings."""
         return self.before or self.recipe
 
     @property
@@ -81,24 +84,24 @@ class Run:
 
     @property
     def data_root(self) -> Path | None:
-        """The folder in hub layout that test sets are read from; None: the Hub."""
+        """The folder in hub layout from which test sets are read; None: the Hub."""
         root = self.recipe.evaluation.data_root
         return Path(root) if root is not None else None
 
     @property
     def suite(self) -> SuiteConfig:
-        """The suite that every model of the run is asked."""
+        """The suite on which every model of the run is evaluated."""
         name = self.recipe.evaluation.suite
         return self.once(("suite", name), lambda: load_suite(name))
 
     @property
     def original(self) -> ModelFolder:
-        """The original checkpoint: `model.path`, or what the pre-training left."""
+        """The original checkpoint: `model.path`, or the result of the pre-training."""
         return self._model(self.recipe.model_path, self.recipe.model)
 
     @property
     def teacher(self) -> ModelFolder:
-        """The checkpoint that the student is compared with: the original, or `teacher.path`."""
+        """The checkpoint that teaches the student: the original, or `teacher.path`."""
         return self._model(*self.recipe.teacher_model)
 
     def _model(self, path: str, config: ModelConfig) -> ModelFolder:
@@ -118,8 +121,8 @@ class Run:
 
     @property
     def studies_layers(self) -> bool:
-        """Whether the recipe's layer study can run in this launch: it rewires whole
-        copies of the model.
+        """Whether the recipe has a layer study that can run in this launch, since it
+        rewires whole copies of the model.
         """
         return (
             self.recipe.evaluation.layer_study is not None
@@ -129,6 +132,7 @@ class Run:
     def models(self) -> dict[str, Path]:
         """Return every model of the run that exists, by its name in the report."""
         original, *names = self.recipe.model_names
+        # Stages that have not run yet have left no folder.
         folders = {
             original: self.original.folder,
             **{name: self.layout.model(name) for name in names},
@@ -136,7 +140,9 @@ class Run:
         return {name: path for name, path in folders.items() if path.is_dir()}
 
     def model(self, name: str) -> ModelFolder:
-        """Return a model of the run by its name in the report, loaded as the original is."""
+        """Return a model of the run by its name in the report; it is loaded as the
+        original.
+        """
         if name == "original":
             return self.original
         folder = self.layout.model(name)

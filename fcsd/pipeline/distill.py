@@ -1,4 +1,4 @@
-"""Sweep, distil and fill the teacher cache: the training stages of a recipe that have a teacher."""
+"""Sweep, distil and fill the teacher cache: the stages of a recipe that have a teacher."""
 
 import shutil
 import sys
@@ -59,11 +59,17 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
 
-    def candidate_run(candidate: Candidate, settings: TrainConfig, place: Path) -> None:
+    # Rows, teacher and start are shared by all candidates; the student is new for each.
+    def candidate_run(
+        candidate: Candidate, settings: TrainConfig, candidate_folder: Path
+    ) -> None:
         description = (
             f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         )
-        training = _training_run(run, place, description, teacher, rows, start)
+        training = _training_run(
+            run, candidate_folder, description, teacher, rows, start
+        )
+        # Candidates are only compared: their models are not kept.
         train(replace(training, train=settings, save_model=False, remaining=None))
 
     result = run_sweep(
@@ -71,7 +77,9 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         recipe.train,
         folder,
         candidate_run,
-        remove_checkpoints=lambda place: remove_checkpoints(place, launch),
+        remove_checkpoints=lambda candidate_folder: remove_checkpoints(
+            candidate_folder, launch
+        ),
         ranks=launch.ranks,
     )
     if launch.first:
@@ -89,15 +97,16 @@ def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
 
 
 def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
-    """Distil the main model of a recipe, or one of its variants; uses the choice of the
-    sweep when there is one.
+    """Distil the main model of a recipe, or one of its variants, with the choice of the
+    sweep if there is one.
 
-    fill_cache: compute what a teacher cache lacks, where the recipe has one.
+    fill_cache: compute the missing part of the teacher cache, if the recipe has one.
     """
-    run.variant(variant)  # a wrong name is refused before a sweep that is missing
-    whole, run = run, _with_sweep(run).variant(variant)
+    # A wrong name should be reported before a missing sweep.
+    run.variant(variant)
+    main_run, run = run, _with_sweep(run).variant(variant)
     recipe, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
-    # hashes of all weights and data: once
+    # This hashes all weights and data, so one rank does it.
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(
         folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train)
@@ -107,7 +116,8 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
         return stage
     check_training(run)
     check_overlap(run)
-    start = calibrated_start(whole, variant)
+    start = calibrated_start(main_run, variant)
+    # Zero steps leave the weights that a training would start from, for comparison.
     if not recipe.train.max_steps:
         launch.finish(
             stage, _leave_start(run, start, folder / "model"), folder / "model"
@@ -126,7 +136,9 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
 
 
 def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str, Any]:
-    """Leave the weights that a training of this recipe would start from, calibrated or copied."""
+    """Write the weights that a training of this recipe would start from, calibrated or
+    copied.
+    """
 
     def leave() -> dict[str, Any]:
         if start is None:
@@ -135,7 +147,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
                     run.original.folder, folder, run.recipe.connectivity.spec()
                 )
             return {"steps": 0}
-        all_files(start.folder)  # refuses links to others'
+        all_files(start.folder)  # refuses links to files of others
         with new_folder(folder) as new:
             shutil.copytree(
                 start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True
@@ -149,6 +161,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
 
 
 def _copy_or_link(source: str, destination: str) -> None:
+    # Weights are not changed any more, so they may share storage with the start.
     copy = link_or_copy if source.endswith(".safetensors") else shutil.copyfile
     copy(Path(source), Path(destination))
 
@@ -159,7 +172,7 @@ def cache_teacher(
     """Fill the teacher cache of a recipe's sweep and main distillation, or of one of
     its variants; return its folder.
 
-    verify: then read all of it and compare it with its checksums.
+    verify: read the whole cache afterwards, and compare it with its checksums.
     """
     run = run.variant(variant)
     recipe = run.recipe
@@ -184,6 +197,7 @@ def _with_sweep(run: Run) -> Run:
             f"{run.layout.sweep}: the sweep is not finished; run `fcsd sweep` first, or"
             " set sweep to null"
         )
+    # The choice holds only for the data and weights on which it was made.
     inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
     if changes := differences(manifest["inputs"], inputs):
         raise UserError(
@@ -217,7 +231,7 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
     return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
 
 
-# ---- what a training is made from
+# ---- the parts of a training
 
 
 def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | None:
@@ -250,10 +264,11 @@ def _training_run(
     rows: Any,
     start: ModelFolder | None,
 ) -> TrainingRun:
-    """Describe a training with a fresh student; `teacher` as `load_teacher` gives it,
-    `start` as `calibrated_start`.
+    """Describe a training with a new student; `teacher` comes from `load_teacher`,
+    `start` from `calibrated_start`.
     """
     recipe = run.recipe
+    # The student starts from copied weights, unless the recipe starts calibrated.
     student = load_for_launch(
         start or run.original,
         run.launch,
@@ -265,6 +280,8 @@ def _training_run(
         adapters = add_adapters(
             student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype)
         )
+        # Without its adapters, the student is the teacher, so no second model is
+        # loaded.
         if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
             teacher = AdapterOffTeacher(student)
     return TrainingRun(
@@ -287,8 +304,8 @@ def _training_run(
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
-    # All back-ends of a teacher give the same numbers: a run may go on with another
-    # one. Its checkpoint is an input.
+    # All back-ends of a teacher give the same numbers, so a run may continue with
+    # another one. The teacher's checkpoint is among the inputs.
     settings = recipe.model_dump(
         mode="json",
         include={"model", "data", "train", "connectivity", "objective", "lora", "seed"},
@@ -303,7 +320,9 @@ def _training_inputs(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
-        # what it encodes is compared with what the student does
-        known = run.teacher.fingerprints("teacher")
-        inputs |= {name: known[name] for name in ("teacher", "teacher/config.json")}
+        # Its tokenizer is not an input: it is compared with the student's elsewhere.
+        fingerprints = run.teacher.fingerprints("teacher")
+        inputs |= {
+            name: fingerprints[name] for name in ("teacher", "teacher/config.json")
+        }
     return inputs | scored_data(run)

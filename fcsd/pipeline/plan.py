@@ -1,5 +1,5 @@
-"""A plan from files: cluster, links, measured times, a layer study; and the figure
-which conversion is worth it.
+"""Make a plan from files (cluster, links, measured times, a layer study), and a figure
+of the conversions that are worth their cost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,13 +36,14 @@ def plan_from_files(
     metric: str | None = None,
     figure: Path | None = None,
 ) -> dict[str, Any]:
-    """Return what `fcsd.planning.cost.plan.plan` does, with measured times in the
-    roofline's place, and a study beside it.
+    """Return the result of `fcsd.planning.cost.plan.plan`, with measured times instead
+    of the roofline's, and with the points of a study.
 
     Raises:
-        UserError: what `prepare`, `plan` and the readers of these files refuse; a
-            figure without a study; a study of another number of layers.
+        UserError: `prepare`, `plan` or a reader of these files refuses its input; there
+            is a figure without a study, or a study of another number of layers.
     """
+    # Options that would have no effect, or contradict each other, are refused.
     for name, value in (("figure", figure), ("metric", metric)):
         if value is not None and study is None:
             raise UserError(
@@ -64,9 +65,9 @@ def plan_from_files(
             "--routing and assumptions.imbalance of the cluster file are both given;"
             " leave one out"
         )
-    known = None if links is None else read_links(links)
+    link_model = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
-    planned = prepare(settings, known)
+    planned = prepare(settings, link_model)
     if routing is not None:
         planned = planned.assuming(imbalance=_imbalance(routing, planned))
     facts = plan(planned) if times is None else _measured(times, planned)
@@ -78,34 +79,35 @@ def plan_from_files(
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:
-    """Return how uneven the ranks of a plan are by the loads of a routing study (`fcsd
-    routing`); UserError where there is none, or one of another model.
+    """Return the imbalance of a plan's ranks under the loads of a routing study (`fcsd
+    routing`); UserError if there is none, or it is of another model.
     """
     study = read_json(folder / "routing.json")
     try:
         facts = study["models"][0]
+        # A file of something else raises one of the errors below.
         layers, num_experts, top_k = (
             facts["layers"],
             facts["num_experts"],
             facts["top_k"],
         )
-        # [L, N, E], summed over where the tokens are
+        # [L, N, E], summed over the locations of the tokens
         loads = np.asarray(facts["counts"]).sum(1)
     except (LookupError, TypeError, ValueError):
         raise UserError(
             f"{folder}: holds no routing study; `fcsd routing` writes one"
         ) from None
     work = planned.work
-    own = (
+    expected = (
         [k for k, moe in enumerate(work.moe) if moe],
         work.num_experts,
         work.experts_per_token,
     )
-    if (layers, num_experts, top_k) != own:
+    if (layers, num_experts, top_k) != expected:
         raise UserError(
             f"{folder}: a routing study of {len(layers)} MoE layers, top {top_k} of"
-            f" {num_experts} experts, the model has {len(own[0])}, top {own[2]} of"
-            f" {own[1]}"
+            f" {num_experts} experts, the model has {len(expected[0])}, top"
+            f" {expected[2]} of {expected[1]}"
         )
     return rank_imbalance(loads, planned.expert_parallel)
 
@@ -114,6 +116,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     summary = measured_times(times, planned)
     facts = plan(planned)
     rows = []
+    # Measured times leave only the slowdown open, unless it was measured, too.
     for row in facts["sensitivity"]:
         if row["name"] == "slowdown" and times.slowdown is None:
             ends = [
@@ -133,7 +136,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
 def _against_quality(
     planned: Planned, times: Times | None, folder: Path, metric: str | None
 ) -> list[dict[str, Any]]:
-    """Return for each selection of a study what it brings and what it costs."""
+    """Return, for each selection of a study, its speed-up and its loss of quality."""
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
@@ -141,8 +144,10 @@ def _against_quality(
             f" {len(planned.work.layers)}"
         )
     chosen, rows = study_metric(study, metric), []
+    # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for point in study["points"]:
+            # Single layers form no selection that a model would be converted with.
             if point["side"] not in ("first", "last"):
                 continue
             loss, error = point_loss(study, point, chosen, calibrated)

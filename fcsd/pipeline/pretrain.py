@@ -44,7 +44,7 @@ def pretrain(run: Run) -> Stage:
     def read() -> dict[str, Any]:
         files = tokenizer_files(find_folder(section.tokenizer))
         return {
-            f"tokenizer/{name}": known for name, known in files.items()
+            f"tokenizer/{name}": fingerprint for name, fingerprint in files.items()
         } | data_inputs(section.data, run)
 
     inputs = launch.ranks.from_first(read)
@@ -53,13 +53,14 @@ def pretrain(run: Run) -> Stage:
         remove_checkpoints(folder, launch)
         return stage
     check_settings(section.train, section.data, launch, "pretrain.")
+    # Refuse a configuration that does not fit before tokens are written.
     check_rows_fit(
         run, model_config(section.config), section.data.max_length, "pretrain."
     )
     tokenizer = load_tokenizer(section.tokenizer)
     rows = pretraining_rows(run)
     set_seed(recipe.seed)
-    # The first rank of a sharded run makes the weights, and sends the others their
+    # In a sharded run only the first rank makes the weights; it sends the others their
     # shards.
     with contextlib.nullcontext() if launch.loads_weights else torch.device("meta"):
         model = new_model(
@@ -109,8 +110,8 @@ def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedM
 def _token_ids(
     tokenizer: PreTrainedTokenizerBase, config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return what the tokenizer decides about a new model; the recipe may say it too,
-    but not differently.
+    """Return the fields of a new model that its tokenizer determines; a recipe may set
+    them, too, but only to the same values.
     """
     ids = {
         "vocab_size": len(tokenizer),
@@ -118,6 +119,7 @@ def _token_ids(
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    # A vocabulary may be larger than the tokenizer's, for example padded to a multiple.
     for key, value in ids.items():
         if config.get(key, value) != value and not (
             key == "vocab_size" and config[key] > value

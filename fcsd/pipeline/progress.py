@@ -1,4 +1,4 @@
-"""What `fcsd run` has still to do, stage by stage, so that it can say how long all of it takes."""
+"""Estimate the remaining work of `fcsd run`, stage by stage, for its remaining time."""
 
 from pathlib import Path
 from statistics import fmean
@@ -31,8 +31,8 @@ def evaluation(name: str) -> str:
 
 
 def run_progress(run: Run, **where: Any) -> Progress:
-    """List the stages of a run that are not finished, with the work that each asks.
-    where: stream and clock of `Progress`.
+    """List the unfinished stages of a run, with the work of each. where: stream and
+    clock of `Progress`.
     """
     recipe, layout, config = run.recipe, run.layout, run.recipe.pretrain
     stages: list[tuple[str, Path, Work]] = []
@@ -40,6 +40,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     def add(name: str, folder: Path, unit: str, cost: float) -> None:
         stages.append((name, folder, Work(1, unit, cost)))
 
+    # Tokens are weighted with the passes of a step, since a teacher adds one.
     if config is not None:
         cost = _training(
             layout.pretrain,
@@ -54,6 +55,8 @@ def run_progress(run: Run, **where: Any) -> Progress:
     batch = float(recipe.train.batch_size_tokens)
     if recipe.sweep is not None:
         sweep = recipe.sweep
+        # Until the sweep has chosen a size, each learning rate counts with the mean
+        # one.
         sizes = [
             *sweep.batch_size_tokens,
             *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate),
@@ -68,15 +71,15 @@ def run_progress(run: Run, **where: Any) -> Progress:
         )
         batch = fmean(sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
-        one, folder = run.variant(name).recipe, layout.stage(name or MAIN)
+        variant_recipe, folder = run.variant(name).recipe, layout.stage(name or MAIN)
         changes = recipe.variants.get(name or "", {})
         tokens = (
-            one.train.batch_size_tokens
+            variant_recipe.train.batch_size_tokens
             if "train.batch_size_tokens" in changes
             else batch
         )
         steps = (
-            one.train.max_steps
+            variant_recipe.train.max_steps
             if "train.max_steps" in changes
             else recipe.steps_with(round(tokens))
         )
@@ -84,7 +87,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
             distillation(name),
             folder,
             "tokens",
-            _training(folder, steps, tokens, one.objective.has_teacher),
+            _training(folder, steps, tokens, variant_recipe.objective.has_teacher),
         )
     for name in recipe.model_names:
         add(evaluation(name), layout.evaluation(name), "evaluations", 1)
@@ -96,6 +99,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)
+    # A manifest is the mark of a finished stage.
     unfinished = {
         name: work
         for name, folder, work in stages
@@ -110,14 +114,16 @@ def run_progress(run: Run, **where: Any) -> Progress:
 def _training(
     folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool
 ) -> float:
-    """Return the tokens of the steps after the newest checkpoint, times the passes that
-    each takes.
+    """Return the tokens of the steps after the newest checkpoint, times the passes of a
+    step.
     """
-    kept = checkpoints(folder / "checkpoints")
-    steps = max(0, max_steps - (step_of(kept[-1]) if kept else 0))
+    saved = checkpoints(folder / "checkpoints")
+    steps = max(0, max_steps - (step_of(saved[-1]) if saved else 0))
     return steps * batch_size_tokens * _passes(teacher)
 
 
 def _passes(teacher: bool) -> int:
-    """Count forward passes: the backward pass costs as much as two, a teacher's is one more."""
+    """Return the cost in forward passes: a backward pass counts as two, a teacher as
+    one.
+    """
     return 4 if teacher else 3

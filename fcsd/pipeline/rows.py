@@ -1,5 +1,5 @@
-"""The rows that a recipe trains on, where their tokens lie, what they were made from,
-and what was left out of them.
+"""Make the rows that a recipe trains on: the folders of their tokens, the identity of
+their sources, and the record of examples that were left out.
 """
 
 import hashlib
@@ -38,19 +38,20 @@ def training_rows(
     on_bad_row: str | None = "data.on_bad_row",
     apart_in: ModelFolder | None = None,
 ) -> PackedRows:
-    """Return packed rows of a `data` section of the recipe; what is missing of their
-    tokens is written first.
+    """Return packed rows of a `data` section of the recipe; missing tokens are written
+    first.
 
-    All ranks call this; the first one writes, below `tokens/` of the run, and all map
-    the same files. Every training of the run, its calibration and its teacher's cache
+    All ranks call this; the first one writes below `tokens/` of the run, and all map
+    the same files. All trainings of the run, its calibration and its teacher's cache
     share the tokens of a source.
 
-    num_tokens: as many as are read of them; None: by the longest training of the
-    recipe. on_bad_row: see `BadRows`. apart_in: a model in which the examples of a row
-    must not see each other: where they would, they are not packed. Raises UserError as
-    `build_dataset`, and where another process writes tokens of this run.
+    num_tokens: the number that is read; None: by the longest training of the recipe.
+    on_bad_row: see `BadRows`. apart_in: a model in which the examples of a row must not
+    attend to each other; if they would, they are not packed. Raises UserError as
+    `build_dataset`, and if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
+    # In some models, packed examples attend to each other despite their position ids.
     if (
         apart_in is not None
         and data.packing
@@ -61,6 +62,7 @@ def training_rows(
 
     def write() -> str:
         make_folder(folder)
+        # Two processes must not write the same shards.
         hold_folder(folder)
         try:
             rows = build_dataset(
@@ -89,9 +91,10 @@ def training_rows(
 
 
 def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return how many tokens the run's models know, which may not be trained yet; None:
-    not known.
+    """Return the vocabulary size of the run's models, which may not be trained yet;
+    None: unknown.
     """
+    # A model that is yet to be pre-trained has no checkpoint to ask.
     if (pretraining := run.recipe.pretrain) is not None:
         return int(pretraining.config.get("vocab_size", len(tokenizer)))
     return run.original.vocab_size
@@ -103,7 +106,7 @@ def _folder_names(
     vocab_size: int | None,
     inputs: dict[str, str],
 ) -> list[str]:
-    """Name the folder of each source's tokens by what they depend on."""
+    """Name the folder of each source's tokens by a hash of all they depend on."""
     test_items = {
         name: value
         for name, value in inputs.items()
@@ -125,45 +128,53 @@ def _folder_names(
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode())
     names = []
     for index, source in enumerate(data.train):
-        own, one = (
+        # The weight decides only the mixture, so it is no part of the name.
+        source_facts, source_digest = (
             [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]],
             digest.copy(),
         )
-        one.update(json.dumps(own, sort_keys=True).encode())
-        names.append(one.hexdigest()[:16])
+        source_digest.update(json.dumps(source_facts, sort_keys=True).encode())
+        names.append(source_digest.hexdigest()[:16])
     return names
 
 
 def _encoding(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Return what tokens of a text depend on; the vocabulary comes in any order."""
+    """Return the parts of a tokenizer that the tokens of a text depend on."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     steps = json.loads(backend.to_str()) if backend is not None else {}
-    for call in ("padding", "truncation"):  # of the last call
+    # These are settings of the last call, not of the tokenizer.
+    for call in ("padding", "truncation"):
         steps.pop(call, None)
     return [steps, tokenizer.get_vocab(), tokenizer.special_tokens_map]
 
 
 def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
     """Write the tokens of all trainings of a recipe; return the rows of its
-    pre-training, its data and variants, each with its tokenizer."""
+    pre-training, its data and its variants, each with its tokenizer.
+    """
     recipe, rows = run.recipe, {}
-    made = recipe.pretrain is None or Path(recipe.model_path).is_dir()
+    has_original = recipe.pretrain is None or Path(recipe.model_path).is_dir()
     if (pretraining := recipe.pretrain) is not None:
         rows["pretrain.data"] = (
             pretraining_rows(run),
             load_tokenizer(pretraining.tokenizer),
         )
+    # Before the pre-training, only its tokenizer exists.
     tokenizer = (
         run.tokenizer
-        if made or pretraining is None
+        if has_original or pretraining is None
         else load_tokenizer(pretraining.tokenizer)
     )
     rows["data"] = training_rows(recipe.data, tokenizer, run), tokenizer
     for name in recipe.variants:
-        one = run.variant(name)
-        if (one.recipe.data, one.recipe.seed) != (recipe.data, recipe.seed):
+        variant_run = run.variant(name)
+        # A variant with the same data shares the main model's rows.
+        if (variant_run.recipe.data, variant_run.recipe.seed) != (
+            recipe.data,
+            recipe.seed,
+        ):
             rows[f"variants.{name}: data"] = (
-                training_rows(one.recipe.data, tokenizer, one),
+                training_rows(variant_run.recipe.data, tokenizer, variant_run),
                 tokenizer,
             )
     return rows
@@ -193,42 +204,45 @@ def _decontaminator(
 
 
 def exclusions(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
-    """Return for a manifest how many examples were left out, and why; write to files in
-    `folder` which ones.
+    """Return, for a manifest, the counts of examples that were left out, by reason;
+    list the examples in files in `folder`.
     """
     counts: dict[str, Any] = {}
     if (record := rows.record["decontamination"]) is not None:
-        what = f"{record['num_left_out']} examples that overlap with test items"
+        description = f"{record['num_left_out']} examples that overlap with test items"
         counts["decontamination"] = _write(
-            folder / "decontamination.json", record, what, launch
+            folder / "decontamination.json", record, description, launch
         )
     if (record := rows.record["bad_rows"])["num_left_out"]:
-        what = (
+        description = (
             f"{record['num_left_out']} of {record['num_examples']} examples that cannot"
             " be tokenized"
         )
-        counts["bad_rows"] = _write(folder / "bad_rows.json", record, what, launch)
+        counts["bad_rows"] = _write(
+            folder / "bad_rows.json", record, description, launch
+        )
     return counts
 
 
 def _write(
-    file: Path, record: dict[str, Any], what: str, launch: Launch
+    file: Path, record: dict[str, Any], description: str, launch: Launch
 ) -> dict[str, Any]:
     if launch.first:
         write_json(file, record)
-        print(f"data: {what} were left out, see {file}", file=sys.stderr)
+        print(f"data: {description} were left out, see {file}", file=sys.stderr)
     return {name: value for name, value in record.items() if name != "left_out"}
 
 
 def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
-    """Return what identifies the bytes of the training sources, and of the test items
-    that are kept out of them.
+    """Return fingerprints of the training sources, and of the test items that are kept
+    out of them.
     """
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)
         for index, source in enumerate(data.train)
     }
     config, data_root = data.decontaminate, run.data_root
+    # Test items decide which examples are left out, so they are inputs, too.
     if config is not None:
         for index, test_set in enumerate(config.against):
             location = test_set_location(test_set.path, data_root)

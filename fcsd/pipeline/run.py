@@ -1,4 +1,4 @@
-"""All stages of a recipe in a row (`fcsd.recipe.layout`), and those that are short:
+"""Run all stages of a recipe in order (`fcsd.recipe.layout`); the short ones are here:
 conversion, report, publication.
 """
 
@@ -38,7 +38,7 @@ from fcsd.report.study_plots import plot_layers
 
 
 def convert(run: Run) -> Stage:
-    """Leave the original with FarSkip connectivity, untrained."""
+    """Write the original with FarSkip connectivity, untrained."""
     recipe, launch, original = run.recipe, run.launch, run.original
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
     inputs = launch.ranks.from_first(lambda: original.fingerprints("original"))
@@ -46,6 +46,7 @@ def convert(run: Run) -> Stage:
     if launch.begin(stage) == "finished":
         return stage
     model = run.layout.model("converted")
+    # A kill may have come between the conversion and its manifest.
     if launch.first and not model.is_dir():
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
@@ -58,8 +59,8 @@ def convert(run: Run) -> Stage:
 
 
 def report(run: Run, *, as_json: bool = False) -> Path:
-    """Write `output_dir/report` from what the stages left; print the table of models,
-    or the whole as JSON.
+    """Write `output_dir/report` from the results of the stages; print the table of
+    models, or the whole report as JSON.
     """
     folder = run.layout.report
     table = write_report(run.recipe, list(run.models()), folder)
@@ -71,8 +72,8 @@ def report(run: Run, *, as_json: bool = False) -> Path:
 
 
 def publish(run: Run, *, as_json: bool = False) -> Path:
-    """Leave `output_dir/publish`: checkpoint, remote code, tokenizer, model card with
-    results; then the report.
+    """Write the report, and then `output_dir/publish`: checkpoint, remote code,
+    tokenizer, and a model card with results.
     """
     layout = run.layout
     report(run, as_json=as_json)
@@ -89,21 +90,23 @@ def publish(run: Run, *, as_json: bool = False) -> Path:
 
 
 def run_all(run: Run, *, as_json: bool = False) -> None:
-    """Run all stages in a row; what is finished is not run again. Prints as `report`
-    does. All ranks call this.
+    """Run all stages in order, except those that are finished; print as `report` does.
+    All ranks call this.
 
     Raises:
-        UserError: an automatic batch size in a launch that shards the weights; as
+        UserError: the batch size is automatic in a launch that shards the weights; as
             `fcsd.pipeline.checks.check_run`.
     """
     recipe, launch = run.recipe, run.launch
     check_batch_size(recipe.evaluation.batch_size, launch.for_evaluation().ranks)
+    # Everything is checked before the first stage, which may take hours.
     check_run(run)
     if launch.first:
         run = replace(run, progress=run_progress(run))
     if recipe.pretrain is not None:
         run.begin(PRETRAINING)
-        # Expert parallelism reads its model from a checkpoint, and here is none yet.
+        # Expert parallelism loads its model from a checkpoint, which does not exist
+        # yet.
         pretrain(replace(run, launch=launch.with_copies()))
     run.begin(CONVERSION)
     convert(run)
@@ -126,6 +129,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     launch.ranks.from_first(lambda: publish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()
+    # Last, so that the hint is not lost above the output of the stages.
     is_due = (
         recipe.evaluation.layer_study
         and not (run.layout.layers / "manifest.json").is_file()
@@ -140,39 +144,46 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
 
 
 def evaluate_models(run: Run) -> None:
-    """Evaluate every model of the run that is there, on the same items."""
+    """Evaluate every model of the run that exists, on the same items."""
     config = run.recipe.evaluation
+    # One suite and one reference, so that all models answer the same items.
     suite, reference = (
         load_suite(config.suite),
         Reference(run.original, run.recipe.data),
     )
     for name in run.models():
         run.begin(evaluation(name))
-        one = Evaluation(name, run.model(name), suite, config, reference)
-        run_evaluation(one, run.layout.evaluation(name), run.launch)
+        model_evaluation = Evaluation(name, run.model(name), suite, config, reference)
+        run_evaluation(model_evaluation, run.layout.evaluation(name), run.launch)
 
 
 def layers(run: Run) -> Stage:
-    """Run the layer study: KL on the recipe's held-out text, and scores, against the
-    rewired layers (paper Fig. 3).
+    """Run the layer study: KL on the recipe's held-out text, and scores, as functions
+    of the rewired layers (paper Fig. 3).
     """
     recipe, original, config = run.recipe, run.original, run.recipe.evaluation
-    data, connectivity, chosen = recipe.data, recipe.connectivity, config.layer_study
-    assert data.heldout is not None and chosen is not None  # the recipe has checked it
+    data, connectivity, layer_study = (
+        recipe.data,
+        recipe.connectivity,
+        config.layer_study,
+    )
+    assert (
+        data.heldout is not None and layer_study is not None
+    )  # the recipe has checked it
     study = Study(
         model=original.config,
         attention=connectivity.attention,
         mlp=connectivity.mlp
         if connectivity.mlp in ("outdated", "full")
         else "selected",
-        sides=chosen.sides
+        sides=layer_study.sides
         or (
             ["first", "last"]
             if connectivity.mlp == "full"
             else ["first", "last", "single"]
         ),
-        every=chosen.every,
-        **(_scored(config, chosen.tasks) if chosen.tasks else {}),
+        every=layer_study.every,
+        **(_scored(config, layer_study.tasks) if layer_study.tasks else {}),
         text=data.heldout,
         text_examples=data.heldout_examples,
         max_length=data.max_length,
@@ -183,8 +194,9 @@ def layers(run: Run) -> Stage:
 
 
 def _scored(config: EvaluationConfig, tasks: list[str]) -> dict[str, Any]:
+    # The study scores as the evaluation does.
     names = ("suite", "data_root", "limit", "batch_size", "allow_weak_sandbox")
     settings = {name: getattr(config, name) for name in names}
-    if settings["batch_size"] == "auto":  # a study fits none of its own
+    if settings["batch_size"] == "auto":  # not supported by a study
         del settings["batch_size"]
     return settings | {"tasks": tasks}

@@ -1,9 +1,9 @@
-"""What early stopping scores: a recipe's section becomes a stopper, and a function that
-scores a model in training.
+"""Score models for early stopping: make a recipe's section into a stopper and a
+function that scores a model in training.
 
-A task is scored as `fcsd evaluate` scores it
-(`fcsd.evaluation.runner.prepare_evaluation`), with a sandbox that is started once.
-Model and random generators are afterwards what they were before a score.
+A task is scored as in `fcsd evaluate` (`fcsd.evaluation.runner.prepare_evaluation`),
+with a sandbox that is started once. A score leaves model and random generators
+unchanged.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ from fcsd.training.heldout import HeldoutKL
 
 @contextlib.contextmanager
 def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """Give the stopper and the score function of a recipe; None, None where it has no
+    """Yield the stopper and the score function of a recipe; None, None if it has no
     such section.
 
-    Data, templates and sandbox are checked on entering; of a code task the canonical
+    Data, templates and sandbox are checked on entry. For a code task the canonical
     solutions are run first, since a scorer that fails them would stop every run. Raises
     as `fcsd.evaluation.runner.prepare_evaluation`.
     """
@@ -55,18 +55,19 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
             tell_examples(rows, "held-out text", always=False)
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
-    row, own = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
-    # a score while training drops nothing
-    own |= {"capacity_factor": None, "capacity_drop": None}
+    row, overrides = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
+    # Tokens are not dropped in a score during training.
+    overrides |= {"capacity_factor": None, "capacity_drop": None}
+    # The evaluation, with its sandbox, stays open for the whole training.
     with contextlib.ExitStack() as stack:
         with stopper.time.scoring():
             evaluate = stack.enter_context(
                 prepare_evaluation(
                     run.tokenizer,
                     _suite_of(rule),
-                    recipe.evaluation.model_copy(update=own),
+                    recipe.evaluation.model_copy(update=overrides),
                     ranks=run.launch.ranks,
-                    # a bar of its own would cut the training's to pieces
+                    # A second bar would break up that of the training.
                     progress=False,
                     any_direction=True,
                 )
@@ -85,13 +86,15 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
 
 
 def _suite_of(rule: TaskStoppingConfig) -> SuiteConfig:
-    # Paths of tasks' definitions are relative to where the command runs, as all in a
-    # recipe.
+    # As everywhere in a recipe, paths of task definitions are relative to the folder in
+    # which the command runs.
     return SuiteConfig(name="early_stopping", tasks=[rule.task], folder=".")
 
 
 def scored_data(run: Run) -> dict[str, str]:
-    """Return what identifies the items that early stopping scores, as inputs of a stage."""
+    """Return fingerprints of the items that early stopping scores, as inputs of a
+    stage.
+    """
     recipe, rule = run.recipe, run.recipe.early_stopping
     if rule is None:
         return {}
@@ -102,8 +105,8 @@ def scored_data(run: Run) -> dict[str, str]:
 
 
 def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """Return the part of the section that a result depends on: the batch size changes a
-    score by float noise only.
+    """Return the settings that a result depends on: all but the batch size, which
+    changes a score only by floating-point noise.
     """
     return (
         rule.model_dump(mode="json", exclude={"batch_size"})

@@ -1,5 +1,5 @@
-"""Steer routers of a run's models away from slow links: tables from a model's traffic,
-an evaluation under each.
+"""Steer the routers of a run's models away from slow links: make tables from a model's
+traffic, and evaluate the model under each.
 """
 
 import functools
@@ -42,11 +42,11 @@ from fcsd.training.losses.kl import Original
 
 def steer(run: Run) -> None:
     """Evaluate the models of the recipe's `evaluation.router_bias` under every bias;
-    what is finished is not done again. All ranks call this.
+    finished evaluations are not repeated. All ranks call this.
 
     Raises:
-        UserError: links of another number of endpoints than the recipe's; endpoints
-            that do not divide the experts.
+        UserError: the links have another number of endpoints than the recipe, or the
+            endpoints do not divide the experts.
     """
     assert run.recipe.evaluation.router_bias is not None
     reference = Reference(run.original, run.recipe.data)
@@ -55,19 +55,20 @@ def steer(run: Run) -> None:
 
 
 def _steer_model(run: Run, model: str, reference: Reference) -> None:
-    of_model = _Steering(run, model, reference)
+    steering_run = _Steering(run, model, reference)
     run.begin(steering(model))
-    of_model.make_tables()
-    for name in of_model.names:
+    steering_run.make_tables()
+    for name in steering_run.names:
         run.begin(evaluation(name))
-        of_model.evaluate(name)
+        steering_run.evaluate(name)
 
 
 class _Steering:
-    """A recipe's `evaluation.router_bias` on one of its models, which is loaded once
-    for all that is not finished.
+    """A recipe's `evaluation.router_bias` for one of its models, which is loaded only
+    once, and only if something is not finished.
 
-    reference: reads what the original makes of the held-out text, once for all models.
+    reference: the original's distributions on the held-out text, read once for all
+    models.
     """
 
     def __init__(self, run: Run, model: str, reference: Reference):
@@ -96,7 +97,8 @@ class _Steering:
 
     @functools.cached_property
     def loaded(self) -> Any:
-        _ = self.original  # before: a device may not hold two models
+        # The original's distributions come first: a device may not hold two models.
+        _ = self.original
         free_memory()
         return load_for_evaluation(self.model, self.launch)
 
@@ -107,7 +109,7 @@ class _Steering:
 
     @functools.cached_property
     def sweep(self) -> Sweep:
-        """What asks the model; its tables are there."""
+        """The evaluation of the model under its tables, which must exist."""
         return Sweep(
             self.loaded,
             self.original,
@@ -145,13 +147,15 @@ class _Steering:
         )
         if self.launch.begin(stage) == "finished":
             return
-        places = {name: self._place(name) for name in self.names}
+        table_files = {name: self._place(name) for name in self.names}
+        # A stage that was interrupted makes only the tables that it has not written.
         missing = self.launch.ranks.from_first(
-            lambda: [name for name in places if not places[name].is_file()]
+            lambda: [name for name in table_files if not table_files[name].is_file()]
         )
         for name, tables in self._tables(missing):
+            # The first rank writes each table as soon as it is made.
             if self.launch.first:
-                write_tables(places[name], tables)
+                write_tables(table_files[name], tables)
         self.launch.wait()
         self.launch.finish(stage, {"unbiased": self.sweep.unbiased()})
 
@@ -171,7 +175,7 @@ class _Steering:
         return self.run.layout.bias_tables(name, self.name)
 
     def _tables(self, names: Sequence[str]) -> Iterator[tuple[str, BiasTables]]:
-        """Count the model's traffic on training text, place the experts, and make its tables."""
+        """Measure the model's traffic on training text, place the experts, make tables."""
         if not names:
             return
         calibration = Calibration(
@@ -197,12 +201,13 @@ class _Steering:
             yield name, tables
 
     def _batches(self) -> list[dict[str, Tensor]]:
-        """Return the training text that traffic is counted on, in batches."""
+        """Return the training text on which traffic is counted, in batches."""
         data, size = self.run.recipe.data, self.batch_size
         training = training_rows(
             data, self.run.tokenizer, self.run, apart_in=self.run.original
         )
         rows = take_rows(training, self.bias.tokens)
+        # Traffic is counted per endpoint, each of which needs at least one batch.
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
                 f"evaluation.router_bias.tokens: {self.bias.tokens} tokens of"
@@ -216,8 +221,9 @@ class _Steering:
                 "input_ids": batch["input_ids"],
                 "position_ids": batch["position_ids"],
             }
-            # A mask would let the examples of a row see each other; rows of one example
-            # are mostly padding.
+            # With a mask, the examples of a packed row would attend to each other;
+            # without one, the padding of other rows, which is most of them, would be
+            # counted.
             batches.append(
                 text
                 if training.layout.packing
@@ -227,8 +233,8 @@ class _Steering:
 
 
 def links_of(bias: RouterBiasConfig) -> LinkModel:
-    """Read the links of a recipe; UserError where there is no such file, or not as many
-    endpoints as the recipe has.
+    """Read the links of a recipe; UserError if there is no such file, or it has another
+    number of endpoints than the recipe.
     """
     links = read_links(bias.links)
     if bias.endpoints not in (None, len(links.endpoints)):

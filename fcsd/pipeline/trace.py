@@ -1,11 +1,11 @@
-"""One step of the regular and of the rewired model under the profiler: traces for
-Perfetto, a figure, what was hidden.
+"""Profile one step of the regular and of the rewired model: traces for Perfetto, a
+figure, and the share of communication that was hidden.
 
-Then a few steps of the rewired model whose exchanges block: the times that `fcsd plan
---measured` reads.
+A few steps of the rewired model follow whose exchanges block; `fcsd plan --measured`
+reads their times.
 
-Not covered: the teacher, the optimiser and the loss of a distillation; random tokens
-are trained on.
+Not covered: the teacher, the optimiser and the loss of a distillation; the steps train
+on random tokens.
 """
 
 import json
@@ -46,16 +46,16 @@ TIMED_STEPS = 5
 
 
 def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
-    """Leave `regular.json`, `farskip.json` (of the first rank), `overlap.png` and
-    `times.json` in a folder.
+    """Write `regular.json`, `farskip.json` (of the first rank), `overlap.png` and
+    `times.json` to a folder.
 
-    All ranks call this. times.json: where the launch overlaps. Returns: of both models,
-    what `fcsd.parallel.overlap.measure.from_trace` says of the step; empty on other
+    All ranks call this. times.json is written if the launch overlaps. Returns: for both
+    models, the result of `fcsd.parallel.overlap.measure.from_trace`; empty on other
     ranks.
 
     Raises:
-        UserError: the launch spreads no experts; a folder of something else; what
-            `check_overlap` refuses.
+        UserError: the launch spreads no experts, the folder holds something else, or
+            `check_overlap` refuses the run.
     """
     launch, recipe = run.launch, run.recipe
     launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))
@@ -66,6 +66,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     check_overlap(run)
     make_folder(folder)
     measured, timelines = {}, {}
+    # One model after the other: a device may not hold both.
     for name, connectivity in (
         ("regular", None),
         ("farskip", recipe.connectivity.spec()),
@@ -74,6 +75,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             run.original, launch, connectivity, bf16=recipe.train.bf16
         )
         to_dtype(model, dtype_of(recipe.train.dtype))
+        # As in training, since recomputation changes what exchanges can hide behind.
         if checkpoints_activations(recipe.train, model):
             model.activation_checkpointing_enable({"use_reentrant": False})
         path = folder / f"{name}.json"
@@ -83,14 +85,15 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
             write_times(folder / "times.json", times)
         del model
         free_memory()
+        # The trace is read only after the model has been freed.
         if launch.first:
             measured[name] = from_trace(path)
             timelines[name] = timeline(path)
     if launch.first:
         plot_timelines(timelines, folder / "overlap.png")
         table = {
-            name: {key: vars(one) for key, one in each.items()}
-            for name, each in measured.items()
+            name: {key: vars(value) for key, value in directions.items()}
+            for name, directions in measured.items()
         }
         (folder / "overlap.json").write_text(
             json.dumps(table, indent=1) + "\n", encoding="utf-8"
@@ -100,7 +103,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
 
 
 def _profile(model: Any, run: Run, path: Path | None) -> None:
-    """Record the last of a few steps; other ranks than the first only take them."""
+    """Record the last of a few steps; ranks other than the first run them unrecorded."""
     device, step = run.launch.device, _step(model, run)
     activities = [
         ProfilerActivity.CPU,
@@ -110,6 +113,7 @@ def _profile(model: Any, run: Run, path: Path | None) -> None:
         profiler = profile(activities=activities)
         recorded = number == WARM_UP_STEPS and path is not None
         run.launch.wait()
+        # The steps before it warm up allocator and kernels, and are not recorded.
         with profiler if recorded else nullcontext():
             step()
             if device.type == "cuda":
@@ -131,7 +135,7 @@ def _step(model: Any, run: Run) -> Callable[[], None]:
 
 
 def _times(model: Any, run: Run) -> Times:
-    """Take steps whose exchanges block, and note what each took and what was computed beside it."""
+    """Run steps whose exchanges block; return the times of exchanges and computation."""
 
     def clock() -> float:
         if run.launch.device.type == "cuda":
@@ -139,14 +143,17 @@ def _times(model: Any, run: Run) -> Times:
         return time.perf_counter()
 
     step, recipe = _step(model, run), run.recipe
+    # The same layers, with exchanges that block and are timed.
     detach(model)
     attach(model, "blocking")
     records: list[tuple[str, Record]] = []
-    eps = [runtime.ep for runtime in runtimes(model) if runtime.ep is not None]
-    for ep in eps:
-        ep.port.records, ep.port.clock = records, clock
+    ep_layers = [runtime.ep for runtime in runtimes(model) if runtime.ep is not None]
+    # A clock that waits for the device gives the times of its work, not of its launch.
+    for ep_layer in ep_layers:
+        ep_layer.port.records, ep_layer.port.clock = records, clock
     exchanges, seconds = [], []
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        # Only the records of the current step are kept.
         records.clear()
         run.launch.wait()
         began = clock()
@@ -160,11 +167,12 @@ def _times(model: Any, run: Run) -> Times:
         model_type=family_of(model.config).model_type,
         num_layers=model.config.get_text_config().num_hidden_layers,
         connectivity=recipe.connectivity,
-        ranks=eps[0].ep_mesh.size(),
+        ranks=ep_layers[0].ep_mesh.size(),
         batch=recipe.train.per_device_train_batch_size,
         length=recipe.data.max_length,
         step_s=statistics.median(seconds[WARM_UP_STEPS:]),
         exchanges=[
-            ExchangeTime(**each) for each in median_times(exchanges[WARM_UP_STEPS:])
+            ExchangeTime(**exchange_time)
+            for exchange_time in median_times(exchanges[WARM_UP_STEPS:])
         ],
     )

@@ -1,8 +1,9 @@
-"""Expert parallelism whose communication runs beside computation, both ways, for
-rewired models.
+"""Expert parallelism for rewired models whose communication runs beside computation, in
+the forward and the backward pass.
 
-    model = load_model(…, distributed_config=DistributedConfig(fsdp_size=W, ep_size=N,
-    ep_implementation="farskip")) attach(model, "full")
+    config = DistributedConfig(fsdp_size=W, ep_size=N, ep_implementation="farskip")
+    model = load_model(…, distributed_config=config)
+    attach(model, "full")
 
 Not covered: regular layers, which have nothing to compute meanwhile; tensor and
 pipeline parallelism; CUDA graphs.

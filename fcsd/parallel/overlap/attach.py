@@ -1,4 +1,4 @@
-"""Attach the overlapped runtime to a rewired model, and take it off again."""
+"""Attach the overlapped runtime to a rewired model, and detach it."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def attach(
     """Let the rewired layers of a model run their exchanges beside their computation;
     all ranks call this.
 
-    overlap: blocking computes the same in the same order and waits for each exchange at
-    once. split: where attention is cut; None: in the middle where it can be, else
-    behind it. transport: gives a `Transport` for a process group.
+    overlap: "blocking" computes the same in the same order, but waits for each exchange
+    at once. split: where attention is cut; None: in the middle if possible, else behind
+    it. transport: makes a `Transport` for a process group.
 
     Returns:
         The number of MoE layers that overlap.
 
     Raises:
-        UserError: attached already; no layer is rewired; the experts are not spread by
-            `farskip`.
+        UserError: the runtime is attached already; no layer is rewired; the experts are
+            not spread by `farskip`.
     """
     name, family = type(model).__name__, family_of(model.config)
     if next(runtimes(model), None) is not None:
@@ -67,6 +67,7 @@ def attach(
             " 'farskip', so nothing can overlap; use --overlap off"
         )
     wrap_registry()
+    # Only now, when nothing can be refused any more, is the model changed.
     for k, (layer, runtime) in rewired.items():
         if runtime.ep is not None:
             runtime.ep.open(k, _OVERLAPS[overlap], transport)
@@ -75,13 +76,13 @@ def attach(
 
 
 def check(model: Any, split: Split | None = None) -> None:
-    """Raise UserError for what keeps a model from overlapping that is known without its
-    weights.
+    """Raise UserError if a model cannot overlap for a reason that does not depend on
+    its weights.
 
-    `check(load_model(folder, connectivity=…, weights=False), "core")` says it before
-    they are loaded: a family or a configuration that is refused, layers that are
-    compiled as a whole or checkpointed re-entrantly, a split that attention does not
-    have. `attach` checks the same.
+    `check(load_model(folder, connectivity=…, weights=False), "core")` finds such a
+    reason before they are loaded: a family or configuration that is refused, layers
+    that are compiled as a whole or checkpointed re-entrantly, a split that attention
+    does not have. `attach` checks the same.
     """
     family = family_of(model.config)
     if (reason := refusal(family, model.config)) is not None:
@@ -92,6 +93,7 @@ def check(model: Any, split: Split | None = None) -> None:
     for k, layer in enumerate(decoder_layers(model, family)):
         if getattr(layer, "farskip_plan", None) is None:
             continue
+        # A compiled layer is one graph, which no exchange can interrupt.
         if layer._compiled_call_impl is not None:
             raise UserError(
                 f"layer {k} is compiled as a whole; compile attention and MLPs inside"
@@ -106,17 +108,19 @@ def check(model: Any, split: Split | None = None) -> None:
 
 
 def _attention(family: Family, layer: Any) -> str | None:
-    """Return the name of the module of a layer that can be cut in the middle, if there is one."""
-    here = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
+    """Return the name of the layer's attention module if it can be cut in the middle."""
+    other_modules = {family.moe, family.in_norm, family.mlp_norm, family.layer_shared}
     children = (
-        (name, child) for name, child in layer._modules.items() if name not in here
+        (name, child)
+        for name, child in layer._modules.items()
+        if name not in other_modules
     )
     return next((name for name, child in children if asks_registry(child)), None)
 
 
 def check_connections(device: torch.device) -> None:
-    """Raise UserError where a GPU would run exchanges behind the computation that they
-    are to run beside.
+    """Raise UserError if a GPU would run exchanges after the computation that they
+    should run beside.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
@@ -126,17 +130,19 @@ def check_connections(device: torch.device) -> None:
 
 
 def attach_loaded(model: Any, distributed_config: Any) -> None:
-    """Attach to a model that has just been loaded what the `ep_implementation` that it
-    was loaded with names.
+    """Attach the overlap that `ep_implementation` names to a model that was just loaded
+    with it.
 
-    A model that cannot overlap, or has nothing to (a regular teacher), is left to
-    block.
+    A model that cannot overlap, or has no rewired layer (a regular teacher), is left
+    blocking.
     """
     rewired = any(
         getattr(module, "farskip_plan", None) is not None for module in model.modules()
     )
-    for overlap, named in IMPLEMENTATIONS.items():
-        chosen = named == getattr(distributed_config, "ep_implementation", None)
+    for overlap, implementation in IMPLEMENTATIONS.items():
+        chosen = implementation == getattr(
+            distributed_config, "ep_implementation", None
+        )
         if (
             rewired
             and chosen
@@ -146,7 +152,7 @@ def attach_loaded(model: Any, distributed_config: Any) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give every layer the rewired forward pass back, whose exchanges block."""
+    """Give every layer its plain rewired forward pass back, whose exchanges block."""
     for module in model.modules():
         module.__dict__.pop("farskip_runtime", None)
 
@@ -154,14 +160,15 @@ def detach(model: nn.Module) -> None:
 def _runtime(
     family: Family, layer: Any, index: int, split: Split | None
 ) -> LayerRuntime:
+    # The block may be an MLP: some layers of a model are dense.
     block = getattr(layer, family.moe)
     attention = _attention(family, layer)
     chosen: Split = split or ("core" if attention is not None else "end")
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
     moe, between = is_one_of(block, family.moe_block), kept_inside(family) is None
     if ep is None or not moe:
-        # An MoE block that is not spread has nothing to send; its layer hands on a
-        # pair, as without a runtime.
+        # An MoE block whose experts are not spread has nothing to send; its layer
+        # returns the pair of streams, as it does without a runtime.
         return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
     shared = (
         family.block_shared
@@ -179,8 +186,8 @@ def _runtime(
 
 
 def _own_forward(block: nn.Module) -> Any:
-    """Return the family's own forward of the block, under what the rewiring and FSDP
-    have put in front of it.
+    """Return the forward of the block's original class, which the rewiring and FSDP
+    have replaced by generated subclasses.
     """
     base = next(
         (cls for cls in type(block).__mro__ if "farskip_base" in vars(cls)), None

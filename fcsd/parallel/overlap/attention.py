@@ -1,10 +1,10 @@
-"""A place in the middle of attention: between queries, keys and values, and the core.
+"""Cut attention in the middle: between queries, keys and values, and the core.
 
 transformers' attention modules call the function that `config._attn_implementation`
-names in a registry. The functions in it are wrapped once, in the instance's own table;
-the wrapper calls what a layer has left on the attention module, and is transparent to
-all other modules. Eager attention is no entry of the registry, and linear attention
-asks none.
+names in a registry. Its functions are wrapped once, in the instance's own table; the
+wrapper runs the callback that a layer has left on the attention module, and is
+transparent to all other modules. Eager attention is not in the registry, and linear
+attention does not use one.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def _calling_back(attend: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# compiled attention is cut in two there: the exchanges are no part of either graph
+# Compiled attention is cut in two graphs here; the exchanges are in neither.
 @torch.compiler.disable
 def _call_back(module: Any) -> None:
-    # a family's own class calls it with a stand-in for itself
+    # A family's own attention class may pass a stand-in (`View`) for itself.
     module = getattr(module, "_module", module)
+    # Removed before the call: the callback runs once for each forward.
     callback = module.__dict__.pop(_CALLBACK, None)
     if callback is not None:
         callback()
@@ -55,7 +56,7 @@ def between(attention: nn.Module, callback: Callable[[], None]) -> Iterator[None
     """Call back once in the middle of the module's forward.
 
     Raises:
-        RuntimeError: it has asked the registry for nothing.
+        RuntimeError: the module has not called a registered function.
     """
     attention.__dict__[_CALLBACK] = callback
     try:
@@ -75,14 +76,14 @@ def asks_registry(attention: nn.Module) -> bool:
     config = getattr(attention, "config", None)
     if getattr(config, "_attn_implementation", "eager") == "eager":
         return False
-    # A class that transformers does not have calls the one that it is made of.
-    kinds = (
-        one
-        for one in type(attention).__mro__
-        if one.__module__.startswith("transformers.")
+    # A generated or custom class inherits the forward of a class of transformers.
+    library_classes = (
+        cls
+        for cls in type(attention).__mro__
+        if cls.__module__.startswith("transformers.")
     )
-    kind: Any = next(kinds, type(attention))
-    return "ALL_ATTENTION_FUNCTIONS" in _source(kind)
+    library_class: Any = next(library_classes, type(attention))
+    return "ALL_ATTENTION_FUNCTIONS" in _source(library_class)
 
 
 _source = functools.cache(inspect.getsource)

@@ -1,11 +1,11 @@
 """The MoE block of a layer in steps: router, dispatch, experts, combine, shared expert.
 
-The block's own forward is entered with a stand-in `self` (`View`), stopped at its
-experts, which shows what any router chose; and again for what it does with the experts'
-output. No routing code is copied.
+The block's own forward is entered with a stand-in `self` (`View`) and stopped at its
+experts, whose arguments are the router's choice, whatever the router; it is entered
+again for what it does with the experts' output. No routing code is copied.
 
-Not covered: when each step comes (`fcsd.parallel.overlap.schedule`); what is in flight
-between layers (`fcsd.parallel.overlap.layer`).
+Not covered: the order of the steps (`fcsd.parallel.overlap.schedule`); exchanges in
+flight between layers (`fcsd.parallel.overlap.layer`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fcsd.parallel.overlap.schedule import Step
 
 @dataclass(frozen=True)
 class Handle:
-    """What brings a layer's routed output back. block: what its MoE block makes of it,
-    (N, D) to (B, T, D).
+    """Brings a layer's routed output back to its ranks. block: the rest of its MoE
+    block, from the routed output (N, D) to (B, T, D).
     """
 
     dispatch: Dispatch
@@ -36,25 +36,26 @@ class Handle:
     multiplier: float
 
     def arrive(self, token: Tensor) -> Tensor:
-        """Wait; return the routed output as the experts give it."""
+        """Wait for the combine; return the experts' output, (N, D)."""
         return OverlappedEP.finish_combine(token, self.exchange, self.dispatch)
 
     def add(self, partial: Tensor, routed: Tensor) -> Tensor:
-        """Return the whole stream."""
+        """Return the stream with the routed output added."""
         added = self.block(routed).view(partial.shape)
         return partial + (added if self.multiplier == 1 else added * self.multiplier)
 
 
 @dataclass
 class Call:
-    """One call of a layer, outside its checkpoint: what the first pass leaves for the
-    recomputation.
+    """One call of a layer, outside its checkpoint; it holds the values that the first
+    pass leaves for the recomputation.
 
-    before: what is in flight from the layer before. passes: forward passes made. reads:
-    somebody reads the layer's output, so it finishes its own combine; plain: its
-    block's, so nothing of it overlaps. routed: what arrived from before; own_routed: of
-    this layer's experts, where something in it is kept that depends on that; sizes: of
-    the dispatch.
+    before: the previous layer's combine, if in flight. passes: forward passes so far.
+    reads: a hook reads the layer's output, so the layer finishes its own combine;
+    plain: a hook reads its block's, so nothing of the layer overlaps. keeps: the layer
+    is checkpointed. routed: the output that arrived from the previous layer;
+    own_routed: that of this layer's experts, where the recomputation needs it; sizes:
+    of the dispatch.
     """
 
     before: Handle | None
@@ -67,8 +68,10 @@ class Call:
     sizes: Sizes | None = None
 
     def arrive(self, token: Tensor) -> Tensor:
-        """Return what arrives from the layer before; a recomputation knows it."""
+        """Return the previous layer's routed output; a recomputation has it already."""
         assert self.before is not None
+        # The exchange ran in the first pass; the recomputation takes its detached
+        # result.
         if self.passes > 1:
             return Known.apply(token, self.routed)  # type: ignore[no-any-return]
         routed = self.before.arrive(token)
@@ -77,7 +80,7 @@ class Call:
 
 
 class Stopped(Exception):
-    """Leaves a family's forward where nothing behind it is wanted."""
+    """Raised to leave a family's forward once it has got as far as is needed."""
 
     def __init__(self, *values: Any):
         super().__init__()
@@ -89,8 +92,8 @@ def stop(*values: Any, **_: Any) -> Any:
 
 
 class Recorder(View):
-    """A stand-in that notes what each module gives: (name, output), in order. around:
-    calls the first of them.
+    """A stand-in that records the output of each module it calls: (name, output), in
+    order. around: a function that calls the first of them.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Recorder(View):
             return getattr(self._module, name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            # An empty tape means that this is the first module, attention.
             if self._around is not None and not self._tape:
                 out = self._around(child, *args, **kwargs)
             else:
@@ -120,7 +124,8 @@ class Recorder(View):
 
 
 def replay(tape: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return for the modules on a tape functions that give what they gave."""
+    """Return, for each module on a tape, a function that returns its recorded output."""
+    # Outputs are used up in order: a module that is called twice has two entries.
     outputs = list(tape)
 
     def give(name: str, *_: Any, **__: Any) -> Any:
@@ -136,14 +141,14 @@ def replay(tape: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def detached(out: Any) -> Any:
     if isinstance(out, tuple):
-        return tuple(detached(each) for each in out)
+        return tuple(detached(item) for item in out)
     return out.detach() if isinstance(out, Tensor) else out
 
 
 @dataclass
 class BlockNames:
     """The MoE block of a family as the runtime enters it. forward: the family's own,
-    without the rewiring's.
+    not the rewired one.
     """
 
     forward: Callable[..., Any]
@@ -154,9 +159,9 @@ class BlockNames:
 
 
 class BlockRun:
-    """One pass through an MoE block: its steps, and what they hand to each other.
+    """One pass through an MoE block: its steps, and the values they hand to each other.
 
-    m: (B, T, D), what the block reads. note: called for each step.
+    m: (B, T, D), the block's input. note: called for each step.
     """
 
     def __init__(
@@ -186,41 +191,47 @@ class BlockRun:
             getattr(self, step.name.replace(" ", "_"))()
 
     def pass_by(self, name: str) -> None:
-        """Run the steps up to this one, whose work the caller does."""
+        """Run the steps before this one, and skip it: the caller does its work."""
         self.until(name)
         self.note(self.steps.pop(0).name)
 
     # ---- the steps
 
     def router(self) -> None:
-        """Enter the block up to its experts; `chosen` is what they were called with."""
+        """Enter the block up to its experts; `chosen` are the arguments of their call."""
         overrides: dict[str, Any] = {"experts": stop}
+        # The shared expert and its gate run later, beside the combine; here they do
+        # nothing.
         if self.names.shared:
-            overrides[self.names.shared] = lambda x: x  # computed later
+            overrides[self.names.shared] = lambda x: x  # computed in `shared_expert`
         if self.names.gate:
             overrides[self.names.gate] = lambda x: x[..., :1]
         if self.names.scaled:
             overrides[self.names.scaled] = self._choose
         try:
             self.names.forward(Recorder(self.block, overrides, self.tape), self.m)
+        # A capacity limit, if there is one, changes the routing weights here.
         except Stopped as reached:
             self.chosen = capped(self.block.experts, reached.values)
 
     def _choose(self, x: Tensor) -> Any:
-        """Read off the dense scores (N, all experts) of a router which experts each token has."""
+        """Find each token's experts in a router's dense scores (N, all experts)."""
         scores, logits = getattr(self.block, str(self.names.scaled))(x)
         chosen = scores.topk(self.block.top_k, dim=1)
-        # Behind the experts the block sums over all of them; what arrives is that sum.
+        # The block sums over all experts afterwards; what arrives is that sum already,
+        # so one score of 1 stands for all.
         self.tape.append(
             (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
         )
+        # The block would call its experts next, with these arguments.
         raise Stopped(x, chosen.indices, chosen.values)
 
     def start_dispatch(self) -> None:
-        """Send the tokens to their experts; a recomputation knows how many of them."""
+        """Send the tokens to their experts; a recomputation knows the sizes already."""
         rows, experts, weights = self.chosen
         self.dispatch = self.ep.start_dispatch(rows, experts, weights, self.call.sizes)
         self.chosen = ()
+        # The recomputation must dispatch the same numbers of rows as the first pass.
         if self.call.keeps:
             self.call.sizes = self.dispatch.sizes
 
@@ -229,12 +240,12 @@ class BlockRun:
         self.rows, self.pairs = self.ep.finish_dispatch(self.dispatch)
 
     def experts(self) -> None:
-        """Compute them."""
+        """Compute this rank's experts."""
         self.rows = self.ep.run_experts(self.block.experts, self.rows, self.pairs)
 
     def start_combine(self) -> None:
-        """Send the outputs back; a recomputation knows what has arrived, or that nobody
-        reads it.
+        """Send the outputs back. A recomputation sends nothing: what arrived is known,
+        or nobody reads it.
         """
         self.token, self.combine = self.ep.start_combine(
             self.rows, self.pairs, self.dispatch.sizes, absent=self.again
@@ -252,13 +263,13 @@ class BlockRun:
             )
 
     def gated_shared(self) -> Any:
-        """Return the shared expert's output as the stream gets it."""
+        """Return the shared expert's output as it is added to the stream."""
         return (
             self.shared if self.gate is None else torch.sigmoid(self.gate) * self.shared
         )
 
     def finish_combine(self) -> None:
-        """Let the block finish what it makes of the experts' output, inside its layer."""
+        """Wait for the routed output, and run the rest of the block inside its layer."""
         call = self.call
         if self.again:
             routed = Known.apply(self.token, call.own_routed)
@@ -272,10 +283,14 @@ class BlockRun:
         )
 
     def handle(self, multiplier: float) -> Handle:
-        """Return what finishes the combine somewhere else; it keeps no graph of this layer."""
+        """Return a handle that finishes the combine elsewhere, without this layer's
+        graph.
+        """
         names, block, shape = self.names, self.block, self.m.shape
+        # Detached, so that this layer's graph is not kept alive by the next one.
         tape = [(name, detached(out)) for name, out in self.tape]
 
+        # The shared expert is in the partial stream already: zeros stand for it here.
         def behind(routed: Tensor) -> Tensor:
             zero = routed.new_zeros(())
             out = behind_experts(
@@ -295,11 +310,11 @@ def behind_experts(
     shared: Any,
     gate: Any,
 ) -> Any:
-    """Run the block's forward with given outputs of its router, its experts and its
+    """Run the block's forward with recorded outputs of its router, its experts and its
     shared expert.
 
-    A parameter of the block that is read here would be read when FSDP has freed it: a
-    module that nobody gave an output for is refused.
+    FSDP may have freed the block's parameters by then, so every module that reads one
+    needs a recorded output.
     """
 
     def constant(value: Tensor) -> Callable[[Tensor], Tensor]:
@@ -309,10 +324,12 @@ def behind_experts(
                 if not value.ndim
                 else value.reshape(*like.shape[:-1], value.shape[-1])
             )
+            # A block that adds in place must not change a tensor that others hold.
             return out.clone() if names.in_place or not value.ndim else out
 
         return give
 
+    # The router's recorded outputs come first; then the experts return the routed sum.
     overrides = replay(tape) | {"experts": lambda *_, **__: routed}
     if names.shared and shared is not None:
         overrides[names.shared] = constant(shared)

@@ -1,19 +1,19 @@
-"""Exchanges of rows between ranks that autograd launches in one place and waits for in
-another.
+"""Exchanges of rows between ranks, which autograd launches at one point and waits for
+at another.
 
 An exchange is two autograd nodes, start and finish. Each is where the forward pass
 launches or waits, so the backward pass, which runs nodes in the reverse order of their
 creation, launches at the finish and waits at the start: it is overlapped by the same
-computation. All that autograd sees of what is in flight is an empty token; rows and
+computation. Autograd sees only an empty token of an exchange in flight; rows and
 handles are in the `Exchange`, so that nothing (a cast of FSDP, a hook, a checkpoint)
 can read rows that have not arrived.
 
-The routing weights travel with the dispatched rows. What a rank's experts make of a row
-is weighed and summed there, and comes back as one row; g·w and the weights' own
-gradient g·y are computed at the expert, too, which has y anyway. So no combined rows
-are kept for the backward pass.
+The routing weights travel with the dispatched rows. The outputs of a rank's experts for
+a row are weighted and summed there, and come back as one row; g·w and the gradient of
+the weights, g·y, are computed at the expert, too, which has y anyway. So no combined
+rows are kept for the backward pass.
 
-Not covered: which rows go where (`fcsd.parallel.overlap.experts`); how they are carried
+Not covered: the choice of rows (`fcsd.parallel.overlap.experts`); their transport
 (`fcsd.parallel.overlap.transport`).
 """
 
@@ -35,11 +35,12 @@ Kind = Literal["dispatch", "combine", "counts"]
 
 @dataclass
 class Record:
-    """What became of one exchange; times in seconds of the port's clock.
+    """The times of one exchange, in seconds of the port's clock.
 
-    started: launched. waiting, waited: the host began to wait, and went on. needed: the
-    computation came to where it reads the rows; in a blocking exchange that is long
-    after. done: all rows had arrived, where the transport says so.
+    started: it was launched. waiting, waited: the host began to wait, and went on.
+    needed: the computation reached the point where it reads the rows; in a blocking
+    exchange that is long after `waited`. done: all rows had arrived, if the transport
+    reports it.
     """
 
     kind: Kind
@@ -55,13 +56,13 @@ class Record:
 
 @dataclass
 class Port:
-    """What the exchanges of one MoE layer share.
+    """Settings that the exchanges of one MoE layer share.
 
-    layer: its index. overlaps: whether an exchange of the forward, of the backward pass
-    is left in flight; otherwise it is waited for at once. records: where to note what
-    happens, if anywhere: (event, record), event "start" or "wait". clock: of the
-    records; on a GPU one that waits for the device gives the times of what the device
-    does.
+    layer: its index. overlaps: whether exchanges of the forward pass, and of the
+    backward pass, are left in flight; otherwise each is waited for at once. records: a
+    list that gets (event, record) of each event, "start" or "wait"; None: no list.
+    clock: of the records; on a GPU, a clock that waits for the device gives the times
+    of the device's work.
     """
 
     transport: Transport
@@ -83,10 +84,12 @@ class Port:
         record = Record(
             kind, self.layer, backward, sent.numel() * sent.element_size(), self.clock()
         )
+        # `fcsd.parallel.overlap.measure` finds exchanges in a trace by these labels.
         with torch.profiler.record_function(_label("start", record)):
             work = self.transport.start(received, sent, receive, send)
         if self.records is not None:
             self.records.append(("start", record))
+            # Only the works of some transports report when they are done.
             if hasattr(work, "get_future"):
                 work.get_future().add_done_callback(lambda _: _note_done(record))
         return Flight(self, record, work, (received, sent))
@@ -102,13 +105,13 @@ class Flight:
     tensors: tuple[Tensor, Tensor]
 
     def wait(self) -> Tensor:
-        """Return what has been received."""
+        """Wait, and return the received rows."""
         if self.work is not None:
             self.record.waiting = self.port.clock()
             try:
                 with torch.profiler.record_function(_label("wait", self.record)):
                     self.work.wait()
-            # a rank has died, or did not come here in time
+            # A rank has died, or has not reached this exchange in time.
             except RuntimeError as error:
                 error.add_note(f"while this rank waited for {_named(self.record)}")
                 raise
@@ -138,11 +141,11 @@ def _note_done(record: Record) -> None:
 
 
 class Exchange:
-    """One exchange of rows: there in the forward pass, and of their gradients back in
-    the backward pass.
+    """One exchange: of rows in the forward pass, and of their gradients, the opposite
+    way, in the backward pass.
 
-    send, receive: rows to and from each rank, in the forward pass. absent: a
-    recomputation of a layer sends nothing whose value it knows.
+    send, receive: rows to and from each rank, in the forward pass. absent: the forward
+    pass sends nothing, being a recomputation that knows the result.
     """
 
     def __init__(
@@ -164,22 +167,25 @@ class Exchange:
         self._flight: Flight | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
-        """Launch with rows (N, …) in the order of the ranks that they go to."""
+        """Launch with rows (N, …), in the order of their destination ranks."""
         send, receive = (
             (self.receive, self.send) if backward else (self.send, self.receive)
         )
+        # Gradients go back the way that the rows came, so the sizes change places.
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         self._flight = self.port.launch(
             self.kind, backward, received, rows.contiguous(), receive, send
         )
+        # A blocking exchange is waited for where it starts.
         if not self.port.overlaps[backward]:
             self._flight.wait()
 
     def finish(self) -> Tensor:
-        """Wait; return the rows in the order of the ranks that they come from."""
+        """Wait; return the rows, in the order of their source ranks."""
         assert self._flight is not None, (
             f"{self.kind} of layer {self.port.layer}: nothing is in flight"
         )
+        # A blocking exchange arrived long ago: the difference is its window.
         self._flight.record.needed = self.port.clock()
         received = self._flight.wait()
         self._flight = None
@@ -188,7 +194,7 @@ class Exchange:
 
 class DispatchStart(torch.autograd.Function):
     """Send rows (M, D), and the weights (P,) and codes (P,) of their pairs, in parcels;
-    gives the token.
+    return the token.
     """
 
     @staticmethod
@@ -209,13 +215,13 @@ class DispatchStart(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         """Wait for the gradients."""
         parcels = ctx.exchange.finish()
-        of_rows, weights, _ = ctx.sent.unpack(parcels)
-        return parcels[of_rows], weights.to(ctx.dtype), None, None, None
+        row_positions, weights, _ = ctx.sent.unpack(parcels)
+        return parcels[row_positions], weights.to(ctx.dtype), None, None, None
 
 
 class DispatchFinish(torch.autograd.Function):
-    """Spread the rows that have arrived: (P, D), weights, and the ids, rows and lengths
-    of the pairs.
+    """Return the rows that have arrived, one for each pair (P, D), the weights, and the
+    ids, rows and lengths of the pairs.
     """
 
     @staticmethod
@@ -224,23 +230,25 @@ class DispatchFinish(torch.autograd.Function):
     ) -> Any:
         """Wait."""
         parcels = exchange.finish()
-        of_rows, weights, codes = received.unpack(parcels)
-        ids, row, lengths = pairs_of(codes, received, num_experts)
+        row_positions, weights, codes = received.unpack(parcels)
+        ids, row_of_pair, lengths = pairs_of(codes, received, num_experts)
         ctx.exchange, ctx.received, ctx.lengths = exchange, received, lengths
-        ctx.mark_non_differentiable(ids, row, lengths)
-        return parcels[of_rows[row]], weights, ids, row, lengths
+        # The layout of the pairs consists of integers without gradients.
+        ctx.mark_non_differentiable(ids, row_of_pair, lengths)
+        return parcels[row_positions[row_of_pair]], weights, ids, row_of_pair, lengths
 
     @staticmethod
     def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> Any:  # type: ignore[override]
         """Launch the gradients."""
+        # One gradient for each row: those of its pairs are summed in float32 first.
         gradient = summed(rows, ctx.lengths).to(rows.dtype)
         ctx.exchange.start(ctx.received.pack(gradient, weights), backward=True)
         return rows.new_empty(0), None, None, None
 
 
 class CombineStart(torch.autograd.Function):
-    """Weigh the experts' outputs (P, D), sum those of a row, and send them back; gives
-    the token.
+    """Weight the experts' outputs (P, D), sum those of a row, and send them back;
+    return the token.
 
     row, lengths: as in `Pairs`.
     """
@@ -256,6 +264,7 @@ class CombineStart(torch.autograd.Function):
     ) -> Tensor:
         """Launch."""
         ctx.exchange = exchange
+        # The outputs are kept for the gradient of the weights, g·y.
         ctx.save_for_backward(outputs, weights, row)
         if not exchange.absent:
             exchange.start(
@@ -265,9 +274,10 @@ class CombineStart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Wait for the gradients, spread and weigh them."""
+        """Wait for the gradients; return each pair's, weighted, and those of weights."""
         outputs, weights, row = ctx.saved_tensors
         gradients = ctx.exchange.finish()[row]
+        # g·w is the gradient of the outputs.
         weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
         return (
             weighted,
@@ -279,8 +289,8 @@ class CombineStart(torch.autograd.Function):
 
 
 class CombineFinish(torch.autograd.Function):
-    """Sum up for each of N tokens the rows that have come back. tokens: (M,) of which
-    token each is.
+    """Sum, for each of N tokens, the rows that have come back. tokens: (M,) the token
+    of each row.
     """
 
     @staticmethod
@@ -299,9 +309,10 @@ class CombineFinish(torch.autograd.Function):
 
 
 class Known(torch.autograd.Function):
-    """In the place of a finish in a recomputation: the value of the first pass.
+    """The value of the first pass, in a recomputation that waits for no exchange.
 
-    Its node never runs: non-reentrant checkpointing runs the graph of the first pass.
+    Its backward never runs: non-reentrant checkpointing runs the graph of the first
+    pass.
     """
 
     @staticmethod

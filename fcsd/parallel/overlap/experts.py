@@ -1,12 +1,14 @@
-"""Expert parallelism whose dispatch and combine can be started in one place and
-finished in another.
+"""Expert parallelism whose dispatch and combine can be started at one point of a
+layer and finished at another.
 
 `OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called
-plainly (regular layers, a regular teacher, a layer that nothing was attached to) it
-does both at once, and blocks. `fcsd.parallel.overlap.layer` calls its halves.
+plainly (regular layers, a regular teacher, a layer without an attached runtime), it
+starts and finishes each exchange at once, and blocks. `fcsd.parallel.overlap.layer`
+calls its halves.
 
-Each rank has tokens of its own; a token sends a row to each rank that has an expert of
-it. N tokens, K choices, E experts a rank, S ranks, M rows, P pairs of token and expert.
+Each rank has tokens of its own; a token sends one row to each rank that holds one of
+its experts. N tokens, K choices, E experts per rank, S ranks, M rows, P pairs of token
+and expert.
 
 Not covered: tensor parallelism beside it; leaving dropped pairs off the wire.
 """
@@ -38,14 +40,14 @@ from fcsd.parallel.overlap.rows import Pairs, Parcels, word
 from fcsd.parallel.overlap.transport import AllToAll, Transport, groups_beside
 
 IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
-"""What overlaps -> `DistributedConfig.ep_implementation`. Both are `OverlappedEP`;
-`attach` makes the difference.
+"""Which passes overlap -> `DistributedConfig.ep_implementation`. Both names stand for
+`OverlappedEP`; `attach` makes the difference.
 """
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank sends and receives in a dispatch; the combine's rows go the other way round."""
+    """What a rank sends and receives in a dispatch; the combine swaps the two."""
 
     sent: Parcels
     received: Parcels
@@ -53,9 +55,10 @@ class Sizes:
 
 @dataclass
 class Dispatch:
-    """The rows of one layer on their way to the experts, and what brings them back.
+    """The rows of one layer on their way to the experts, with all that the combine
+    needs.
 
-    tokens: (M,) of which of the num_tokens each row is.
+    tokens: (M,) the number of each row's token, below num_tokens.
     """
 
     sizes: Sizes
@@ -70,6 +73,7 @@ class OverlappedEP(EPImplementation):
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any):
         super().__init__(experts, ep_mesh, tp_mesh)
+        # transformers passes both meshes, of which only the experts' is supported.
         if tp_mesh.size() > 1:
             raise UserError(
                 "ep_implementation farskip: no tensor parallelism beside it, tp_size"
@@ -81,15 +85,16 @@ class OverlappedEP(EPImplementation):
         self._counts: Transport = AllToAll(ep_mesh.get_group())
         self.has_rows = False
         self.scaled = len(inspect.signature(experts.forward).parameters) == 1
+        # A forward with a single argument takes tokens that are scaled already.
         if self.scaled:
-            own: Any = type(experts)
-            experts.__class__ = _called_with_rows(own)
+            experts_class: Any = type(experts)
+            experts.__class__ = _called_with_rows(experts_class)
 
     def open(
         self, layer: int, overlaps: tuple[bool, bool], transport: Any = None
     ) -> None:
-        """Prepare for the halves; all ranks of the world call this. transport: gives
-        one for a process group.
+        """Prepare for exchanges that are left in flight; all ranks of the world call
+        this. transport: makes a `Transport` for a process group.
         """
         rows, counts = groups_beside(self.ep_mesh.get_group())
         self.port = Port((transport or AllToAll)(rows), layer, overlaps)
@@ -101,49 +106,59 @@ class OverlappedEP(EPImplementation):
         """Send each token (N, D) to the ranks of its experts (N, K), with its weights
         (N, K).
 
-        sizes: of a first pass whose choices are made again; without them the ranks tell
-        each other.
+        sizes: those of the first pass, whose choices a recomputation repeats; None: the
+        ranks exchange their counts.
         """
         ranks = experts // self.num_here
-        goes = torch.zeros(
+        is_sent = torch.zeros(
             len(rows), self.ep_mesh.size(), dtype=torch.bool, device=rows.device
         )
-        goes = goes.scatter_(1, ranks, True)
-        pending = self._start_counts(goes, ranks, rows) if sizes is None else None
-        # Known sizes spare the host the wait for how many there are.
+        is_sent = is_sent.scatter_(1, ranks, True)
+        pending = self._start_counts(is_sent, ranks, rows) if sizes is None else None
+        # On a GPU, nonzero() makes the host wait for the number of rows; known sizes
+        # spare it that.
         num_rows = None if sizes is None else sum(sizes.sent.rows)
-        places = (
-            goes.t().nonzero()
+        rank_and_token = (
+            is_sent.t().nonzero()
             if num_rows is None
-            else torch.nonzero_static(goes.t(), size=num_rows)
+            else torch.nonzero_static(is_sent.t(), size=num_rows)
         )
-        tokens, order = places[:, 1], ranks.view(-1).argsort(stable=True)
-        row = (goes.cumsum(0) - 1).gather(1, ranks)  # among those of the rank
-        codes = (row * self.num_here + experts % self.num_here).view(-1)[order]
-        chosen, own_weights = rows[tokens], weights.reshape(-1)[order]
+        # Rows are ordered by rank, then by token; pairs likewise, by a stable sort.
+        tokens, order = rank_and_token[:, 1], ranks.view(-1).argsort(stable=True)
+        row_of_pair = (is_sent.cumsum(0) - 1).gather(1, ranks)  # numbered per rank
+        codes = (row_of_pair * self.num_here + experts % self.num_here).view(-1)[order]
+        sent_rows, pair_weights = rows[tokens], weights.reshape(-1)[order]
+        # The counts travelled while the rows were being put in order.
         if pending is not None:
             sizes = self._finish_counts(*pending)
         assert sizes is not None
         exchange = Exchange(
             self.port, "dispatch", sizes.sent.splits, sizes.received.splits
         )
-        token = DispatchStart.apply(chosen, own_weights, codes, sizes.sent, exchange)
+        token = DispatchStart.apply(
+            sent_rows, pair_weights, codes, sizes.sent, exchange
+        )
         return Dispatch(sizes, tokens, len(rows), exchange, token)
 
     def _start_counts(
-        self, goes: Tensor, ranks: Tensor, rows: Tensor
+        self, is_sent: Tensor, ranks: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, int, Any]:
-        """Tell each rank how many rows and pairs come, and of how many bytes and words a row is."""
+        """Tell each rank how many rows and pairs will come, and the bytes of a row."""
         pairs = (
-            torch.zeros_like(goes, dtype=torch.long)
+            torch.zeros_like(is_sent, dtype=torch.long)
             .scatter_add_(1, ranks, torch.ones_like(ranks))
             .sum(0)
         )
         row_bytes = rows.shape[1] * rows.element_size()
-        sent = torch.stack([goes.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1)
-        received, each = torch.empty_like(sent), [1] * len(sent)
+        sent = torch.stack(
+            [is_sent.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1
+        )
+        received, one_per_rank = torch.empty_like(sent), [1] * len(sent)
+        # Counts have a transport of their own, and are waited for separately.
         port = Port(self._counts, self.port.layer, records=self.port.records)
-        flight = port.launch("counts", False, received, sent, each, each)
+        flight = port.launch(
+            "counts", False, received, sent, one_per_rank, one_per_rank
+        )
         return sent, received, row_bytes // word(rows.dtype)[0].itemsize, flight
 
     def _finish_counts(
@@ -160,12 +175,12 @@ class OverlappedEP(EPImplementation):
             copied.record()
             copied.synchronize()
             counts = pinned
-        rows, pairs, own, rows_back, pairs_back, every = counts.t().tolist()
-        if every != own:
+        rows, pairs, own_bytes, rows_back, pairs_back, peer_bytes = counts.t().tolist()
+        if peer_bytes != own_bytes:
             raise RuntimeError(
-                f"layer {self.port.layer}: this rank dispatches rows of {own[0]} bytes,"
-                f" the ranks of its group rows of {every}: their models or precisions"
-                " differ"
+                f"layer {self.port.layer}: this rank dispatches rows of {own_bytes[0]}"
+                f" bytes, the ranks of its group rows of {peer_bytes}: their models or"
+                " precisions differ"
             )
         return Sizes(
             Parcels(sent[:, :2], rows, pairs, row_words),
@@ -173,18 +188,19 @@ class OverlappedEP(EPImplementation):
         )
 
     def finish_dispatch(self, dispatch: Dispatch) -> tuple[Tensor, Pairs]:
-        """Return the rows that have come to this rank's experts, spread to their pairs
+        """Return the rows that have arrived at this rank's experts, one for each pair
         (P, D), and the pairs.
         """
-        rows, weights, *places = DispatchFinish.apply(
+        rows, weights, *pair_layout = DispatchFinish.apply(
             dispatch.token, dispatch.sizes.received, self.num_here, dispatch.exchange
         )
+        # Scaled experts take weighted inputs: the weight is used up before them.
         if self.scaled:
             rows, weights = (
                 (rows * weights.unsqueeze(-1)).to(rows.dtype),
                 torch.ones_like(weights),
             )
-        return rows, Pairs(weights, *places)
+        return rows, Pairs(weights, *pair_layout)
 
     def run_experts(self, module: Any, rows: Tensor, pairs: Pairs) -> Tensor:
         """Compute the outputs (P, D) of this rank's experts, through the module, whose
@@ -218,6 +234,7 @@ class OverlappedEP(EPImplementation):
 
     def _at_once(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the routed output (N, D); each exchange is waited for where it is launched."""
+        # The same exchanges, with a port that leaves nothing in flight.
         port, self.port = self.port, replace(self.port, overlaps=(False, False))
         try:
             dispatch = self.start_dispatch(rows, experts, weights, None)
@@ -236,9 +253,11 @@ class OverlappedEP(EPImplementation):
         return self.experts_forward(rows, ids, weights)  # type: ignore[no-any-return]
 
     def _dense(self, rows: Tensor) -> Tensor:
-        """Do what the experts do with scaled rows of all of them, (experts x N, D), of
-        which few are not zero.
+        """Compute what experts return that take the scaled tokens of every expert,
+        (experts x N, D): only rows that are not zero are sent.
         """
+        # transformers multiplies each expert's copy of a token by its score, mostly
+        # zero.
         chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
         num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
         experts = (chosen // num_tokens).unsqueeze(-1)
@@ -248,9 +267,10 @@ class OverlappedEP(EPImplementation):
     def __call__(
         self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Any:
-        """Give the experts of this rank their rows, or, called plainly, take them there
-        and back.
+        """Compute this rank's experts for rows that have arrived, or, called plainly,
+        exchange the rows as well.
         """
+        # The module is called again from inside, with rows that have arrived.
         if self.has_rows:
             return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:
@@ -259,10 +279,10 @@ class OverlappedEP(EPImplementation):
 
 
 def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
-    """Compute the outputs of rows (P, D), each of the expert in ids (P,).
+    """Compute the outputs of rows (P, D), each by the expert that ids (P,) names.
 
-    Of none, one of zeros, so that every rank has the same graph, and runs the same
-    exchanges and reductions.
+    A rank without rows computes one of zeros, so that every rank has the same graph,
+    and runs the same exchanges and reductions.
     """
     if not len(rows):
         return _of_rows(experts, rows.sum(0, keepdim=True), ids.new_zeros(1))[:0]
@@ -271,27 +291,28 @@ def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:
 
 
 def padded_experts(forward: Any, num_experts: int, rows: Tensor, ids: Tensor) -> Tensor:
-    """Compute experts that take the same number of rows each: rows (R, D) of experts
-    ids (R,), padded with zeros.
+    """Compute experts that take equally many rows each: rows (R, D) of the experts
+    ids (R,) are padded with zeros.
     """
-    place = (
+    # The number of each row among those of its expert.
+    slot = (
         torch.nn.functional.one_hot(ids, num_experts)
         .cumsum(0)
         .gather(1, ids.unsqueeze(-1))
         .squeeze(-1)
         - 1
     )
-    padded = rows.new_zeros(
-        num_experts, int(place.max()) + 1, rows.shape[-1]
-    ).index_put((ids, place), rows)
+    padded = rows.new_zeros(num_experts, int(slot.max()) + 1, rows.shape[-1]).index_put(
+        (ids, slot), rows
+    )
     outputs: Tensor = forward(padded.view(-1, rows.shape[-1]))
-    return outputs.view(padded.shape)[ids, place]
+    return outputs.view(padded.shape)[ids, slot]
 
 
 @functools.cache
 def _called_with_rows(base: Any) -> Any:
-    """Return the class of experts that are called with rows alone; transformers' hook
-    around them takes a routing.
+    """Return a class of experts that can be called with rows alone; transformers' hook
+    around them expects a routing, too.
     """
 
     def __call__(self: Any, rows: Tensor, *routing: Any) -> Any:

@@ -2,19 +2,20 @@
 shared expert.
 
 No family's code is copied. The layer's own forward is entered twice with a stand-in
-`self` (`View`): on the stream that attention reads, stopped at the norm before the MLP,
-noting what each module before it gives; then on the whole stream, where what was noted
-is given again and the MoE block is a closure (`fcsd.parallel.overlap.block`).
+`self` (`View`). The first time it runs on the stream that attention reads, records the
+output of each module, and is stopped at the norm before the MLP. The second time it
+runs on the whole stream; the recorded outputs are returned again, and the MoE block is
+a closure (`fcsd.parallel.overlap.block`).
 
     o_{k-1}   = partial_{k-1} + block(routed_{k-1})     once the combine of layer k-1 has arrived
     partial_k = o_{k-1} + attn_k(partial_{k-1}) + shared_k(o_{k-1})
 
-A layer whose combine is waited for by the next returns `InFlight`, others the stream.
-Which step comes when is `fcsd.parallel.overlap.schedule`'s. A layer whose equations are
-others keeps its forward pass and its combine: only its block is taken in steps, which
-begin before its attention.
+A layer whose combine the next layer waits for returns `InFlight`, others return the
+stream. The order of the steps is that of `fcsd.parallel.overlap.schedule`. A layer with
+other equations keeps its forward pass and its combine: only its block is run in steps,
+which begin before its attention.
 
-Not covered: what cannot overlap (`fcsd.parallel.overlap.attach` says so).
+Not covered: models that cannot overlap (refused in `fcsd.parallel.overlap.attach`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fcsd.parallel.overlap.schedule import BLOCK, LayerFacts, Split, schedule
 
 
 class InFlight(NamedTuple):
-    """What a layer returns while its combine is under way."""
+    """The output of a layer whose combine is still under way."""
 
     partial: Tensor
     token: Tensor
@@ -55,10 +56,10 @@ class InFlight(NamedTuple):
 
 @dataclass
 class LayerRuntime:
-    """What `attach` gives a rewired layer.
+    """The overlapped forward pass that `attach` gives a rewired layer.
 
     ep: None for a dense layer. attention: name of the module that can be cut.
-    block_only: the layer keeps its own forward pass and its combine. log: gets the
+    block_only: the layer keeps its own forward pass and its combine. log: receives the
     steps of each forward pass, (layer, step).
     """
 
@@ -78,7 +79,11 @@ class LayerRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Take apart what the layer before has left, outside hooks and checkpoint."""
+        """Unpack the previous layer's output, and call the layer.
+
+        This runs outside hooks and checkpointing, which therefore see plain tensors as
+        positional arguments.
+        """
         in_flight = hidden if isinstance(hidden, InFlight) else None
         keeps = (
             layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
@@ -86,14 +91,22 @@ class LayerRuntime:
         if keeps:
             check_checkpointing(layer)
         block = getattr(layer, layer.farskip_plan.family.moe)
-        before = in_flight.handle if in_flight else None
-        call = Call(before, output_is_read(layer), keeps, plain=output_is_read(block))
+        # A layer whose output a hook reads cannot leave its combine in flight.
+        handle = in_flight.handle if in_flight else None
+        call = Call(handle, output_is_read(layer), keeps, plain=output_is_read(block))
+        # InFlight: partial stream and token. Another pair: stream and attention's
+        # input.
         first, second = hidden[:2] if isinstance(hidden, tuple) else (hidden, None)
-        side, carry = layer.farskip_plan.family.side_output, layer.farskip_plan.carry
-        if side and isinstance(kwargs[side], tuple):
-            second, kwargs[side] = kwargs[side]
+        side_argument, carry = (
+            layer.farskip_plan.family.side_output,
+            layer.farskip_plan.carry,
+        )
+        # In families whose layers hand on a side output, that argument carries
+        # attention's input, too.
+        if side_argument and isinstance(kwargs[side_argument], tuple):
+            second, kwargs[side_argument] = kwargs[side_argument]
         out = base_call(layer, first, second, call, *args, **kwargs)
-        return (out[0], (out[1], out[2])) if side and carry else out
+        return (out[0], (out[1], out[2])) if side_argument and carry else out
 
     def forward(
         self,
@@ -105,11 +118,12 @@ class LayerRuntime:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run the layer. first, second: partial stream and token, or the stream and
-        attention's input.
+        """Run the layer. first, second: the partial stream and the token, or the stream
+        and attention's input.
         """
         call.passes += 1
         if self.block_only or call.plain:
+            # These layers need the whole stream from the start.
             if call.before is not None:
                 first, second = call.before.add(first, call.arrive(second)), first
             return self._around_block(
@@ -137,11 +151,14 @@ class LayerRuntime:
         family, plan = layer.farskip_plan.family, layer.farskip_plan
         run = None
         if self.ep is not None and not call.plain:
+            # A block whose input waits for attention has only its shared expert to
+            # overlap.
             steps = schedule(LayerFacts(split=self.split)) if plan.outdated else BLOCK
             run = BlockRun(
                 self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
             )
 
+        # The family's forward calls this in the place of its MoE block.
         def block(x: Any, *_: Any, **__: Any) -> Any:
             assert run is not None
             if plan.outdated:
@@ -155,26 +172,26 @@ class LayerRuntime:
             run.until(None)
             return (run.output, run.gated_shared()) if plan.block_shared else run.output
 
-        own = {} if run is None else {family.moe: block}
-        rewired = LayerPass(View(layer, own), o, attention_input, kwargs)
-        overrides = own | rewired.overrides()
-        cut: Any = contextlib.nullcontext()
+        moe_override = {} if run is None else {family.moe: block}
+        rewired = LayerPass(View(layer, moe_override), o, attention_input, kwargs)
+        overrides = moe_override | rewired.overrides()
+        attention_cut: Any = contextlib.nullcontext()
         if run is not None and plan.outdated:
-            # What the block reads does not depend on this layer's attention, beside
-            # which its exchanges run.
+            # The block's input does not depend on this layer's attention, so its
+            # exchanges run beside it.
             run.m = _outdated(rewired)
             run.pass_by("attention a")
             if run.steps[0].name == "attention b":
                 run.pass_by("attention b")
             else:
-                cut = between(
+                attention_cut = between(
                     getattr(layer, str(self.attention)),
                     lambda: run.pass_by("attention b"),
                 )
             overrides[family.moe] = block
             if family.layout == "pre_norm":
                 overrides[family.mlp_norm] = lambda h: _noted(rewired, h, run.m)
-        with cut:
+        with attention_cut:
             out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
             return out
@@ -186,7 +203,7 @@ class LayerRuntime:
 
 
 def _outdated(rewired: LayerPass) -> Any:
-    """Return what the MoE block of a layer reads that keeps its forward pass."""
+    """Return the input of the MoE block in a layer that keeps its own forward pass."""
     family = rewired.family
     stream = (
         rewired.o if family.layout == "pre_norm" else rewired.normed_stream(rewired.o)
@@ -218,6 +235,8 @@ class _LayerRun(BlockRun):
         self.runtime, self.layer = runtime, layer
         self.plan = layer.farskip_plan
         self.family = self.plan.family
+        # With a combine in flight, `first` is the partial stream and `second` its
+        # token.
         incoming = call.before is not None
         self.token: Any = second if incoming else None
         self.rewired = LayerPass(layer, first, None if incoming else second, kwargs)
@@ -236,30 +255,36 @@ class _LayerRun(BlockRun):
         self.modules: list[tuple[str, Any]] = []
 
     def output(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Enter the layer's forward twice."""
+        """Enter the layer's forward twice, and return the layer's output."""
         family, layer, rewired = self.family, self.layer, self.rewired
         self.until("attention a")
-        norms = {family.in_norm: rewired.in_norm, family.mlp_norm: stop}
+        first_entry = {family.in_norm: rewired.in_norm, family.mlp_norm: stop}
         with contextlib.suppress(Stopped):
             forward(
-                Recorder(layer, norms, self.modules, self._attention),
+                Recorder(layer, first_entry, self.modules, self._attention),
                 rewired.a,
                 *args,
                 **kwargs,
             )
+        # The second entry reads the whole stream: the previous combine must have
+        # arrived.
         if self.steps and self.steps[0].name == "arrive":
             self.until(self.steps[1].name)
-        own = {
+        second_entry = {
             family.in_norm: lambda x: x,
             family.mlp_norm: self._mlp_norm,
             family.moe: self._moe,
         }
+        # A dense layer's forward returns here; an MoE layer's is stopped in its block.
         with contextlib.suppress(Stopped):
             return forward(
-                View(layer, replay(self.modules) | own), rewired.o, *args, **kwargs
+                View(layer, replay(self.modules) | second_entry),
+                rewired.o,
+                *args,
+                **kwargs,
             )
         if self.again:
-            return None  # nobody reads what a recomputation returns
+            return None  # nobody reads the output of a recomputation
         if self.outgoing:
             return InFlight(
                 rewired.partial(), self.token, self.handle(self._multiplier())
@@ -267,8 +292,8 @@ class _LayerRun(BlockRun):
         return self.stream
 
     def _attention(self, child: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the module that attention is, with the steps between its two parts in
-        the middle of it.
+        """Call the attention module, with the steps between its two parts in the middle
+        of the call.
         """
         self.pass_by("attention a")
         if self.steps[0].name == "attention b":
@@ -279,27 +304,30 @@ class _LayerRun(BlockRun):
 
     def _mlp_norm(self, h: Tensor) -> Any:
         self.rewired.after_attention = h
+        # The norm runs once, whichever step needs it first.
         if self.m is None:
             self.m = self.rewired.mlp_norm(self.family.mlp_norm, h)
         return self.m
 
     def _moe(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A dense MLP has no exchanges, and runs as the family wrote it.
         if self.runtime.ep is None:
             self.pass_by("mlp")
             return self.block(x, *args, **kwargs)
-        # A recomputation ends there: nothing behind the combine keeps a tensor for the
-        # backward pass.
+        # A recomputation ends before the combine, behind which no tensor is kept for
+        # the backward pass.
         self.until("finish combine" if self.again else None)
         raise Stopped
 
     def _multiplier(self) -> float:
+        # Some families scale a branch before it is added to the stream.
         name = self.family.residual_multiplier
         return getattr(self.layer, name) if name else 1  # type: ignore[no-any-return]
 
-    # ---- the steps that are not the block's alone
+    # ---- the steps that concern more than the block
 
     def arrive(self) -> None:
-        """Wait for the combine of the layer before; the stream is whole then."""
+        """Wait for the previous layer's combine, which makes the stream whole."""
         assert self.call.before is not None
         self.rewired.o = self.call.before.add(
             self.rewired.o, self.call.arrive(self.token)
@@ -329,8 +357,8 @@ class _LayerRun(BlockRun):
 
 
 def check_checkpointing(layer: Any) -> None:
-    """Raise UserError for a layer that is checkpointed re-entrantly, which overlap
-    cannot tell from a first pass.
+    """Raise UserError for a layer that is checkpointed re-entrantly: overlap could not
+    tell its recomputation from a first pass.
     """
     enabled = getattr(layer, "gradient_checkpointing", False)
     if enabled and layer._gradient_checkpointing_func.keywords.get(
@@ -343,8 +371,8 @@ def check_checkpointing(layer: Any) -> None:
 
 
 def output_is_read(module: nn.Module) -> bool:
-    """Return whether a hook reads a module's output: not FSDP2's; transformers' while
-    they collect streams.
+    """Return whether a hook reads a module's output. FSDP2's hooks do not, those of
+    transformers only while hidden states are collected.
     """
     return any(_reads(hook) for hook in module._forward_hooks.values())
 
@@ -355,9 +383,8 @@ def _reads(hook: Any) -> bool:
     if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
         from transformers.utils.output_capturing import _active_collector
 
-        key = inspect.getclosurevars(hook).nonlocals[
-            "key"
-        ]  # it is on every layer once anything has been asked for
+        # The hook stays on every layer once any output has been collected.
+        key = inspect.getclosurevars(hook).nonlocals["key"]
         return key in (_active_collector.get() or {})
     return True
 

@@ -3,13 +3,13 @@ or from a profiler's trace.
 
     overlap = hidden / total        hidden = total - exposed
 
-By records (the host's clock; right where a wait blocks the host, as with gloo): total
-is the time from launch to arrival, exposed the time that the host has waited. By a
+From records (the host's clock; right where a wait blocks the host, as with gloo): total
+is the time from launch to arrival, exposed the time that the host has waited. From a
 trace: total is the time in which the link is busy, exposed the part of it in which
-nothing is computed. On a GPU a wait does not block the host, so there only the trace is
-right.
+nothing is computed. On a GPU a wait does not block the host, so only the trace is right
+there.
 
-Not covered: what slows computation down while rows travel (memory bandwidth, cores);
+Not covered: the slowdown of computation while rows travel (memory bandwidth, cores);
 compare whole steps for that.
 """
 
@@ -31,7 +31,7 @@ Interval = tuple[float, float]
 
 @dataclass
 class Measured:
-    """Seconds of communication, and of those the ones that nothing was computed in."""
+    """Seconds of communication, and the part of them in which nothing was computed."""
 
     total: float = 0.0
     exposed: float = 0.0
@@ -48,9 +48,11 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
     """
     measured: dict[str, Measured] = defaultdict(Measured)
     for record in records:
+        # Counts are small, and the host always waits for them.
         if record.kind == "counts" or record.waiting is None or record.waited is None:
             continue
         arrived = (
+            # A transport may report an arrival later than the wait that it ended.
             min(record.done, record.waited)
             if record.done is not None
             else record.waited
@@ -62,11 +64,10 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
 
 
 def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Return of a step with blocking exchanges the seconds of each, and of what was
-    computed before it was needed.
+    """Return, for each exchange of a blocking step, its seconds and those of the
+    computation before its rows were needed.
 
-    That window is the time the exchange may take in the overlapped step without being
-    waited for.
+    That window is the time the exchange may take in the overlapped step without a wait.
     """
     return [
         {
@@ -84,16 +85,16 @@ def exchange_times(records: Iterable[Record]) -> list[dict[str, Any]]:
 
 
 def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the medians over steps of what `exchange_times` gave; all steps make the
-    same exchanges in one order.
+    """Return the medians of `exchange_times` over steps, all of which make the same
+    exchanges in the same order.
     """
     return [
-        each[0]
+        same_exchange[0]
         | {
-            name: statistics.median(one[name] for one in each)
+            name: statistics.median(times[name] for times in same_exchange)
             for name in ("seconds", "window_s")
         }
-        for each in zip(*steps, strict=True)
+        for same_exchange in zip(*steps, strict=True)
     ]
 
 
@@ -103,12 +104,12 @@ def _keys(kind: str, backward: bool) -> tuple[str, ...]:
 
 
 LINK = r"nccl.*(SendRecv|all_?to_?all)|rccl.*(SendRecv|all_?to_?all)|spin_kernel|gloo:all_?to_?all"
-"""Names of what keeps the link busy: kernels of NCCL and RCCL, that of an emulated
-link, gloo's annotations.
+"""Names of the events that keep the link busy: kernels of NCCL and RCCL, the kernel of
+an emulated link, gloo's annotations.
 """
 _OTHER_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|Memcpy|Memset", re.IGNORECASE)
 _LABEL = re.compile(r"farskip::start (dispatch|combine|counts) (forward|backward)")
-# the second is that of transformers' blocking exchange
+# The second name is that of transformers' blocking exchange.
 _WAIT = re.compile(r"farskip::wait|wait_tensor")
 
 
@@ -118,38 +119,40 @@ def from_trace(
     """Measure a trace of torch.profiler (its file, or its events); keys as
     `from_records`.
 
-    With kernels in it: the link is busy while one of them whose name matches `link`
-    runs, and computation is every other kernel that is no communication. Without:
-    gloo's annotations, exposed while the host is in a wait.
+    In a trace with kernels, the link is busy while a kernel runs whose name matches
+    `link`; every other kernel that is not communication is computation. In a trace
+    without, gloo's annotations are the communication, exposed while the host waits.
     """
     events, busy, kernels = _read(trace, link)
-    label: dict[Any, tuple[str, str]] = {}
-    free = None
+    labels: dict[Any, tuple[str, str]] = {}
+    computing = None
     waits: list[Interval] = []
+    # On a GPU, an event is a kernel; its exchange is known from the launch on the host.
     if kernels:
         pattern = re.compile(f"{link}|{_OTHER_COMMUNICATION.pattern}", re.IGNORECASE)
-        free = _union(
+        computing = _union(
             _interval(event) for event in kernels if not pattern.search(event["name"])
         )
-        label = _labels_by_launch(events)
+        labels = _labels_by_launch(events)
     else:
         waits = _union(
             _interval(event) for event in events if _WAIT.search(event["name"])
         )
     intervals: dict[str, list[Interval]] = defaultdict(list)
     for event in busy:
-        kind, direction = label.get(event.get("args", {}).get("correlation"), ("", ""))
+        kind, direction = labels.get(event.get("args", {}).get("correlation"), ("", ""))
         if kind == "counts":
             continue
         for key in _keys(kind, direction == "backward") if kind else ("all",):
             intervals[key].append(_interval(event))
     measured = {}
-    for key, each in intervals.items():
-        united = _union(each)
+    # Exchanges may run at the same time, so their union is measured, not their sum.
+    for key, spans in intervals.items():
+        united = _union(spans)
         total = _length(united)
         exposed = (
-            total - _common(united, free)
-            if free is not None
+            total - _common(united, computing)
+            if computing is not None
             else _common(united, waits)
         )
         measured[key] = Measured(total / 1e6, exposed / 1e6)
@@ -159,15 +162,21 @@ def from_trace(
 def timeline(
     trace: str | Path | Sequence[dict[str, Any]], link: str = LINK
 ) -> dict[str, list[Interval]]:
-    """Return when a traced step computed and when its link was busy, in ms from its beginning."""
+    """Return when a traced step computed and when its link was busy, in ms from its
+    start.
+    """
     events, busy, kernels = _read(trace, link)
     if kernels:
+        # Kernels of the link are not computation.
         names = {event["name"] for event in busy}
-        own = [event for event in kernels if event["name"] not in names]
+        other_kernels = [event for event in kernels if event["name"] not in names]
         work = [
-            event for event in own if not _OTHER_COMMUNICATION.search(event["name"])
+            event
+            for event in other_kernels
+            if not _OTHER_COMMUNICATION.search(event["name"])
         ]
     else:
+        # gloo's threads run operators, too; they are communication.
         threads = {event["tid"] for event in busy}
         ops = [
             event
@@ -179,10 +188,11 @@ def timeline(
         "computation": _union(map(_interval, work)),
         "dispatch and combine": _union(map(_interval, busy)),
     }
-    begin = min((each[0][0] for each in rows.values() if each), default=0.0)
+    # Times are relative to the first event.
+    begin = min((spans[0][0] for spans in rows.values() if spans), default=0.0)
     return {
-        name: [((a - begin) / 1e3, (b - begin) / 1e3) for a, b in each]
-        for name, each in rows.items()
+        name: [((start - begin) / 1e3, (end - begin) / 1e3) for start, end in spans]
+        for name, spans in rows.items()
     }
 
 
@@ -205,7 +215,7 @@ def _read(
 
 def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, str]]:
     """Return correlation -> (kind, direction) of the kernels that were launched inside
-    of one of our annotations.
+    the annotation of an exchange.
     """
     labels = []
     for event in events:
@@ -219,6 +229,7 @@ def _labels_by_launch(events: Sequence[dict[str, Any]]) -> dict[Any, tuple[str, 
             str(event.get("cat")).startswith("cuda_")
             or event.get("cat") == "hip_runtime"
         ):
+            # A kernel belongs to the annotation in which its thread launched it.
             for tid, start, end, label in labels:
                 if event["tid"] == tid and start <= float(event["ts"]) <= end:
                     by_launch[event.get("args", {}).get("correlation")] = label
@@ -243,12 +254,14 @@ def _length(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)
 
 
-def _common(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Return the length of what two unions have in common."""
+def _common(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """Return the length of the intersection of two unions."""
     total, i, j = 0.0, 0, 0
-    while i < len(one) and j < len(other):
-        total += max(0.0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
-        if one[i][1] < other[j][1]:
+    while i < len(first) and j < len(second):
+        total += max(
+            0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0])
+        )
+        if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1

@@ -1,14 +1,14 @@
-"""One row for each token and rank: what a token sends where several of its experts are
-on one rank.
+"""Parcels of rows: a token sends one row to a rank, even if several of its experts are
+there.
 
-A rank gets the rows of the tokens that chose an expert of it, in their order, and
-behind them the pairs of token and expert, two words each: which row and which expert
-(row x E + expert), and the routing weight. The pairs fill up whole rows, so that one
-exchange of equal rows carries both. Backward, gradients of rows and of weights go the
-same way.
+A rank receives the rows of the tokens that chose one of its experts, in their order,
+and behind them the pairs of token and expert, two words each: a code for row and expert
+(row x E + expert), and the routing weight. The pairs are padded to whole rows, so that
+one exchange of equal rows carries both. In the backward pass, the gradients of rows and
+of weights travel in the same layout.
 
-At the experts' rank a row is spread to its pairs, which follow each other, and what its
-experts make of it is summed.
+At the experts' rank a row is repeated for each of its pairs, which follow each other,
+and the outputs of its experts are summed.
 
 Not covered: one row for all ranks of a node.
 """
@@ -25,8 +25,8 @@ PAIR_WORDS = 2
 
 
 def word(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of a pair's words beside rows of a dtype: as an integer, and as
-    a weight.
+    """Return the dtypes of a pair's words, as an integer and as a weight, for rows of a
+    dtype.
     """
     return (
         (torch.int64, torch.float64)
@@ -37,10 +37,10 @@ def word(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 
 @dataclass(frozen=True)
 class Parcels:
-    """What goes to each of S ranks, or comes from it.
+    """The sizes of the parcels that go to each of S ranks, or come from it.
 
-    counts: (S, 2) rows and pairs, on the device of the rows. rows, pairs: the same on
-    the host. row_words: in a row.
+    counts: (S, 2) rows and pairs, on the device of the rows. rows, pairs: the same
+    numbers on the host. row_words: words in a row.
     """
 
     counts: Tensor
@@ -50,28 +50,31 @@ class Parcels:
 
     @property
     def splits(self) -> list[int]:
-        """Rows of each parcel, those that its pairs fill among them."""
+        """Rows of each parcel, including those that its pairs fill."""
+        # -(-a // b) rounds up.
         return [
             rows - (-PAIR_WORDS * pairs // self.row_words)
             for rows, pairs in zip(self.rows, self.pairs, strict=True)
         ]
 
     def places(self) -> tuple[Tensor, Tensor]:
-        """Return the rows' numbers among the rows of all parcels, and those of the
-        pairs' words among all words.
+        """Return the positions of the rows among the rows of all parcels, and those of
+        the pairs' words among all words.
         """
         rows, words = self.counts[:, 0], PAIR_WORDS * self.counts[:, 1]
         sizes = rows + (words + self.row_words - 1) // self.row_words
         starts = sizes.cumsum(0) - sizes
 
+        # Count on from each rank's value; the size is known on the host, which so need
+        # not wait for the device.
         def spread(values: Tensor, counts: Tensor, size: int) -> Tensor:
-            own = (values - counts.cumsum(0) + counts).repeat_interleave(
+            shifts = (values - counts.cumsum(0) + counts).repeat_interleave(
                 counts, output_size=size
             )
-            return own + torch.arange(size, device=own.device)
+            return shifts + torch.arange(size, device=shifts.device)
 
-        of_rows = spread(starts, rows, sum(self.rows))
-        return of_rows, spread(
+        row_positions = spread(starts, rows, sum(self.rows))
+        return row_positions, spread(
             (starts + rows) * self.row_words, words, PAIR_WORDS * sum(self.pairs)
         )
 
@@ -80,34 +83,37 @@ class Parcels:
     ) -> Tensor:
         """Put rows (M, D), and weights and codes (P,) of their pairs, into the parcels."""
         integer, real = word(rows.dtype)
-        # nobody reads what is behind the pairs
+        # The padding behind the pairs is never read, so it stays uninitialised.
         parcels = rows.new_empty(sum(self.splits), rows.shape[1])
-        of_rows, of_words = self.places()
-        parcels[of_rows] = rows
+        row_positions, word_positions = self.places()
+        parcels[row_positions] = rows
+        # Weights travel bit for bit, as integers beside the codes.
         bits = weights.to(real).view(integer)
         pairs = torch.stack(
             [torch.zeros_like(bits) if codes is None else codes.to(integer), bits], 1
         )
-        parcels.view(integer).view(-1)[of_words] = pairs.view(-1)
+        parcels.view(integer).view(-1)[word_positions] = pairs.view(-1)
         return parcels
 
     def unpack(self, parcels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows' numbers (M,) among those of the parcels, and weights and codes (P,)."""
+        """Return the rows' positions (M,) in the parcels, and weights and codes (P,)."""
         integer, real = word(parcels.dtype)
-        of_rows, of_words = self.places()
+        row_positions, word_positions = self.places()
         codes, bits = (
-            parcels.view(integer).view(-1)[of_words].view(-1, PAIR_WORDS).unbind(1)
+            parcels.view(integer)
+            .view(-1)[word_positions]
+            .view(-1, PAIR_WORDS)
+            .unbind(1)
         )
-        return of_rows, bits.contiguous().view(real), codes.long()
+        return row_positions, bits.contiguous().view(real), codes.long()
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The P pairs that M rows are spread to at the experts' rank, those of a row behind
-    each other.
+    """The P pairs of M rows at the experts' rank; those of a row follow each other.
 
-    weights: (P,). ids: (P,) the expert of this rank. row: (P,) of which row; lengths:
-    (M,) pairs of each row.
+    weights: (P,). ids: (P,) experts of this rank. row: (P,) the row of each pair;
+    lengths: (M,) pairs of each row.
     """
 
     weights: Tensor
@@ -119,20 +125,29 @@ class Pairs:
 def pairs_of(
     codes: Tensor, received: Parcels, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, rows and lengths of the pairs that have come; num_experts: of this rank."""
+    """Return ids, rows and lengths of the pairs that have arrived.
+
+    num_experts: experts of this rank.
+    """
     rows = received.counts[:, 0]
-    before = (rows.cumsum(0) - rows).repeat_interleave(
+    # A code counts rows from the first one of its source rank.
+    first_row_of_rank = (rows.cumsum(0) - rows).repeat_interleave(
         received.counts[:, 1], output_size=len(codes)
     )
-    row = before + codes // num_experts
+    row_of_pair = first_row_of_rank + codes // num_experts
     lengths = torch.zeros(sum(received.rows), dtype=torch.long, device=codes.device)
-    return codes % num_experts, row, lengths.index_add_(0, row, torch.ones_like(row))
+    return (
+        codes % num_experts,
+        row_of_pair,
+        lengths.index_add_(0, row_of_pair, torch.ones_like(row_of_pair)),
+    )
 
 
 def summed(pairs: Tensor, lengths: Tensor) -> Tensor:
-    """Sum (P, D), of each row those behind each other, to (M, D) in float32 or wider;
-    in one order, on a GPU, too.
+    """Sum the consecutive pairs (P, D) of each row to (M, D), in float32 or wider, and
+    in a fixed order, also on a GPU.
     """
+    # A row may have many pairs, whose sum loses digits in bfloat16.
     wide = pairs.to(torch.promote_types(pairs.dtype, torch.float32))
     if not len(lengths):
         return wide[:0]
@@ -142,12 +157,14 @@ def summed(pairs: Tensor, lengths: Tensor) -> Tensor:
 def gathered(
     rows: Tensor, tokens: Tensor, sizes: Sequence[int], num_tokens: int
 ) -> Tensor:
-    """Sum rows (M, D) of tokens (M,) to (num_tokens, D), rank by rank, each of which
-    has a token once.
+    """Sum rows (M, D) of tokens (M,) to (num_tokens, D).
+
+    Rank by rank, because a rank has each token at most once: the order of the sum is
+    fixed.
     """
     total = rows.new_zeros(
         num_tokens, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
     )
-    for part, own in zip(rows.split(sizes), tokens.split(sizes), strict=True):
-        total.index_add_(0, own, part.to(total.dtype))
+    for part, part_tokens in zip(rows.split(sizes), tokens.split(sizes), strict=True):
+        total.index_add_(0, part_tokens, part.to(total.dtype))
     return total.to(rows.dtype)

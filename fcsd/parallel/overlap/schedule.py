@@ -1,10 +1,9 @@
-"""The order of a rewired layer's steps: what each computes, which exchange it starts
-and which it waits for.
+"""The order of a rewired layer's steps: the computation of each, the exchange it
+starts, and the one it waits for.
 
-Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and who wants to know
-what hides which exchange asks it (`beside`). In an MoE layer k, with D the dispatch of
-its tokens to the experts' ranks and C the combine that brings the experts' outputs
-back:
+Pure data: the runtime (`fcsd.parallel.overlap.layer`) runs it, and `beside` tells which
+computation hides which exchange. In an MoE layer k, D is the dispatch of its tokens to
+the experts' ranks, and C the combine that brings the experts' outputs back:
 
     attention a | wait C(k-1) | router | start D | attention b | wait D | experts | start C | shared expert
 
@@ -12,7 +11,7 @@ C(k-1) runs beside the shared expert of layer k-1 and part a of attention (norm,
 queries, keys, values), D beside part b (the rest of it). The backward pass is the
 mirror image: each start becomes a wait and each wait a start.
 
-Not covered: how long anything takes; pipeline parallelism.
+Not covered: durations; pipeline parallelism.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -20,17 +19,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["core", "start", "end"]
-"""Where attention is cut in two: between queries and core, or not at all: all of it is
-part b (start) or a (end).
+"""Where attention is cut in two: between queries and core, or not at all, so that all
+of it is part b (start) or part a (end).
 """
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step; `name` is what the runtime calls it by.
+    """One step; the runtime calls it by its `name`.
 
     starts, waits: "dispatch" or "combine" of this layer; "before": the combine of the
-    layer before.
+    previous layer.
     """
 
     name: str
@@ -56,14 +55,14 @@ _ATTENTION = (ATTENTION_A, ATTENTION_B)
 
 
 BLOCK = (*_DISPATCH, SHARED, *_EXPERTS, FINISH_COMBINE)
-"""Steps of an MoE block that is taken by itself, inside its layer."""
+"""Steps of an MoE block that is run by itself, inside its layer."""
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What the schedule of a layer depends on.
+    """The facts about a layer that its schedule depends on.
 
-    moe: it has routed experts. incoming: the combine of the layer before is in flight
+    moe: it has routed experts. incoming: the combine of the previous layer is in flight
     when it begins. outgoing: the next layer waits for this one's. outdated: its MLP
     reads the stream without this layer's attention.
     """
@@ -82,7 +81,7 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
     if not layer.moe:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):
-        # Nothing is left of attention to run beside the dispatch: the shared expert
+        # No part of attention is left to run beside the dispatch, so the shared expert
         # does.
         return (*_ATTENTION, *arrive, *BLOCK[:-1], *finish)
     if layer.incoming and layer.split == "core":
@@ -97,14 +96,14 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
         )
     if layer.incoming or layer.outgoing or layer.split != "core":
         return (*arrive, *_DISPATCH, *_ATTENTION, *_EXPERTS, SHARED, *finish)
-    # No layer waits for its combine and none is waited for: both exchanges run beside
-    # its own attention.
+    # No combine is in flight between this layer and its neighbours, so both of its
+    # exchanges run beside its own attention.
     return (*_DISPATCH, ATTENTION_A, *_EXPERTS, ATTENTION_B, SHARED, *finish)
 
 
 Computed = list[tuple[int, str]]
-"""What is computed between the start of an exchange and its wait: layer and name of
-each step, in their order.
+"""The steps between the start of an exchange and its wait: layer and name of each, in
+order.
 """
 
 
@@ -117,14 +116,16 @@ def layer_facts(
     *,
     inside: bool = False,
 ) -> list[LayerFacts | None]:
-    """Return what the schedule of each layer depends on; None for a layer that is not
-    rewired, whose exchanges block.
+    """Return the facts of each layer; None for a layer that is not rewired, whose
+    exchanges block.
 
     attention, mlp: as in `Connectivity`. splits: where each layer's attention can be
-    cut; None: everywhere before its core. inside: of a family whose layers keep their
-    own combine (docs/scale.md).
+    cut; None: before the core in all of them. inside: the layers of the family wait for
+    their own combine (docs/scale.md).
     """
     last = len(rewired) - 1
+    # A combine stays in flight only into a rewired layer whose attention reads the
+    # partial stream.
     carry = [
         rewired[k]
         and moe[k]
@@ -156,11 +157,11 @@ def _outdated(rewired: Sequence[bool], mlp: str | Collection[int]) -> list[bool]
 
 
 def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
-    """Return for each layer what is computed beside its "dispatch" and beside its
-    "combine" in the forward pass.
+    """Return, for each layer, the steps beside its "dispatch" and beside its "combine"
+    in the forward pass.
 
-    Nothing where an exchange blocks, or the layer has none. In the backward pass it is
-    the same, mirrored.
+    There are none where an exchange blocks, or the layer has none. The backward pass is
+    the mirror image.
     """
     computed: list[dict[str, Computed]] = [
         {"dispatch": [], "combine": []} for _ in facts
@@ -185,20 +186,23 @@ def served_beside(
     mlp: str | Collection[int],
     shared: Sequence[bool],
 ) -> list[tuple[Computed, ...]]:
-    """Return for each layer what a server computes beside its all-reduces
+    """Return, for each layer, the steps that a server computes beside its all-reduces
     (docs/serve.md).
 
-    Two of an MoE layer: A_k of attention and shared expert beside the routed experts,
-    R_k of the routed experts beside attention k+1. With `mlp: full` A_k is attention's
-    and blocks; shared experts take a third, beside the routed ones, where attention k+1
-    does not wait for R_k. One of a rewired dense layer (attention and MLP summed),
-    nothing beside it. Nothing where it blocks.
+    An MoE layer has two: A_k, of attention and the shared expert, runs beside the
+    routed experts, and R_k, of the routed experts, beside attention k+1. With `mlp:
+    full`, A_k is that of attention alone, and blocks; shared experts have a third one,
+    beside the routed experts, where attention k+1 does not wait for R_k. A rewired
+    dense layer has one (attention and MLP summed), with nothing beside it. An
+    all-reduce that blocks has nothing beside it.
 
     shared: layers that have a shared expert.
     """
     outdated = _outdated(rewired, mlp)
     computed: list[tuple[Computed, ...]] = []
     for k, is_rewired in enumerate(rewired):
+        # A regular layer has two all-reduces, which block; a rewired dense layer sums
+        # both.
         if not is_rewired or not moe[k]:
             computed.append(([],) if is_rewired and outdated[k] else ([], []))
             continue

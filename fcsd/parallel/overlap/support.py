@@ -1,4 +1,4 @@
-"""Which models can overlap, how far, and why others cannot."""
+"""Decide whether a model can overlap, and how far; give the reason if it cannot."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ _JITTER = ("router_jitter_noise", "input_jitter_noise")
 
 
 def refusal(family: Family, config: Any = None) -> str | None:
-    """Return why a model cannot overlap, a clause; None: it can. config: of the model,
-    None: of any of its family.
+    """Return a clause that says why a model cannot overlap; None: it can.
+
+    config: of the model; None: any model of the family.
     """
     if family.spread_refused is not None:
         return family.spread_refused
@@ -29,6 +30,7 @@ def refusal(family: Family, config: Any = None) -> str | None:
         )
     if family.overlap_refused is not None:
         return family.overlap_refused
+    # The experts of a multimodal model are in its language model.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.
@@ -44,8 +46,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
 
 
 def with_plan(distributed_config: Any, family: Family | None) -> Any:
-    """Return a `DistributedConfig` that spreads the experts of a family for which
-    transformers has no plan.
+    """Return a `DistributedConfig` with a plan for the experts of a family, where
+    transformers has none.
     """
     named = (
         getattr(distributed_config, "ep_implementation", None)
@@ -58,8 +60,8 @@ def with_plan(distributed_config: Any, family: Family | None) -> Any:
         "grouped_gemm",
     )
     plan[family.scaled_experts] = "ep_dispatch_experts"
-    # Nor do transformers' rules for FSDP match its layers' names: all of it would be
-    # gathered as one.
+    # transformers' rules for FSDP do not match the names of its layers either: the
+    # whole model would be gathered at once.
     stack = family.scaled_experts.partition("layers.*")[0]
     units = dict.fromkeys(
         (f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight"
@@ -68,8 +70,8 @@ def with_plan(distributed_config: Any, family: Family | None) -> Any:
 
 
 def kept_inside(family: Family) -> str | None:
-    """Return why a layer has to wait for its own combine, a clause; None: the next
-    layer can.
+    """Return a clause that says why a layer must wait for its own combine; None: the
+    next layer can wait for it.
 
     Such a layer keeps its forward pass; its exchanges run beside its own attention and
     shared expert.
@@ -91,7 +93,7 @@ def kept_inside(family: Family) -> str | None:
 
 
 def check_transformers() -> None:
-    """Raise UserError for a transformers whose interfaces are not those that this was
+    """Raise UserError if the interfaces of transformers are not those that overlap was
     written for.
     """
     expected: dict[Any, list[str]] = {

@@ -1,8 +1,8 @@
-"""What carries the rows of an exchange: `start` returns at once, `wait` when the rows
-are there.
+"""Transports carry the rows of an exchange: `start` returns at once, `wait` when the
+rows have arrived.
 
 On a GPU `wait` makes the current stream wait, not the host; nothing here names a
-stream. Both tensors are the exchange's until it has been waited for.
+stream. Both tensors belong to the exchange until it has been waited for.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch.distributed as dist
 
 
 class Work(Protocol):
-    """Something that is under way."""
+    """An exchange that is under way."""
 
     def wait(self) -> Any:
-        """Return when it is done, or make the current stream wait for it."""
+        """Block until it is done, or make the current stream wait for it."""
 
 
 class Transport(Protocol):
-    """Sends rows from each rank of a group to each."""
+    """Sends rows from each rank of a group to every rank of it."""
 
     def start(
         self,
@@ -31,8 +31,8 @@ class Transport(Protocol):
         receive: Sequence[int],
         send: Sequence[int],
     ) -> Work:
-        """Begin to send `send[r]` rows of `sent` to rank r, and to fill `received` with
-        `receive[r]` rows of rank r.
+        """Begin to send `send[r]` rows of `sent` to rank r, and to receive `receive[r]`
+        rows from rank r into `received`.
         """
 
 
@@ -59,8 +59,8 @@ class AllToAll:
 class SendReceive:
     """Every irecv, then every isend: both directions of a pair run at once.
 
-    gloo's all-to-all serves them one after the other: its receiver's readiness queues
-    behind its own rows.
+    gloo's all-to-all serves the two one after the other: the message that a receiver is
+    ready queues behind the rows that it sends itself.
     """
 
     def __init__(self, group: dist.ProcessGroup | None):
@@ -85,11 +85,13 @@ class SendReceive:
             for source, _ in peers
             if receive[source]
         ]
+        # Receives come first, so that each message finds its buffer.
         ops += [
             self._op(dist.isend, going[target], target)
             for _, target in peers
             if send[target]
         ]
+        # A rank's own rows need no message.
         coming[rank].copy_(going[rank])
         return _Together(dist.batch_isend_irecv(ops) if ops else [])
 
@@ -112,26 +114,32 @@ _groups: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 def groups_beside(
     group: dist.ProcessGroup,
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the groups for rows and for counts of this rank's expert-parallel group;
-    all ranks of the world call this.
+    """Return two groups of the ranks of this rank's expert-parallel group, for rows
+    and for counts; all ranks of the world call this.
 
-    Counts have a group of their own: on the rows' they would queue behind an exchange
-    that is under way. The rows have one, too: on a GPU its stream has a high priority,
-    so that a waiting kernel of it starts before compute's; and both have the backend's
-    timeout, where the launch's may be hours (a score is waited for on it).
+    Counts have a group of their own, because on that of the rows they would queue
+    behind an exchange that is under way. Rows have one, too: on a GPU its stream has a
+    high priority, so that a waiting kernel of it starts before those of compute; and
+    both have the backend's timeout, while the launch's may be hours (ranks wait on it
+    for a score).
     """
-    own = tuple(dist.get_process_group_ranks(group))
-    if own in _groups and _groups[own][1] in dist.distributed_c10d._world.pg_map:
-        return _groups[own]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    for ranks in sorted(set(everyone)):  # every rank makes all groups, in one order
+    own_ranks = tuple(dist.get_process_group_ranks(group))
+    # A group of a launch that was torn down since is made anew.
+    if (
+        own_ranks in _groups
+        and _groups[own_ranks][1] in dist.distributed_c10d._world.pg_map
+    ):
+        return _groups[own_ranks]
+    ranks_of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks_of_all, own_ranks)
+    # new_group is a collective of the world: every rank makes all groups, in one order.
+    for ranks in sorted(set(ranks_of_all)):
         counts = dist.new_group(list(ranks))
         nccl = "nccl" in dist.get_backend_config(group)
         rows = _urgent_group(list(ranks)) if nccl else dist.new_group(list(ranks))
-        if ranks == own:
-            _groups[own] = rows, counts
-    return _groups[own]
+        if ranks == own_ranks:
+            _groups[own_ranks] = rows, counts
+    return _groups[own_ranks]
 
 
 def _urgent_group(ranks: list[int]) -> Any:

@@ -1,9 +1,9 @@
 """Cut the sizes of a configuration, so that a model of the same structure is built in
 seconds on a CPU.
 
-The name of a field says what it counts; a size that is small already stays. Kinds of
-layers, norms, biases, scales and activations are the configuration's own, and each kind
-of layer has a place among the few.
+Sizes are found by the names of fields; a size that is small already stays. Kinds of
+layers, norms, biases, scales and activations stay those of the configuration, and each
+kind of layer is among the few that remain.
 """
 
 import itertools
@@ -43,15 +43,15 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"image_size", 32),
     (r"depths", 1),
 )
-"""Pattern of a field's name -> the largest value that is left."""
+"""Pattern of a field's name -> the largest value after the cut."""
 
 _HEAD_DIMS = r"(.*head_dim|rotary_dim|kv_channels)"
 
 _LAYERS = ("num_hidden_layers", "n_layers", "depth", "encoder_layers")
 _TOWER_LAYERS = 2
 _NUMBERS_OF_LAYERS = ("_indexes", "moe_layers", "only_layers", "source_layers")
-"""Endings of lists that name layers by their numbers; another one as long as the model
-is deep has a value a layer.
+"""Endings of the names of lists that contain numbers of layers; other lists that are as
+long as the model is deep contain one value per layer.
 """
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -61,16 +61,17 @@ _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 def cut_sizes(
     config: PreTrainedConfig, *, num_hidden_layers: int = 4, **changes: Any
 ) -> Any:
-    """Return the configuration with its sizes cut: this many layers, if it has them, of
-    width 64, eight experts.
+    """Return the configuration with its sizes cut: at most this many layers, of width
+    64, with eight experts.
 
-    changes: further fields, in a wrapper those of its text config.
+    changes: further fields; those of a wrapper's text config, if there is one.
     """
     inner = config.get_text_config()
-    whole = config.to_dict()
-    text = whole["text_config"] if inner is not config else whole
-    cut = _cut(whole, {id(text): num_hidden_layers})
+    fields = config.to_dict()
+    text = fields["text_config"] if inner is not config else fields
+    cut = _cut(fields, {id(text): num_hidden_layers})
     section = cut["text_config"] if inner is not config else cut
+    # Special tokens are those of the tiny tokenizer.
     cut |= {name: token for name, token in _TOKENS.items() if cut.get(name) is not None}
     section |= {
         inner.attribute_map.get(name, name): value
@@ -86,16 +87,16 @@ def _cut(
 ) -> dict[str, Any]:
     """Cut one section, and those in it.
 
-    num_layers: how many a section has, by its id. divisor: of the dimensions of heads;
-    0: the section's own.
+    num_layers: the number of layers after the cut, by id of the section. divisor: of
+    the dimensions of heads; 0: computed from the section.
     """
     old = next(
         (fields[name] for name in _LAYERS if isinstance(fields.get(name), int)), None
     )
     new = min(num_layers.get(id(fields), _TOWER_LAYERS), old or 0)
     chosen = _chosen(fields, old, new) if old else []
-    # One divisor of all keeps their sums and shares: parts with and without rotation,
-    # partial rotations.
+    # A common divisor preserves the sums and ratios of dimensions: parts with and
+    # without rotation, partial rotations.
     dims = [
         value
         for name, value in fields.items()
@@ -103,15 +104,17 @@ def _cut(
     ]
     divisor = divisor or max(1, math.gcd(*dims) // 16)
     section: dict[str, Any] = {}
+    # Lists by layer keep the values of the chosen layers, lists of numbers renumber
+    # them.
     for name, value in fields.items():
         if name in _LAYERS:
             value = new
         elif name == "per_layer_config" and value:
-            places = {int(key): each for key, each in value.items()}
+            by_layer = {int(key): layer_fields for key, layer_fields in value.items()}
             value = {
-                k: _cut(places[layer], {}, divisor)
+                k: _cut(by_layer[layer], {}, divisor)
                 for k, layer in enumerate(chosen)
-                if layer in places
+                if layer in by_layer
             }
         elif isinstance(value, dict):
             value = _cut(value, num_layers)
@@ -124,7 +127,7 @@ def _cut(
         section[name] = _small(name, value)
     for prefix in ("", "swa_"):
         keys, queries = f"{prefix}num_key_value_heads", f"{prefix}num_attention_heads"
-        # latent attention needs as many
+        # Latent attention needs as many keys as queries.
         if keys in fields and fields[keys] == fields.get(queries):
             section[keys] = section[queries]
     for name in ("rope_parameters", "rope_scaling"):
@@ -134,23 +137,28 @@ def _cut(
 
 
 def _small(name: Any, value: Any) -> Any:
-    """Return a field's value, or that of each item of a list, no larger than its name allows."""
+    """Return a field's value, or a list's values, limited to the largest for its name."""
     if isinstance(value, list):
-        return [_small(name, each) for each in value]
+        return [_small(name, item) for item in value]
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     return min(
         value,
         next(
-            (most for pattern, most in _SIZES if re.fullmatch(pattern, str(name))),
+            (
+                largest
+                for pattern, largest in _SIZES
+                if re.fullmatch(pattern, str(name))
+            ),
             value,
         ),
     )
 
 
 def _rotation(rope: dict[str, Any], new: int, old: int) -> dict[str, Any]:
-    """Keep as many of the values a frequency as heads have frequencies. new, old: the
-    dimension of a head.
+    """Shorten lists of values per frequency to the number of a head's frequencies.
+
+    new, old: the dimension of a head.
     """
     rotation = dict(rope)
     for key in ("short_factor", "long_factor"):
@@ -173,7 +181,9 @@ def _head_dim(fields: dict[str, Any]) -> int:
 
 
 def _chosen(fields: dict[str, Any], old: int, new: int) -> list[int]:
-    """Choose layers: the first of each kind, the last of all, and those that follow."""
+    """Choose layers: the first of each kind, the last of all, and then any others."""
+    # A layer's kind is its value in each list by layer, and its membership in each list
+    # of numbers.
     lists = [
         value
         for value in fields.values()
@@ -187,14 +197,14 @@ def _chosen(fields: dict[str, Any], old: int, new: int) -> list[int]:
     kinds = [
         (
             *(str(values[layer]) for values in lists if values not in numbers),
-            *(layer in each for each in numbers),
+            *(layer in layer_numbers for layer_numbers in numbers),
         )
         for layer in range(old)
     ]
     firsts = sorted(
         {kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values()
     )
-    first, *others = firsts
-    kept = [first, *others[-(new - 1) :]] if new > 1 else [first]
-    following = [old - 1, *range(kept[-1] + 1, old), *range(old)]
-    return sorted(list(dict.fromkeys([*kept, *following]))[:new])
+    first, *later_firsts = firsts
+    chosen = [first, *later_firsts[-(new - 1) :]] if new > 1 else [first]
+    following = [old - 1, *range(chosen[-1] + 1, old), *range(old)]
+    return sorted(list(dict.fromkeys([*chosen, *following]))[:new])

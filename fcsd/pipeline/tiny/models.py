@@ -12,19 +12,20 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 
 
 def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
-    """Build a regular model with the sizes of a configuration cut, in eval mode, all
-    parameters and router bias buffers random from `seed`; UserError where transformers
-    builds no such model.
+    """Build a regular model from a configuration with its sizes cut, in eval mode, with
+    all parameters and router bias buffers random from `seed`; UserError if transformers
+    cannot build it.
 
-    changes: of `cut_sizes`; `attn_implementation`, `experts_implementation` and `dtype`
-    (float32) go to the model.
+    changes: those of `cut_sizes`; `attn_implementation`, `experts_implementation` and
+    `dtype` (float32) go to the model.
     """
+    # These are arguments of the model, not fields of its configuration.
     names = ("attn_implementation", "experts_implementation", "dtype")
     options = {name: changes.pop(name) for name in names if name in changes}
     model_class = base_model_class(FAMILIES[config.model_type])
     try:
         model = model_class._from_config(cut_sizes(config, **changes), **options)
-    # transformers raises many kinds for sizes that do not fit each other
+    # transformers raises errors of many types for sizes that do not fit together.
     except Exception as error:
         raise UserError(
             f"{config.model_type}: the sizes of its config cannot be cut:"
@@ -35,9 +36,8 @@ def small_model(config: PreTrainedConfig, seed: int = 0, **changes: Any) -> Any:
 
 
 def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
-    """Build a small model of a family (UserError: there is none), from the
-    configuration that transformers takes where none is given; otherwise as
-    `small_model`.
+    """Build a small model of a family (UserError if there is none), from transformers'
+    default configuration; otherwise as `small_model`.
     """
     if model_type not in FAMILIES:
         raise UserError(
@@ -50,9 +50,10 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill parameters and router bias buffers: matrices with std 1.5/sqrt(last dim),
-    kernels of images with 1.5/sqrt(inputs), norms and scales around 1, biases around
-    0."""
+    """Fill parameters and router bias buffers with random values: matrices with std
+    1.5/sqrt(last dim), image kernels with 1.5/sqrt(inputs), norms and scales around 1,
+    biases around 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(x: torch.Tensor) -> torch.Tensor:
@@ -86,13 +87,13 @@ _CHAT_TEMPLATE = (
 def tiny_tokenizer(
     vocab_size: int = 512, chat_template: bool = True
 ) -> PreTrainedTokenizerFast:
-    """Build a byte-level tokenizer made in memory, with a chat template (roles system,
-    user, assistant).
+    """Build a byte-level tokenizer in memory, with a chat template (roles system, user,
+    assistant).
 
     Ids: 0 `<pad>`, 1 `<bos>`, 2 `<eos>`, 3 to 5 the roles, then the 256 bytes, so that
     any text survives encoding and decoding. A vocabulary below 262 holds single ASCII
-    characters instead, lower case first, and drops what it does not know. The rest of
-    the vocabulary is filled with unused tokens.
+    characters instead, lower case first, and drops all others. The remainder of the
+    vocabulary is filled with unused tokens.
 
     Raises:
         UserError: `vocab_size` is below 70.
@@ -116,6 +117,7 @@ def tiny_tokenizer(
             *sorted(printable, key=lambda c: (c.isupper(), not c.islower(), c)),
         ]
     symbols = (special + alphabet)[:vocab_size]
+    # Padding the vocabulary to its exact size keeps model and tokenizer equal.
     symbols += [f"<unused{k}>" for k in range(vocab_size - len(symbols))]
     tokenizer = Tokenizer(
         models.BPE(vocab={symbol: k for k, symbol in enumerate(symbols)}, merges=[])

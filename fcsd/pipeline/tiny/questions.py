@@ -1,19 +1,19 @@
 """Generated instruct-to-Python tasks, small enough for a model of a few million
 parameters and a CPU.
 
-Three skills, all answered in the chat form of the tokenizer that is written beside
-them:
+There are three skills, all answered in the chat form of the tokenizer that is written
+with them:
 
 - code: a described function, in one or two steps, is written in Python;
-- choice: which expression does what is asked, what an expression does or gives;
+- choice: the expression for a task, or the meaning or value of an expression;
 - answers: the same without choices.
 
-What is asked is a combination of operations (`OPERATIONS`), of the wording of each, and
-of numbers. It is hashed into one of four splits (train, held out, validation, test), so
-the same combination never occurs in two splits in any frame of words or under any
-function name. A combination without numbers counts its frame too, otherwise whole
-wordings would be missing from training. The value of an expression is asked for in one
-split only.
+Each question asks for a combination of operations (`OPERATIONS`), of the wording of
+each, and of numbers. The combination is hashed into one of four splits (train, held
+out, validation, test), so it never occurs in two splits, in any frame of words or under
+any function name. Without numbers, the frame belongs to the combination, too; otherwise
+whole wordings would be missing from training. Questions for the value of an expression
+are in one split only.
 
 Not covered: programs with loops or branches, more than two steps, natural text.
 """
@@ -72,7 +72,7 @@ def split_of(combination: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """An operation with its wording and its number or letter chosen."""
+    """An operation with a choice of its wording and of its number or letter."""
 
     operation: Operation
     wording: int
@@ -123,8 +123,8 @@ def _step(rng: random.Random, takes: str | None = None, computed: bool = False) 
 def _value(
     rng: random.Random, kind: str, near: list[int | str], small: bool
 ) -> int | list[int] | str:
-    """Draw a random argument; `near` are the numbers and letters of the task, so that
-    edges are met.
+    """Draw a random argument; `near` has the numbers and letters of the task, whose
+    neighbours show edge cases.
     """
     numbers = [n for n in near if isinstance(n, int)]
     letters = [c for c in near if isinstance(c, str)]
@@ -138,6 +138,7 @@ def _value(
         if small:
             return [rng.randrange(10) for _ in range(3)]
         items = [rng.randrange(15) for _ in range(rng.randrange(6, 12))]
+        # Items around the numbers of the task, so that comparisons go either way.
         items += [n + rng.randrange(-1, 2) for n in numbers]
         rng.shuffle(items)
         return items
@@ -147,7 +148,7 @@ def _value(
 
 
 def _result(code: str, argument: str, value: Any) -> Any:
-    """Compute the value of an expression that this module made itself."""
+    """Compute the value of an expression, which this module has made itself."""
     return eval(code, {"__builtins__": _BUILTINS}, {argument: value})
 
 
@@ -161,15 +162,15 @@ def _function(name: str, steps: list[Step], docstring: str | None = None) -> str
 
 
 def _combination(steps: list[Step], frame: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return what must not occur in two splits; without a number or letter the frame of
-    words is part of it.
+    """Return the combination that must not occur in two splits; without a number or
+    letter the frame of words is part of it.
     """
     fillings = [step.filling for step in steps if step.filling is not None]
     return (*(step.combination for step in steps), None if fillings else frame)
 
 
 def _steps(rng: random.Random) -> list[Step]:
-    """Draw one or two steps; the second takes what the first gives."""
+    """Draw one or two steps; the second takes the result of the first."""
     first = _step(rng)
     if rng.random() < 0.1 and first.operation.gives in ARGUMENTS:
         return [first, _step(rng, first.operation.gives)]
@@ -183,6 +184,7 @@ def _code_row(
     argument = ARGUMENTS[steps[0].operation.takes]
     frame = rng.randrange(len(CODE_FRAMES))
     join = rng.randrange(len(STEP_FRAMES)) if len(steps) == 2 else 0
+    # The combination decides its split, so other splits can never contain it.
     if split_of(_combination(steps, (frame, join))) != split:
         return None
     texts = [step.text(argument) for step in steps]
@@ -196,6 +198,7 @@ def _code_row(
     docstring = None
     if len(steps) == 1 and rng.random() < 0.1:
         prompt, docstring = prompt + DOCSTRING_REQUEST, f"{task[0].upper()}{task[1:]}."
+    # The mistake is in one step, and only the code shows it.
     if rng.random() < careless:
         mistaken = rng.randrange(len(steps))
         steps = [
@@ -211,8 +214,8 @@ def _code_row(
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its answer; `wrong()` gives candidates for wrong choices, the
-    nearest first.
+    """A question with its answer; `wrong()` returns candidates for wrong choices, the
+    most similar first.
     """
 
     text: str
@@ -230,10 +233,12 @@ def _other(rng: random.Random, filling: int | str) -> int | str:
 
 def _mistakes(rng: random.Random, step: Step, computed: bool = False) -> list[Step]:
     """List the same operation with another number, then other operations on the same type."""
-    others = [_step(rng, step.operation.takes, computed) for _ in range(20)]
+    mistakes = [_step(rng, step.operation.takes, computed) for _ in range(20)]
     if step.filling is not None:
-        others.insert(0, Step(step.operation, step.wording, _other(rng, step.filling)))
-    return others
+        mistakes.insert(
+            0, Step(step.operation, step.wording, _other(rng, step.filling))
+        )
+    return mistakes
 
 
 def _choose(rng: random.Random, split: str) -> Question | None:
@@ -247,6 +252,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
     right = step.code(argument)
 
     def wrong() -> list[str]:
+        # An expression is wrong only if some value shows a difference.
         values = [_value(rng, step.operation.takes, step.near, False) for _ in range(8)]
         expected = [_result(right, argument, value) for value in values]
         codes = [mistake.code(argument) for mistake in _mistakes(rng, step)]
@@ -262,6 +268,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
 def _meaning(rng: random.Random, split: str) -> Question | None:
     """Ask for the words of an expression; the first wording of an operation is the answer."""
     step, frame = _step(rng), rng.randrange(len(MEANING_FRAMES))
+    # Each operation has a single correct description: its first wording.
     step = Step(step.operation, 0, step.filling)
     if split_of(("meaning", *_combination([step], (frame,)))) != split:
         return None
@@ -285,6 +292,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
     kind, gives = step.operation.takes, step.operation.gives
     if gives == "bool":  # half right by guessing, and not read off but computed
         return None
+    # Small values, whose results can be read off.
     value = _value(rng, kind, step.near, True)
     if split_of(("value", step.code(repr(value)))) != split:
         return None
@@ -299,6 +307,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
         )
 
     def wrong() -> list[str]:
+        # Numbers near the result, and the results of similar operations.
         near = (
             [result + d for d in rng.sample((-10, -2, -1, 1, 2, 10), 3)]
             if gives == "int"
@@ -323,7 +332,7 @@ ANSWER_KINDS = (_meaning, _evaluation)
 
 
 def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
-    """Make a question with up to four different choices; None when fewer than two are left."""
+    """Make a question with up to four different choices; None if fewer than two remain."""
     question = rng.choice(CHOICE_KINDS)(rng, split)
     if question is None:
         return None
@@ -333,6 +342,7 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
             choices.append(text)
     if len(choices) < 2:
         return None
+    # The position of the answer must not give it away.
     rng.shuffle(choices)
     return {
         "question": question.text,
@@ -343,14 +353,16 @@ def _choice(rng: random.Random, split: str) -> dict[str, Any] | None:
 
 def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     """Write an MBPP+ row: `test_list` (3 asserts), `test` (a script for all inputs);
-    None: too few inputs fit.
+    None: too few inputs are valid.
     """
     name: str = row["name"]
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
+    # The code is made by this module, and runs with few builtins.
     exec(row["code"], {"__builtins__": _BUILTINS}, namespace)
     function: Callable[[Any], Any] = namespace[name]
+    # Inputs near the numbers of the task tell almost correct programs apart.
     pairs = []
     for _ in range(40):
         value = _value(rng, steps[0].operation.takes, near, False)
@@ -360,6 +372,7 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
             continue
         if len(pairs) == 12:
             break
+    # A function with a single result would pass with a constant.
     if len(pairs) < 12 or len({repr(result) for _, result in pairs}) < 2:
         return None
     script = (
@@ -392,7 +405,7 @@ def chat_rows(
     """Yield endless rows `{"messages": [user, assistant]}`: two in five code, half of
     the rest choice, half answers.
 
-    Values are asked for twice as often as the other questions: they are learnt slowest.
+    Questions for values are twice as frequent as the others: they are learnt slowest.
     `careless` is the share of answers with one mistake in them: another number or
     another operation.
     """
@@ -402,6 +415,7 @@ def chat_rows(
             if code := _code_row(rng, split, careless):
                 yield _chat(code["prompt"], code["code"])
         else:
+            # The value kind is added once more, which doubles its share.
             kinds = CHOICE_KINDS if skill < 0.7 else ANSWER_KINDS
             kind = rng.choice((*kinds, _evaluation))
             if question := kind(rng, split):
@@ -444,7 +458,9 @@ def answer_tasks(rng: random.Random, split: str, count: int) -> list[dict[str, A
     """Make `count` rows (question, answer)."""
 
     def make() -> dict[str, Any] | None:
-        made = rng.choice(ANSWER_KINDS)(rng, split)
-        return {"question": made.text, "answer": made.answer} if made else None
+        question = rng.choice(ANSWER_KINDS)(rng, split)
+        return (
+            {"question": question.text, "answer": question.answer} if question else None
+        )
 
     return _distinct(make, "question", count)

@@ -1,4 +1,5 @@
-"""From a recipe to its rehearsal: what is replaced, and the folder that holds it.
+"""Make a rehearsal of a recipe: replace its model, data and sizes, and write the
+folder.
 
     FOLDER/recipe.yaml        the rehearsal, a complete recipe of its own
     FOLDER/model/             the model with its sizes cut, to 4 layers of width 64, random weights; and its tokenizer
@@ -6,10 +7,10 @@
     FOLDER/files/             the same for data that the recipe names by a path
     FOLDER/run/               output_dir
 
-Replaced are the model, the data and the numbers of steps, tokens and items. A batch
+The model, the data and the numbers of steps, tokens and items are replaced. A batch
 keeps its number of rows, so that it divides over ranks and micro-batches exactly as the
-real one (one of more than 64 rows is halved until it has no more). Test sets whose
-columns no suite describes are linked from the recipe's own data root.
+real one (a batch of more than 64 rows is halved until it has no more). Test sets whose
+columns are in no suite are linked from the recipe's own data root.
 """
 
 import sys
@@ -60,7 +61,7 @@ _MAX_LENGTH = 64
 _VOCABULARY = 512
 _SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
-    # prompts with shots are long where a token is a byte
+    # Each token is a byte, so prompts with shots are long.
     "max_position_embeddings": 4096,
 }
 _NUM_STEPS = 2
@@ -73,18 +74,20 @@ Benchmark = tuple[TaskConfig, SuiteConfig]
 
 
 def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
-    """Write the rehearsal of `recipe` into `folder`, or find it there, and return it.
+    """Write the rehearsal of `recipe` into `folder`, unless it is there, and return it.
 
     Raises:
         UserError: the folder holds something else, or the rehearsal of other settings;
-        no family is known for the model.
+            the model belongs to no known family.
     """
+    # The rehearsal depends only on recipe and folder, so its text identifies it.
     small = _small(recipe, folder)
     text = (
         f"# The rehearsal of recipe {recipe.name}, made by fcsd: no result means"
         f" anything.\n{to_yaml(small.dump())}"
     )
     ready = folder / "recipe.yaml"
+    # Never overwrite anything that is not this rehearsal.
     if folder.is_file() or (
         folder.is_dir() and not is_empty(folder) and not ready.is_file()
     ):
@@ -98,14 +101,15 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
             " another folder or remove it"
         )
     if launch.first:
-        known, own = _test_sets(recipe)
+        inventable, user_test_sets = _test_sets(recipe)
         if not ready.is_file():
-            with new_folder(folder) as place:
-                _write_models(recipe, place)
-                _write_data(recipe, place, known)
-                (place / "recipe.yaml").write_text(text, encoding="utf-8")
-        for path, source in own.items():  # those that were made since, too
-            link = folder / "hub" / path  # which `_test_sets` has looked at
+            with new_folder(folder) as new:
+                _write_models(recipe, new)
+                _write_data(recipe, new, inventable)
+                (new / "recipe.yaml").write_text(text, encoding="utf-8")
+        # Also in a rehearsal that exists: the user may have fetched test sets since.
+        for path, source in user_test_sets.items():
+            link = folder / "hub" / path  # `_test_sets` has checked the path
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
                 link.symlink_to(source)
@@ -117,8 +121,8 @@ def _small(recipe: Recipe, folder: Path) -> Recipe:
     """Replace model, data and steps of a recipe and its variants; nothing is read or written."""
     raw = _replaced(recipe, folder)
     for name, changes in recipe.variants.items():
-        # What a variant changes is looked up in the rehearsal of that variant, so that
-        # it is replaced alike.
+        # The values that a variant changes are taken from the rehearsal of that
+        # variant, so that they are replaced in the same way.
         variant = _replaced(recipe.variant(name), folder)
         raw["variants"][name] = {key: _dotted(variant, key) for key in changes}
     return validate(Recipe, raw, f"rehearsal of recipe {recipe.name}")
@@ -130,7 +134,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     def put(key: str, value: Any) -> None:
         set_dotted(raw, key, value, f"rehearsal of recipe {recipe.name}")
 
-    # in the title of its report and of its model card
+    # The name is in the titles of report and model card.
     put("name", f"{recipe.name}-rehearsal")
     put("output_dir", str(folder / "run"))
     if recipe.pretrain is not None:
@@ -166,7 +170,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
         put("sweep.warmup_steps", min(recipe.sweep.warmup_steps, 1))
         if recipe.sweep.train_tokens is not None:
             # At least `_NUM_STEPS` steps with the largest batch: the first step of a
-            # warm-up moves nothing.
+            # warm-up changes no weights.
             put("sweep.train_tokens", _NUM_STEPS * max(batches))
     put("evaluation.data_root", str(folder / "hub"))
     put("evaluation.server", None)  # serves another model
@@ -189,6 +193,7 @@ def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
     schedule = train.lr_scheduler_kwargs
+    # The decay must fit into the few steps.
     if schedule is not None and "num_decay_steps" in schedule:
         schedule = schedule | {"num_decay_steps": 1}
     return {
@@ -202,12 +207,14 @@ def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
 
 
 def _small_batch(tokens: int, max_length: int) -> int:
-    """Keep as many rows, of fewer tokens; above `_MOST_ROWS` halved. A batch that is no
-    whole number of rows, which training refuses, stays one."""
-    rows, rest = divmod(tokens, max_length)
+    """Return the tokens of a batch with as many, shorter rows; their number is halved
+    while it exceeds `_MOST_ROWS`. A batch that is not a whole number of rows, which
+    training refuses, remains one.
+    """
+    rows, remainder = divmod(tokens, max_length)
     while rows > _MOST_ROWS and rows % 2 == 0:
         rows //= 2
-    return rows * min(max_length, _MAX_LENGTH) + (1 if rest else 0)
+    return rows * min(max_length, _MAX_LENGTH) + (1 if remainder else 0)
 
 
 def _dotted(raw: Any, key: str) -> Any:
@@ -226,33 +233,38 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
     for key in router_loss_keys(config):  # defaults of transformers
         section, _, name = key.rpartition(".")
         del (_dotted(config, section) if section else config)[name]
-    kept = {
+    implementation = {
         name: original[name] for name in ("experts_implementation",) if name in original
     }
     dropped = (
         "transformers_version", "_name_or_path", "dtype", "bos_token_id", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    return {name: value for name, value in config.items() if name not in dropped} | kept
+    return {
+        name: value for name, value in config.items() if name not in dropped
+    } | implementation
 
 
-def _write_models(recipe: Recipe, place: Path) -> None:
-    """Write the small model in bfloat16, as checkpoints of this size are, and its
-    tokenizer, of a recipe that pre- trains only the tokenizer; teachers of other
+def _write_models(recipe: Recipe, folder: Path) -> None:
+    """Write the small model and its tokenizer, or only the tokenizer for a recipe that
+    pre-trains; also teachers with other checkpoints. Weights are bfloat16, as in real
     checkpoints.
     """
     sizes = _SIZES | {"num_hidden_layers": _num_layers(recipe), "dtype": torch.bfloat16}
     if recipe.pretrain is None:
-        small_model(_config(recipe.model), **sizes).save_pretrained(place / "model")
-    tiny_tokenizer(_VOCABULARY).save_pretrained(place / "model")
-    for one in recipe.with_variants:
-        if one.teacher is not None and one.teacher.path is not None:
-            small_model(_config(one.teacher_model[1]), seed=1, **sizes).save_pretrained(
-                place / "teacher"
-            )
+        small_model(_config(recipe.model), **sizes).save_pretrained(folder / "model")
+    tiny_tokenizer(_VOCABULARY).save_pretrained(folder / "model")
+    for variant_recipe in recipe.with_variants:
+        if (
+            variant_recipe.teacher is not None
+            and variant_recipe.teacher.path is not None
+        ):
+            small_model(
+                _config(variant_recipe.teacher_model[1]), seed=1, **sizes
+            ).save_pretrained(folder / "teacher")
 
 
 def _config(model: ModelConfig) -> PreTrainedConfig:
-    """Read the configuration of a checkpoint without its weights, as that of the regular model."""
+    """Read the configuration of a checkpoint, without weights, as a regular model's."""
     assert model.path is not None
     try:
         source = find_source(model.path, model.revision)
@@ -269,24 +281,27 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def _num_layers(recipe: Recipe) -> int:
-    """Choose enough layers for each one selected by its number; shares of the layers
+    """Return enough layers for all that are selected by number; shares of the layers
     need no more than `_LAYERS`.
     """
-    sections = [one.connectivity for one in recipe.with_variants]
+    sections = [variant_recipe.connectivity for variant_recipe in recipe.with_variants]
     if recipe.pretrain is not None:
         sections.append(recipe.pretrain.connectivity)
-    needed = [_LAYERS]
+    layer_counts = [_LAYERS]
     for section in sections:
         selection = parse_selection(section.layers)
+        # Selected layers must exist in the cut model, too.
         if isinstance(selection, list):
-            needed.append(selection[-1] + 1)
+            layer_counts.append(selection[-1] + 1)
         elif isinstance(selection, dict):
-            needed += [count for count in selection.values() if isinstance(count, int)]
-    return max(needed)
+            layer_counts += [
+                count for count in selection.values() if isinstance(count, int)
+            ]
+    return max(layer_counts)
 
 
 def _place(path: str, folder: Path, name: str) -> Path:
-    """Choose where the rows lie that stand for the data at `path`."""
+    """Return the location of the rows that replace the data at `path`."""
     if hub_id(path) is not None:
         return folder / "hub" / path
     return folder / "files" / (name + (Path(path).suffix if _is_file(path) else ""))
@@ -297,16 +312,17 @@ def _is_file(path: str) -> bool:
 
 
 def _write_data(
-    recipe: Recipe, place: Path, known: Mapping[str, Sequence[Benchmark]]
+    recipe: Recipe, rehearsal: Path, inventable: Mapping[str, Sequence[Benchmark]]
 ) -> None:
-    """Write rows for everything that the recipe reads; known: the test sets whose rows
-    can be invented.
+    """Write rows for all data that the recipe reads; inventable: the test sets whose
+    rows can be invented.
     """
+    # Splits are collected per data set, which is written at once with its README.
     repositories: dict[Path, dict[tuple[str, str], list[dict[str, Any]]]] = {}
     for name, source, number in _sources(recipe):
         columns = source.columns or {"messages": "messages"}
         rows = [training_row(source.path, columns, index) for index in range(number)]
-        target = _place(source.path, place, name)
+        target = _place(source.path, rehearsal, name)
         if _is_file(source.path):
             write_rows(target, rows)
         else:
@@ -314,9 +330,9 @@ def _write_data(
                 repositories.setdefault(target, {})[source.name or "default", split] = (
                     rows
                 )
-    (place / "hub").mkdir(exist_ok=True)
-    for path, benchmarks in sorted(known.items()):
-        files = repositories.setdefault(inside(place / "hub", path), {})
+    (rehearsal / "hub").mkdir(exist_ok=True)
+    for path, benchmarks in sorted(inventable.items()):
+        files = repositories.setdefault(inside(rehearsal / "hub", path), {})
         for row, suite in benchmarks:
             make = (
                 CODE[path]
@@ -326,23 +342,39 @@ def _write_data(
             rows = [
                 make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
             ]
-            own: set[tuple[str, Any]] = {(row.dataset_name or "default", row.split)}
-            splits = own if row.kind == "code" else named_splits(row, suite)
-            files |= {each: rows for each in sorted(splits) if each not in files}
+            declared: set[tuple[str, Any]] = {
+                (row.dataset_name or "default", row.split)
+            }
+            splits = declared if row.kind == "code" else named_splits(row, suite)
+            files |= {
+                config_and_split: rows
+                for config_and_split in sorted(splits)
+                if config_and_split not in files
+            }
+        # Decontamination may compare with splits that no suite evaluates.
         compared = {
-            (each.name or "default", each.split)
+            (test_set.name or "default", test_set.split)
             for section in _decontaminations(recipe)
-            for each in section.against
-            if each.path == path
+            for test_set in section.against
+            if test_set.path == path
         }
-        files |= {each: rows for each in sorted(compared) if each not in files}
+        files |= {
+            config_and_split: rows
+            for config_and_split in sorted(compared)
+            if config_and_split not in files
+        }
     for folder, files in repositories.items():
         write_data_set(folder, files)
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
-    """Name, source and number of examples, of all training sources and held-out texts."""
-    tokens = max(one.train.batch_size_tokens for one in recipe.with_variants)
+    """Yield name, source and number of examples of all training sources and held-out
+    texts.
+    """
+    tokens = max(
+        variant_recipe.train.batch_size_tokens
+        for variant_recipe in recipe.with_variants
+    )
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
     sections = [("data", recipe.data, tokens)]
@@ -351,11 +383,11 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
             ("pretrain", recipe.pretrain.data, recipe.pretrain.train.batch_size_tokens)
         )
     for section, data, batch in sections:
-        # An example fills half a row of `_MAX_LENGTH` tokens or more: a batch, and a
-        # bit.
-        number = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
+        # An example fills at least half a row of `_MAX_LENGTH` tokens, so these are
+        # enough for a batch and some more.
+        num_examples = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
         for index, source in enumerate(data.train):
-            yield f"{section}-{index}", source, number
+            yield f"{section}-{index}", source, num_examples
         if data.heldout is not None:
             yield f"{section}-heldout", data.heldout, _NUM_ITEMS
 
@@ -366,8 +398,8 @@ def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
 
 
 def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
-    """Return the rows of these suites, and of those of fcsd, whose data can be
-    invented, by their data set.
+    """Return the rows of these suites and of fcsd's, by data set, if their data can be
+    invented.
     """
     by_dataset: dict[str, dict[str, Benchmark]] = {}
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
@@ -384,24 +416,29 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
 
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
-    """Collect the test sets whose rows can be invented, and where those lie that only
-    the user has; tell of those that are in neither place, which a run refuses when it
-    begins."""
+    """Return the test sets whose rows can be invented, and the locations of those that
+    only the user has; print those that are neither, which a run refuses when it begins.
+    """
     sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
     graded = {
-        each.path: each.by
+        split.path: split.by
         for data in sections
-        for each in graded_splits(recipe, data, where)
+        for split in graded_splits(recipe, data, where)
     }
     suite = recipe.evaluation.suite
     suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
-    root, known, own = recipe.evaluation.data_root, _benchmarks(sorted(suites)), {}
+    root, inventable, user_test_sets = (
+        recipe.evaluation.data_root,
+        _benchmarks(sorted(suites)),
+        {},
+    )
     for path, by in graded.items():
-        if path in known or Path(path).is_absolute() or ".." in Path(path).parts:
+        # Absolute paths and paths upwards cannot be linked below the folder.
+        if path in inventable or Path(path).is_absolute() or ".." in Path(path).parts:
             continue
-        places = [*([Path(root) / path] if root is not None else []), Path(path)]
-        if there := [place for place in places if place.exists()]:
-            own[path] = there[0].resolve()
+        locations = [*([Path(root) / path] if root is not None else []), Path(path)]
+        if existing := [location for location in locations if location.exists()]:
+            user_test_sets[path] = existing[0].resolve()
         else:
             filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
             print(
@@ -411,4 +448,6 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
                 f" does{making_of(path, root) or filling}",
                 file=sys.stderr,
             )
-    return {path: rows for path, rows in known.items() if path in graded}, own
+    return {
+        path: rows for path, rows in inventable.items() if path in graded
+    }, user_test_sets

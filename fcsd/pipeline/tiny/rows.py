@@ -1,10 +1,10 @@
-"""Invented rows in the columns of real data sets, which a rehearsal reads where the
-recipe names the real ones; and data sets in the layout of a hub repository, which
-`datasets.load_dataset(folder)` reads.
+"""Invent rows in the columns of real data sets, which a rehearsal reads instead of the
+real ones; write data sets in the layout of a hub repository, for
+`datasets.load_dataset(folder)`.
 
-Columns and types are those of the hub repositories; those of benchmarks stand in the
-suites. The content is made up here and holds nothing of theirs. A data set that is not
-known here has the columns that its recipe names.
+Columns and types are those of the hub repositories; suites have those of benchmarks.
+The content is invented, and contains nothing of the real data. A data set that is
+unknown here gets the columns that its recipe names.
 """
 
 import json
@@ -30,6 +30,7 @@ _LETTERS = ["A", "B", "C", "D", "E"]
 
 def conversation(index: int) -> list[dict[str, str]]:
     """Make one or two exchanges of a few words; every fourth begins with a system message."""
+    # Roles and numbers of turns vary, so that templates are tried with all of them.
     system = [{"role": "system", "content": "be brief"}] if index % 4 == 3 else []
     first = [
         {"role": "user", "content": f"{index} + {index % 7}?"},
@@ -46,8 +47,8 @@ def conversation(index: int) -> list[dict[str, str]]:
 
 
 def _chatter(index: int) -> str:
-    """Make words that differ from row to row: a calibration refuses text that is always
-    the same.
+    """Make words that differ from row to row, because a calibration refuses text that
+    is always the same.
     """
     return " ".join(random.Random(index).choices(_WORDS, k=12))
 
@@ -79,8 +80,8 @@ def _infinity_instruct(index: int) -> Row:
 
 
 def _question(index: int) -> str:
-    """Make a question long enough (more than 13 words) for the overlap of test items to
-    be looked for.
+    """Make a question that is long enough (more than 13 words) to be checked for
+    overlap.
     """
     return (
         f"A baker has {index + 3} trays with {index + 2} small loaves on each of them."
@@ -94,8 +95,8 @@ def _choices(index: int, count: int) -> list[str]:
 
 
 def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
-    """Make a row of a benchmark: the first text is a question, the first of the given
-    values the answer.
+    """Make a row of a benchmark: the first text is a question; a column with listed
+    values takes them in turn.
     """
     values: dict[str, Any] = {
         "text with _": (
@@ -106,6 +107,7 @@ def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
         "labelled": {"text": _choices(index, 5), "label": _LETTERS},
     }
     row = {}
+    # The first text column is the question, and further ones are fillers.
     texts = iter([_question(index)])
     for column, kind in columns.items():
         if isinstance(kind, list):
@@ -120,13 +122,13 @@ def benchmark_row(columns: Mapping[str, Column], index: int) -> Row:
 
 
 def _humaneval_plus(index: int) -> Row:
-    said = (
+    description = (
         f"Return the sum of both numbers and {index}, also where one of them is below"
         " zero."
     )
     return {
         "task_id": f"HumanEval/{index}",
-        "prompt": f'def add_{index}(a, b):\n    """ {said} """\n',
+        "prompt": f'def add_{index}(a, b):\n    """ {description} """\n',
         "canonical_solution": f"    return a + b + {index}\n",
         "entry_point": f"add_{index}",
         "test": f"def check(candidate):\n    assert candidate(1, 1) == {2 + index}\n",
@@ -156,7 +158,7 @@ CODE: dict[str, Callable[[int], Row]] = {
     "evalplus/humanevalplus": _humaneval_plus,
     "evalplus/mbppplus": _mbpp_plus,
 }
-"""Problems with solutions that are right, by hub id."""
+"""Problems with correct solutions, by hub id."""
 
 _TRAINING: dict[str, Callable[[int], Row]] = {
     "tomg-group-umd/GenQA": _genqa,
@@ -165,13 +167,14 @@ _TRAINING: dict[str, Callable[[int], Row]] = {
 
 
 def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
-    """Make a row of the data set `path`; of one that is not known here, with the
-    `columns` that the recipe names.
+    """Make a row of the data set `path`; if it is unknown here, with the `columns` that
+    the recipe names.
     """
+    # Known data sets have columns that a recipe does not name.
     if path in _TRAINING:
         return _TRAINING[path](index)
     question, answer = f"{index} + {index % 7}?", f"it is {index + index % 7}"
-    said = {
+    values = {
         "messages": conversation(index),
         "prompt": question,
         "input": "",
@@ -183,12 +186,12 @@ def training_row(path: str, columns: Mapping[Any, str], index: int) -> Row:
         "completion": answer,
         "text": f"{question} {answer}, and so on to the end of the line.",
     }
-    return {name: said[kind] for kind, name in columns.items()}
+    return {name: values[kind] for kind, name in columns.items()}
 
 
 def write_rows(path: Path, rows: Rows) -> None:
-    """Write rows to a new file in the format that its name says: .parquet, .json, else
-    a line each.
+    """Write rows to a new file in the format of its name: .parquet, .json, else one
+    line per row.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -207,7 +210,7 @@ def write_rows(path: Path, rows: Rows) -> None:
 def write_data_set(
     folder: Path, files: Mapping[tuple[str, str], Rows], note: str = ""
 ) -> None:
-    """Write a file for each configuration and split, and the README that names them and
+    """Write a file for each configuration and split, and a README that lists them and
     ends with a note.
     """
     configs: dict[str, list[dict[str, str]]] = {}
@@ -215,6 +218,7 @@ def write_data_set(
         path = f"{split}.jsonl" if config == "default" else f"{config}/{split}.jsonl"
         write_rows(inside(folder, path), rows)
         configs.setdefault(config, []).append({"split": split, "path": path})
+    # The README maps configurations and splits to files, as on the Hub.
     listed = [
         {"config_name": name, "data_files": splits} for name, splits in configs.items()
     ]
