@@ -90,7 +90,7 @@ class Signals:
                 name = signal.Signals(number).name
                 os.write(
                     2,
-                    f"\n{name}: this step is the last one; once more ends at once\n".encode(),
+                    f"\n{name}: finishing this step; a second signal stops now\n".encode(),
                 )
         elif time.monotonic() - self._at > _ECHO_S:
             # The second signal has the effect that it would have had without us.

@@ -532,7 +532,7 @@ def test_a_second_signal_ends_at_once_and_an_echo_of_the_first_does_not(
             os.kill(os.getpid(), signal.SIGINT)
     assert (
         capfd.readouterr().err.count(
-            "SIGINT: this step is the last one; once more ends at once"
+            "SIGINT: finishing this step; a second signal stops now"
         )
         == 1
     )

@@ -321,10 +321,10 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         gain = times["speed_up"] - 1
         yield (
             f"UPPER BOUND: measured gains in the time to the first token were {least:g}"
-            f" to {most:g} times smaller, which makes {gain:.1%} {gain / most:.1%} to"
-            f" {gain / least:.1%}: a server takes longer than its roofline, and hides"
-            " the same communication; measured times (--measured) give the gain f v /"
-            " (1 - f v)"
+            f" to {most:g} times smaller: expect {gain / most:.1%} to"
+            f" {gain / least:.1%}, not {gain:.1%}. A server takes longer than its"
+            " roofline to hide the same communication; with measured times (--measured)"
+            " the gain is f v / (1 - f v)"
         )
     # Real routing is uneven, and `fcsd routing` can measure it.
     elif facts["imbalance"] == 1 and "measured" not in facts:
