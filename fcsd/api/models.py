@@ -201,6 +201,7 @@ def convert_checkpoint(
     attention: Attention = "partial",
     mlp: Mlp = "outdated",
     revision: str | None = None,
+    config_only: bool = False,
 ) -> Path:
     """Write a FarSkip checkpoint with the weights of another one, which are linked or
     copied and never loaded.
@@ -212,6 +213,7 @@ def convert_checkpoint(
         out: a new folder.
         layers: as `convert`; None: what the checkpoint says in another project's keys,
             else all.
+        config_only: write no weights, and need none, for servers with dummy weights.
 
     Returns:
         The new folder.
@@ -232,7 +234,7 @@ def convert_checkpoint(
         if nothing_said
         else connectivity_of("all" if layers is None else layers, attention, mlp)
     )
-    convert_folder(model, out, wanted, revision=revision)
+    convert_folder(model, out, wanted, revision=revision, config_only=config_only)
     return Path(out)
 
 

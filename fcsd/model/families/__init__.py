@@ -113,12 +113,13 @@ def base_model_type(model_type: str) -> str:
     return ALIASES.get(name, name)
 
 
-def serve_command(model_type: str, where: str) -> str | None:
-    """Return the command that serves a converted checkpoint; None where the plugin does
-    not know its family.
+def serve_command(model_type: str, where: str, *, weights: bool = True) -> str | None:
+    """Return the command that serves a converted checkpoint, one without weights with
+    dummies; None where the plugin does not know its family.
     """
     known = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
-    return f"vllm serve {where}" if known else None
+    dummies = "" if weights else " --load-format dummy"
+    return f"vllm serve {where}{dummies}" if known else None
 
 
 def read_field(config: Any, name: str) -> Any:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.weights import INDEX, NAMED, WEIGHTS, find_weights, stale_index
+from fcsd.base.weights import (
+    INDEX,
+    NAMED,
+    WEIGHTS,
+    find_weights,
+    is_config_only,
+    stale_index,
+)
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, in_our_names
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -48,6 +55,8 @@ class Source:
     """What config, or ModelOpt's file beside it, says."""
     folder: Path | None = None
     """Where the weights lie, of a local checkpoint that has any, and all."""
+    config_only: bool = False
+    """It was written by `fcsd convert --config-only`."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -87,7 +96,8 @@ def _local(folder: Path) -> Source:
     stale = stale_index(folder, weights.passed_over) if weights is not None else ""
     whole = folder if sizes and not missing else None
     said = said_quantisation(config, folder)
-    return Source(config, str(folder / CONFIG), sizes, missing, stale, said, whole)
+    where, without = str(folder / CONFIG), is_config_only(folder)
+    return Source(config, where, sizes, missing, stale, said, whole, without)
 
 
 def _config(file: Path, where: str) -> dict[str, Any]:

@@ -24,6 +24,10 @@ FIGURES = {
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 Limits = Mapping[str, Sequence[Mapping[str, float]]]
 """Row -> by length of prompt, figure -> the largest speed-up that is no noise."""
+DUMMIES = (
+    "**Weights were dummies (`--load-format dummy`): these are times of the"
+    " architecture. Its answers mean nothing, and no score is measured of them.**"
+)
 FEW = 3
 """Rounds below which the page says that they are few."""
 
@@ -39,7 +43,7 @@ def summarise(
     """Return the result as `serving.json` holds it.
 
     Args:
-        facts: settings and versions, which are taken over.
+        facts: settings, versions, whether weights are dummies; which are taken over.
         runs: a row's runs in the order of the rounds.
         missing: why a row cannot be had.
         traces: what `fcsd.planning.servers.trace.read_trace` says of a row.
@@ -152,6 +156,7 @@ def table(result: Mapping[str, Any]) -> str:
             " without warm-up; x is the speed-up over stock in the same round."
         ),
         _conditions(result),
+        *([DUMMIES] if result.get("dummy_weights") else []),
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
         *(
             [f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"]
