@@ -208,6 +208,7 @@ def convert_checkpoint(
     attention: Attention = "partial",
     mlp: MlpInput = "outdated",
     revision: str | None = None,
+    config_only: bool = False,
 ) -> Path:
     """Write a FarSkip checkpoint with the weights of another checkpoint, which are
     linked or copied and never loaded.
@@ -219,6 +220,7 @@ def convert_checkpoint(
         out: a new folder.
         layers: as for `convert`; None: as the checkpoint says in another project's
             keys, else all.
+        config_only: write no weights, and need none, for servers with dummy weights.
 
     Returns:
         The new folder.
@@ -240,7 +242,7 @@ def convert_checkpoint(
         if is_default
         else connectivity_of("all" if layers is None else layers, attention, mlp)
     )
-    convert_folder(model, out, connectivity, revision=revision)
+    convert_folder(model, out, connectivity, revision=revision, config_only=config_only)
     return Path(out)
 
 

@@ -27,6 +27,8 @@ from fcsd.base.files import (
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG_ONLY = "config_only"
+"""Key of a conversion's `manifest.json`: whether it was written without weights."""
 NAMED = "transformers_weights"
 """Field of a config that names the weight file or index, in the place of the two names
 above.
@@ -92,6 +94,26 @@ def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
             " needed"
         )
     return _indexed(folder, name) if is_index else WeightFiles((name,), None, None)
+
+
+def is_config_only(folder: Path) -> bool:
+    """Tell whether `fcsd convert --config-only` wrote a folder, which has no weights."""
+    record: Any = None
+    with contextlib.suppress(UserError):
+        record = read_json(folder / "manifest.json", keys=())
+    # Weights that somebody has put there since count.
+    return bool(record and record.get(CONFIG_ONLY)) and not any(
+        folder.glob("*.safetensors")
+    )
+
+
+def without_weights(folder: Path) -> UserError:
+    """Return the error of what reads weights from a folder of `is_config_only`."""
+    return UserError(
+        f"{folder}: was written by `fcsd convert --config-only` and has no weights;"
+        " `fcsd convert` of the original writes them; without them only a server with"
+        " --load-format dummy runs it, to be timed (`fcsd bench serve`)"
+    )
 
 
 def _indexed(folder: Path, index: str) -> WeightFiles:
@@ -227,6 +249,8 @@ def weights_fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     files = weight_files(folder)
     if not files:
+        if is_config_only(folder):
+            raise without_weights(folder)
         raise UserError(f"{folder}: holds no .safetensors file")
     for file in files:
         digest.update(file.name.encode() + b"\0" + _scan(file).sha256.encode())

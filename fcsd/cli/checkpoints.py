@@ -58,11 +58,13 @@ def _convert(arguments: Namespace) -> None:
         connectivity_of(arguments),
         revision=arguments.revision,
         record=record,
+        config_only=arguments.config_only,
     )
-    checkpoint = read_checkpoint(arguments.out)
-    assert checkpoint.connectivity is not None and checkpoint.family is not None
-    config, wired = load_config(checkpoint), checkpoint.connectivity
-    tell_first_layers(wired, config, checkpoint.family, "--layers", arguments.model)
+    if not arguments.config_only:  # its quality is nobody's question
+        checkpoint = read_checkpoint(arguments.out)
+        assert checkpoint.connectivity is not None and checkpoint.family is not None
+        config, wired = load_config(checkpoint), checkpoint.connectivity
+        tell_first_layers(wired, config, checkpoint.family, "--layers", arguments.model)
     print(arguments.out)
 
 
@@ -128,6 +130,15 @@ def _convert_options(parser: ArgumentParser) -> None:
         help="new folder; written under another name, then renamed",
     )
     connectivity_arguments(parser)
+    parser.add_argument(
+        "--config-only",
+        action="store_true",
+        help=(
+            "write config, code and tokenizer and no weights, which MODEL then need not"
+            " have and which are not fetched: for servers with dummy weights, to time"
+            " the architecture (`fcsd bench serve OUT --against MODEL`)"
+        ),
+    )
 
 
 def _calibrate_options(parser: ArgumentParser) -> None:

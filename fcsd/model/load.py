@@ -18,6 +18,7 @@ from fcsd.model.connectivity.checkpoint import (
     Checkpoint,
     files_like,
     find_folder,
+    has_tokenizer,
     read_checkpoint,
     read_checkpoint_json,
 )
@@ -197,10 +198,7 @@ def load_tokenizer(
 
     folder = find_folder(path)
     files_like(folder, (*CARRIED, CONFIG))
-    if not any(
-        (folder / name).is_file()
-        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
-    ):
+    if not has_tokenizer(folder):
         raise UserError(
             f"{folder}: holds no tokenizer; copy tokenizer.json and"
             " tokenizer_config.json beside the weights"

@@ -22,7 +22,9 @@ from fcsd.base.weights import (
     WEIGHTS,
     WeightFiles,
     find_weights,
+    is_config_only,
     stale_index,
+    without_weights,
 )
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.spec import Connectivity
@@ -58,7 +60,9 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files are complete."""
+    """A checkpoint folder whose files are complete; without weight files, shapes and
+    dtypes where they were not asked for (`read_without_weights`).
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -83,18 +87,23 @@ class Checkpoint:
     """The file says that plain tensors are quantised."""
 
 
-def find_folder(path: str | Path, revision: str | None = None) -> Path:
+def find_folder(
+    path: str | Path, revision: str | None = None, *, weights: bool = True
+) -> Path:
     """Return the local folder of a checkpoint: `path` itself, or the snapshot of a Hub
     repository `owner/name`.
+
+    weights: False fetches none from the Hub.
 
     Raises:
         UserError: no such folder and not found on the Hub, a file instead of a folder,
             a revision for a local folder, or the state of a training.
     """
-    if (folder := local_folder(path, revision, f"{CONFIG} and {WEIGHTS}")) is not None:
+    contents = f"{CONFIG} and {WEIGHTS}" if weights else CONFIG
+    if (folder := local_folder(path, revision, contents)) is not None:
         return folder
     try:
-        return _fetch(str(path), revision)
+        return _fetch(str(path), revision, weights)
     except UserError:
         raise
     # network, authorisation, offline mode: each is the user's to solve
@@ -110,13 +119,13 @@ def find_folder(path: str | Path, revision: str | None = None) -> Path:
         ) from None
 
 
-def _fetch(name: str, revision: str | None) -> Path:
+def _fetch(name: str, revision: str | None, with_weights: bool) -> Path:
     """Fetch a Hub repository: small files, code, and of the weights those that
-    transformers loads.
+    transformers loads, or none.
     """
     from huggingface_hub import snapshot_download
 
-    ignored = list(_NOT_FETCHED)
+    ignored = [*_NOT_FETCHED, *(() if with_weights else ("*.safetensors",))]
     folder = Path(
         snapshot_download(
             name,
@@ -125,6 +134,8 @@ def _fetch(name: str, revision: str | None) -> Path:
             ignore_patterns=ignored,
         )
     )
+    if not with_weights:
+        return folder
     config = (
         read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     )
@@ -228,6 +239,12 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
             " owner/name on the Hub"
         )
     return None
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a tokenizer lies in a folder."""
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    return any((folder / name).is_file() for name in names)
 
 
 def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
@@ -401,12 +418,11 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             safetensors, a file that is truncated or damaged, a tensor that is not where
             the index says, or is in two shards.
     """
-    config, family, connectivity = read_config(folder, any_family)
-    foreign = family is not None and has_other_names(
-        read_checkpoint_json(folder / CONFIG)
-    )
-    weights = find_weights(folder, config)
+    checkpoint = _of_config(folder, any_family)
+    weights = find_weights(folder, checkpoint.config)
     if weights is None:
+        if is_config_only(folder):
+            raise without_weights(folder)
         pickled = sorted(
             file.name
             for pattern in ("*.bin", "*.pt", "*.pth")
@@ -430,18 +446,53 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
         _check_shard(folder, weights, name, in_file.keys(), shapes)
         shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
         dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
-    checkpoint = Checkpoint(
-        folder,
-        config,
-        family,
-        connectivity,
-        foreign,
-        weights.names,
-        weights.index,
-        shapes,
-        dtypes,
+    return _with_quantisation(
+        replace(
+            checkpoint,
+            weight_files=weights.names,
+            index=weights.index,
+            shapes=shapes,
+            dtypes=dtypes,
+        )
     )
-    return _with_quantisation(checkpoint)
+
+
+def read_without_weights(folder: Path) -> Checkpoint:
+    """Check the config of a checkpoint folder whose weights need not be there, or whole.
+
+    What it says of quantisation is believed, unless the weights lie there and show that
+    it is left over.
+
+    Raises:
+        UserError: as `read_config`.
+    """
+    checkpoint = _of_config(folder)
+    try:
+        weights = read_checkpoint(folder)
+    except UserError:  # none, or a part of them, or Git LFS's pointers to them
+        said = said_quantisation(checkpoint.config, folder)
+        if said is not None:
+            _tell_once(
+                f"{folder}: {said.place} says {said.words}, which is believed: without"
+                " weights nobody can tell whether it is left over; servers with dummy"
+                " weights quantise those, too"
+            )
+        return replace(checkpoint, quantisation=said)
+    return replace(
+        checkpoint,
+        config=weights.config,
+        quantisation=weights.quantisation,
+        leftover=weights.leftover,
+    )
+
+
+def _of_config(folder: Path, any_family: bool = False) -> Checkpoint:
+    """Return what the config of a folder says of a checkpoint; raises UserError as `read_config`."""
+    config, family, connectivity = read_config(folder, any_family)
+    foreign = family is not None and has_other_names(
+        read_checkpoint_json(folder / CONFIG)
+    )
+    return Checkpoint(folder, config, family, connectivity, foreign, (), None, {}, {})
 
 
 def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:

@@ -14,6 +14,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_json
+from fcsd.base.weights import CONFIG_ONLY
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
@@ -26,9 +27,15 @@ from fcsd.model.connectivity.checkpoint import (
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
+    read_without_weights,
 )
 from fcsd.model.connectivity.extra_tensors import promised_layers
-from fcsd.model.connectivity.load import check_tensors, config_and_class, load_config
+from fcsd.model.connectivity.load import (
+    build_on_meta,
+    check_tensors,
+    config_and_class,
+    load_config,
+)
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import PREFIX, Family, moe_mask
@@ -45,6 +52,7 @@ def convert_checkpoint(
     *,
     revision: str | None = None,
     record: dict[str, Any] | None = None,
+    config_only: bool = False,
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a
     FarSkip checkpoint.
@@ -64,6 +72,9 @@ def convert_checkpoint(
             Instella), and rewires all layers where it says nothing.
         record: left beside the weights as `manifest.json`, with the layers as its
             results.
+        config_only: `source` needs no weights, and none are written or fetched: for a
+            server with dummy weights, which is timed. All else is the same; the
+            `manifest.json` says that there are none.
 
     Returns:
         The indices of the rewired layers.
@@ -72,9 +83,11 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or
             cannot be written; `source` is already converted with this connectivity.
     """
-    checkpoint, family, _ = _checked(source, destination, revision)
+    checkpoint, family, _ = _checked(source, destination, revision, not config_only)
     mask = moe_mask(load_config(checkpoint), family)
     own = checkpoint.connectivity
+    if config_only:
+        record = {"stage": "convert"} | (record or {}) | {CONFIG_ONLY: True}
     if connectivity is None:
         connectivity = own if checkpoint.foreign and own is not None else Connectivity()
     field = connectivity.new_field(mask, family.layout)
@@ -157,14 +170,22 @@ def export_checkpoint(
 
 
 def _checked(
-    source: str | Path, destination: str | Path, revision: str | None
+    source: str | Path,
+    destination: str | Path,
+    revision: str | None,
+    weights: bool = True,
 ) -> tuple[Checkpoint, Family, set[str]]:
     """Return a checkpoint whose files are whole, its family, and the names of tensors
-    that no model loads.
+    that no model loads; of its weights nothing is asked where they do not count.
     """
     check_weights_path(Path(destination))
-    checkpoint = read_checkpoint(find_folder(source, revision))
-    extra = check_tensors(checkpoint, *config_and_class(checkpoint))
+    folder = find_folder(source, revision, weights=weights)
+    if weights:
+        checkpoint = read_checkpoint(folder)
+        extra = check_tensors(checkpoint, *config_and_class(checkpoint))
+    else:
+        checkpoint, extra = read_without_weights(folder), set()
+        build_on_meta(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None
     return checkpoint, checkpoint.family, extra
 

@@ -303,6 +303,24 @@ def load_config(checkpoint: Checkpoint) -> Any:
     return config
 
 
+def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:
+    """Return the model of a checkpoint's config without storage.
+
+    Raises:
+        UserError: no such model can be built; the weights are quantised by a method that
+            transformers does not load.
+    """
+    _check_quantisation(checkpoint)
+    try:
+        with torch.device("meta"):
+            return cls(config)
+    except Exception as error:  # a number that no model can have: 0 heads, say
+        where = checkpoint.folder / CONFIG
+        raise UserError(
+            f"{where}: no {cls.__name__} can be built from it: {one_line(error)}"
+        ) from None
+
+
 def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     """Compare the checkpoint's tensor names and shapes with what the config needs,
     without reading weights.
@@ -318,15 +336,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         UserError: a tensor has another shape than the config says, is missing, or is
             none of the model's.
     """
-    _check_quantisation(checkpoint)
-    try:
-        with torch.device("meta"):
-            model = cls(config)
-    except Exception as error:  # a number that no model can have: 0 heads, say
-        where = checkpoint.folder / CONFIG
-        raise UserError(
-            f"{where}: no {cls.__name__} can be built from it: {one_line(error)}"
-        ) from None
+    model = build_on_meta(checkpoint, config, cls)
     in_files, in_memory, tied = _expected_shapes(model)
     if checkpoint.quantisation is not None:
         _check_quantised(checkpoint, in_files, in_memory, tied)

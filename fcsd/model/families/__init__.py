@@ -113,12 +113,15 @@ def base_model_type(model_type: str) -> str:
     return ALIASES.get(name, name)
 
 
-def serve_command(model_type: str, where: str) -> str | None:
+def serve_command(model_type: str, where: str, *, weights: bool = True) -> str | None:
     """Return the command that serves a converted checkpoint; None if the plugin does
     not support its family.
+
+    weights: the checkpoint has weights; one without is served with dummies.
     """
     served = model_type.startswith(PREFIX) and base_model_type(model_type) in SERVED
-    return f"vllm serve {where}" if served else None
+    dummies = "" if weights else " --load-format dummy"
+    return f"vllm serve {where}{dummies}" if served else None
 
 
 def read_field(config: Any, name: str) -> Any:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.weights import INDEX, NAMED, WEIGHTS, find_weights, stale_index
+from fcsd.base.weights import (
+    INDEX,
+    NAMED,
+    WEIGHTS,
+    find_weights,
+    is_config_only,
+    stale_index,
+)
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, in_our_names
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -48,6 +55,8 @@ class Source:
     """According to the config, or to ModelOpt's file beside it."""
     folder: Path | None = None
     """Folder of the weights, for a local checkpoint with complete weights."""
+    config_only: bool = False
+    """The checkpoint was written by `fcsd convert --config-only`."""
 
     @property
     def own_config(self) -> dict[str, Any]:
@@ -88,7 +97,14 @@ def _local(folder: Path) -> Source:
     complete = folder if sizes and not missing else None
     quantisation = said_quantisation(config, folder)
     return Source(
-        config, str(folder / CONFIG), sizes, missing, stale, quantisation, complete
+        config,
+        str(folder / CONFIG),
+        sizes,
+        missing,
+        stale,
+        quantisation,
+        complete,
+        is_config_only(folder),
     )
 
 

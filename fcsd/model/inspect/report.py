@@ -85,14 +85,20 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         ),
         "leftover_quantization": None,
         "loading_problem": None,
-        "serve_command": serve_command(model_type, str(path)),
+        "serve_command": serve_command(
+            model_type, str(path), weights=not source.config_only
+        ),
     }
     family = FAMILIES.get(base_model_type(instella_type(raw)))
     if family is None:
         facts |= _of_another_family(raw, source)
     else:
         facts |= _of_a_family(raw, family, source)
-    facts |= {"files": _files(source), "stale_index": source.stale_index or None}
+    facts |= {
+        "files": _files(source),
+        "config_only": source.config_only,
+        "stale_index": source.stale_index or None,
+    }
     if source.missing_files and facts["can_be_converted"]:
         facts["can_be_converted"] = False
         facts["reason"] = (
@@ -356,7 +362,7 @@ def _memory(
         return {"convert": None, "serve": None}
     number = parameters["total"]
     serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
-    if facts["family"] is None:
+    if facts["family"] is None or facts["config_only"]:
         return {"convert": None, "serve": serve}
     copies = None if facts["quantization"] else number * BYTES[checkpoint_dtype(raw)]
     files = facts["files"]

@@ -95,6 +95,12 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
         rows.append(("weights", text))
         if facts["stale_index"]:
             rows.append(("STALE INDEX", facts["stale_index"]))
+    elif facts["config_only"]:
+        text = (
+            "none: written by `fcsd convert --config-only`, for servers with dummy"
+            " weights, which `fcsd bench serve` times"
+        )
+        rows.append(("weights", text))
     return [f"{name:<13} {text}" for name, text in rows]
 
 
@@ -116,7 +122,8 @@ def _conversion(facts: Mapping[str, Any]) -> str:
     if facts["connectivity_keys"] == "instella":
         return "is FarSkip already, in AMD's keys; `fcsd convert` writes them in fcsd's"
     if facts["connectivity"] is not None:
-        return "is FarSkip already; `fcsd convert` can choose other layers"
+        option = " --config-only" if facts["config_only"] else ""
+        return f"is FarSkip already; `fcsd convert{option}` can choose other layers"
     return "can be converted"
 
 

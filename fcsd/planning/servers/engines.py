@@ -50,6 +50,10 @@ class Engine:
     """The command that measures a server, given the number of requests, the tokens of
     an answer and the result file.
     """
+    even_routing: Mapping[str, str]
+    """Environment in which tokens go to random experts, evenly; for dummy weights."""
+    even_routing_on_cpu: bool
+    """It has that where there is no GPU, too."""
     stock_on_cpu: Mapping[str, str] = field(default_factory=dict)
     """Environment of the stock server where there is no GPU."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -187,6 +191,8 @@ fcsd_vllm.settings.read_settings({"fcsd": comm})
             {},
         ),
         client=_vllm_client,
+        even_routing={"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"},
+        even_routing_on_cpu=True,
     ),
     "sglang": Engine(
         title="SGLang",
@@ -209,6 +215,8 @@ fcsd_sglang.settings.settings()
             {**_SGLANG_MODELS, "FCSD_SERVING": json.dumps(dict(comm))},
         ),
         client=_sglang_client,
+        even_routing={"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"},
+        even_routing_on_cpu=False,  # a kernel of Triton
         # Its native experts index with the id of other ranks' experts, -1; the plugin's
         # classes of stock models do not.
         stock_on_cpu=_SGLANG_MODELS,

@@ -1,12 +1,15 @@
 """Refuse senseless settings of a benchmark before any server is started."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
+from fcsd.base.weights import is_config_only
+from fcsd.model.connectivity.checkpoint import has_tokenizer
 from fcsd.model.families import PREFIX, base_model_type
 from fcsd.model.inspect.checkpoint import find_source
-from fcsd.planning.servers.settings import Benchmark
+from fcsd.planning.servers.settings import DUMMY, LOAD_FORMAT, Benchmark
 
 
 def check_models(benchmark: Benchmark) -> dict[str, Any]:
@@ -46,7 +49,7 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
             f" {mine[name]}: this is not its original"
         )
     longest = max(benchmark.prompt_tokens) + benchmark.output_tokens
-    context = _context(benchmark.serve_args, mine)
+    context = _context(benchmark.serve_flag("--max-model-len"), mine)
     if context is not None and longest > context:
         raise UserError(
             f"--prompt-tokens {max(benchmark.prompt_tokens)} and --output-tokens"
@@ -54,6 +57,32 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
             f" {benchmark.model} is {context}"
         )
     return ours
+
+
+def with_dummies(benchmark: Benchmark) -> Benchmark:
+    """Return a benchmark whose servers, stock's too, have dummy weights where MODEL has
+    none.
+
+    Raises:
+        UserError: they are told to load weights; there is no tokenizer, either.
+    """
+    folder = Path(benchmark.model).expanduser()
+    if benchmark.dummy_weights or not is_config_only(folder):
+        return benchmark
+    if (chosen := benchmark.serve_flag(LOAD_FORMAT)) is not None:
+        raise UserError(
+            f"--serve-args: {LOAD_FORMAT} {chosen}: {benchmark.model} was written by"
+            f" `fcsd convert --config-only` and has no weights; leave {LOAD_FORMAT}"
+            f" out, which makes it {DUMMY}"
+        )
+    if not has_tokenizer(folder):
+        raise UserError(
+            f"{benchmark.model}: holds no tokenizer, which a server needs with dummy"
+            " weights, too; copy tokenizer.json and tokenizer_config.json of the"
+            " original into it"
+        )
+    words = [*benchmark.serve_args, LOAD_FORMAT, DUMMY]
+    return benchmark.model_copy(update={"serve_args": words})
 
 
 def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
@@ -71,13 +100,8 @@ def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
     return sizes
 
 
-def _context(words: list[str], sizes: Mapping[str, int]) -> int | None:
-    # Both `--max-model-len N` and `--max-model-len=N` are understood.
-    flags = [word for argument in words for word in argument.split("=", 1)]
-    if (
-        "--max-model-len" in flags[:-1]
-        and (length := flags[flags.index("--max-model-len") + 1]).isdigit()
-    ):
+def _context(length: str | None, sizes: Mapping[str, int]) -> int | None:
+    if length is not None and length.isdigit():
         return int(length)
     name = "max_position_embeddings"
     return next(

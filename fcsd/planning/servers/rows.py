@@ -151,6 +151,26 @@ def make_rows(
     return [row for row in rows if row.name in names]
 
 
+def with_even_routing(
+    rows: Sequence[Row],
+    engine: EngineName,
+    devices: tuple[str, ...],
+    chosen: Mapping[str, str],
+) -> list[Row]:
+    """Return rows whose servers send tokens to random experts, whatever routers say.
+
+    Those of dummy weights send all tokens to the same few experts where a bias corrects
+    their scores (DeepSeek-V3): a dummy bias is far larger than dummy scores.
+
+    chosen: environment of this process; a variable that is set there keeps its value.
+    """
+    of = ENGINES[engine]
+    if not (devices or of.even_routing_on_cpu):
+        return list(rows)
+    even = {name: chosen.get(name, value) for name, value in of.even_routing.items()}
+    return [replace(row, environment={**even, **row.environment}) for row in rows]
+
+
 def blocking(comm: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings with which nothing overlaps; the emulated network, if any, is
     kept.

@@ -39,8 +39,8 @@ from fcsd.base.files import (
 from fcsd.base.text import progress_bar
 from fcsd.planning.servers.engines import ENGINES, Program, find_program
 from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
-from fcsd.planning.servers.plan import check_models
-from fcsd.planning.servers.rows import Row, make_rows, node_flags
+from fcsd.planning.servers.plan import check_models, with_dummies
+from fcsd.planning.servers.rows import Row, make_rows, node_flags, with_even_routing
 from fcsd.planning.servers.server import (
     NotServed,
     Server,
@@ -81,6 +81,13 @@ def bench_serve(
     # Everything that can be refused is refused before a server starts, which may take
     # an hour.
     config = check_models(benchmark)
+    if (dummies := with_dummies(benchmark)) is not benchmark:
+        print(
+            f"fcsd bench: {benchmark.model} has no weights (--config-only): all servers"
+            " get --load-format dummy",
+            file=sys.stderr,
+        )
+    benchmark = dummies
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
         print(f"fcsd bench: warning: {engine.warning}", file=sys.stderr)
@@ -103,6 +110,8 @@ def bench_serve(
     ranks = benchmark.tensor_parallel
     options = (ranks, benchmark.comm, benchmark.all2all)
     rows = make_rows(benchmark.engine, benchmark.rows, config, engine.devices, *options)
+    if benchmark.dummy_weights:
+        rows = with_even_routing(rows, benchmark.engine, engine.devices, os.environ)
     missing = bench.measure_rounds(rows)
     # Read back from the files: they may be of an earlier process.
     measured = {
@@ -115,7 +124,12 @@ def bench_serve(
     }
     settings = benchmark.model_dump(mode="json")
     versions = bench.versions | {"cores": os.cpu_count()}
-    facts = {"settings": settings, "versions": versions, "warning": engine.warning}
+    facts = {
+        "settings": settings,
+        "versions": versions,
+        "warning": engine.warning,
+        "dummy_weights": benchmark.dummy_weights,
+    }
     traces = {
         name: bench.traced(row)
         for row in rows

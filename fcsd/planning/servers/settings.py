@@ -47,6 +47,8 @@ _OURS = (
     "-tp",
 )
 """Flags that the rows set."""
+LOAD_FORMAT, DUMMY = "--load-format", "dummy"
+"""The flag and its value, of vLLM and of SGLang, for weights that are no file's."""
 
 
 class Benchmark(Strict):
@@ -107,6 +109,18 @@ class Benchmark(Strict):
         "start stock and FarSkip once more under vLLM's profiler: overlap from its"
         " trace, and a figure of one layer (GPUs)",
     )
+
+    def serve_flag(self, flag: str) -> str | None:
+        """Return the value of a flag in `serve_args`; None where it is not there."""
+        words = [
+            word for argument in self.serve_args for word in argument.split("=", 1)
+        ]
+        return words[words.index(flag) + 1] if flag in words[:-1] else None
+
+    @property
+    def dummy_weights(self) -> bool:
+        """Tell whether the servers fill their weights with random numbers."""
+        return self.serve_flag(LOAD_FORMAT) == DUMMY
 
     @field_validator("prompt_tokens", "rows", "nodes", mode="before")
     @classmethod

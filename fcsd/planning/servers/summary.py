@@ -25,6 +25,10 @@ FIGURES = {
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 Limits = Mapping[str, Sequence[Mapping[str, float]]]
 """Row -> for each length of prompt: figure -> the largest speed-up that can be real."""
+DUMMIES = (
+    "**Weights were dummies (`--load-format dummy`): these are times of the"
+    " architecture. The answers mean nothing, and must not be scored.**"
+)
 FEW = 3
 """The page warns of fewer rounds."""
 
@@ -40,7 +44,8 @@ def summarise(
     """Return the result as `serving.json` holds it.
 
     Args:
-        facts: settings and versions, copied into the result.
+        facts: settings, versions, and whether weights are dummies, copied into the
+            result.
         runs: a row's runs in the order of the rounds.
         missing: reasons why rows are missing.
         traces: results of `fcsd.planning.servers.trace.read_trace` by row.
@@ -160,6 +165,7 @@ def table(result: Mapping[str, Any]) -> str:
             " without warm-up; x is the speed-up over stock in the same round."
         ),
         _conditions(result),
+        *([DUMMIES] if result.get("dummy_weights") else []),
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
         *(
             [f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"]

@@ -15,6 +15,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from fcsd.base.errors import UserError
+from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import find_folder
 from fcsd.model.inspect import inspect_model
@@ -185,3 +186,23 @@ def test_a_tokenizer_with_code_of_its_own_loads_where_code_is_allowed(
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     tokenizer = load_tokenizer(tmp_path / "far", trust_remote_code=True)
     assert type(tokenizer).made_by == "code"
+
+
+def test_a_conversion_without_weights_fetches_none(
+    hub: Callable[..., list[str | None]], tmp_path: Path
+) -> None:
+    asked = hub()
+    out = tmp_path / "out"
+    words = ["convert", "owner/name", str(out), "--revision", "main", "--config-only"]
+    assert main(words) == 0
+    assert asked == ["main"]
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / COMMIT
+    assert weight_names(snapshot) == weight_names(out) == set()
+    record = json.loads((out / "manifest.json").read_text())
+    assert record["settings"]["model"] == {"path": "owner/name", "revision": "main"}
+    tokenizer = load_tokenizer(out, trust_remote_code=True)
+    assert type(tokenizer).made_by == "code"
+    # What was fetched first does not keep the weights from being fetched later.
+    convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
+    config = "config.json"
+    assert (out / config).read_bytes() == (tmp_path / "far" / config).read_bytes()

@@ -56,7 +56,7 @@ def serve():
     chosen = {
         key: value
         for key, value in os.environ.items()
-        if key.startswith(("FCSD_SERVING", "SGLANG_"))
+        if key.startswith(("FCSD_SERVING", "SGLANG_", "VLLM_MOE_"))
     }
     note(
         serve=sys.argv[2:], row=name, environment=chosen, pids=[os.getpid(), child.pid]

@@ -109,6 +109,12 @@ class Place:
         (self.folder / name).mkdir(exist_ok=True)
         (self.folder / name / "config.json").write_text(json.dumps(CONFIG | changes))
 
+    def without_weights(self) -> "Place":
+        """Make of the model what `fcsd convert --config-only` leaves."""
+        (self.folder / "model/manifest.json").write_text('{"config_only": true}')
+        (self.folder / "model/tokenizer.json").write_text("{}")
+        return self
+
     def words(self, *more: str) -> list[str]:
         settings = {"against": self.folder / "original", "output": self.out}
         settings |= {self.engine: self.bin / self.engine}
@@ -664,6 +670,88 @@ def test_servers_of_sglang_are_measured_in_its_own_words(
     assert "**Fewer than 3 rounds" in printed and gone(pids(place))
 
 
+EVEN = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}
+SERVED = "--rows=stock,farskip_blocking,farskip_overlapped"
+
+
+def test_a_model_without_weights_is_measured_with_dummies_in_every_server(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.without_weights().words(SERVED, "--serve-args=--dtype bfloat16")
+    assert main([*words, "--rounds=1"]) == 0
+    printed = capsys.readouterr()
+    assert (
+        f"fcsd bench: {place.folder}/model has no weights (--config-only): all servers"
+        " get --load-format dummy\n" in printed.err
+    )
+    serves = [call for call in place.calls() if "serve" in call]
+    assert [call["row"] for call in serves] == ["stock", "blocking", "overlapped"]
+    for call, model in zip(serves, ("original", "model", "model"), strict=True):
+        assert call["serve"][:6] == [
+            str(place.folder / model), "--no-enable-prefix-caching",
+            "--dtype", "bfloat16", "--load-format", "dummy",
+        ]  # fmt: skip
+        assert EVEN.items() <= call["environment"].items()
+    result = place.result()
+    assert result["dummy_weights"] is True
+    assert all(EVEN.items() <= row["environment"].items() for row in result["rows"])
+    assert result["settings"]["serve_args"] == [
+        "--dtype", "bfloat16", "--load-format", "dummy",
+    ]  # fmt: skip
+    page = (place.out / "serving.md").read_text()
+    sentence = "**Weights were dummies (`--load-format dummy`): these are times of the"
+    assert sentence in page and sentence in printed.out
+    # Weights that are there by now are another benchmark's.
+    (place.folder / "model/model.safetensors").write_bytes(b"")
+    assert main([*words, "--rounds=1"]) == 2
+    assert "was made with other settings (serve_args: " in capsys.readouterr().err
+
+
+def test_weights_that_are_not_there_cannot_be_asked_for(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.without_weights().words("--serve-args=--load-format auto")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"fcsd bench: error: --serve-args: --load-format auto: {place.folder}/model was"
+        " written by `fcsd convert --config-only` and has no weights; leave"
+        " --load-format out, which makes it dummy"
+    )
+    assert not (place.bin / "calls.jsonl").exists() and not place.out.exists()
+
+
+def test_dummies_may_be_asked_for_and_real_weights_are_not_called_so(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(place.words("--rows=stock", "--rounds=1")) == 0
+    assert place.result()["dummy_weights"] is False
+    assert "Weights were" not in (place.out / "serving.md").read_text()
+    (first,) = (call for call in place.calls() if "serve" in call)
+    assert "--load-format" not in first["serve"] and first["environment"] == {}
+    place.out = place.folder / "asked"
+    (name,) = EVEN
+    monkeypatch.setenv(name, "normal_routing")  # which the user has chosen
+    words = ["--rows=stock", "--rounds=1", "--serve-args=--load-format=dummy"]
+    assert main(place.words(*words)) == 0
+    assert place.result()["dummy_weights"] is True
+    (row,) = place.result()["rows"]
+    assert row["environment"] == {name: "normal_routing"}
+
+
+def test_sglang_simulates_routes_on_gpus_alone(place: Place) -> None:
+    words = place.with_sglang().without_weights().words("--rounds=1", "--rows=stock")
+    for gpus, environment in (
+        (0, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}),
+        (2, {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}),
+    ):
+        place.gpus(gpus)
+        assert main([*words, f"--output={place.folder / str(gpus)}"]) == 0
+        *_, last = (call for call in place.calls() if "serve" in call)
+        assert last["serve"][1:4] == ["--disable-radix-cache", "--load-format", "dummy"]
+        assert last["environment"] == environment
+
+
 def test_a_server_of_sglang_over_two_machines_gets_the_address_of_the_first(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -791,6 +879,9 @@ BAD = {
         other(p, "model", **CONVERTED, max_position_embeddings=256),
         other(p, "original", max_position_embeddings=256),
     ],
+    "holds no tokenizer, which a server needs with dummy weights": lambda p: (
+        p.without_weights().folder / "model/tokenizer.json"
+    ).unlink(),
     "no such program": lambda p: (p.bin / "vllm").unlink(),
     "vLLM is not installed in the environment": lambda p: shutil.rmtree(
         p.folder / "env/site/vllm.dist-info"
