@@ -26,7 +26,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.dates import dated_options
-from fcsd.data.thoughts import Thoughts
+from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
 from fcsd.parallel.ranks import input_device
 
@@ -65,7 +65,7 @@ class LanguageModel(HFLM):
         off its answers, or for none, as they would use up the tokens of an answer;
         other templates pass over it."""
         self.chat_template_args = {
-            "enable_thinking": thinking,
+            **thinking_options(self.tokenizer, thinking),
             **dated_options(self.tokenizer),
         }
         self.thinking, self.chats = thinking, chat_template
