@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -60,6 +61,7 @@ def tokenize_examples(
     columns: Mapping[Any, str],
     tokenizer: Any,
     loss_on: str = "response",
+    date: datetime = BEGAN,
 ) -> list[dict[str, Any] | BadExample]:
     """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask says which
     tokens are to be predicted.
@@ -74,6 +76,8 @@ def tokenize_examples(
     without those that the attention mask leaves out; loss is where labels and masks say so. The tokenizer is called as
     seldom as can be: each call has its price.
 
+    date: what the template writes for today's.
+
     Returns: one entry an example; a BadExample where the template refuses it, leaves
         out a call or an answer or writes it where it cannot be told apart, or where a
         column holds something else.
@@ -82,7 +86,7 @@ def tokenize_examples(
     one that writes no tools where there are some.
     """
     read = [
-        _or_bad(partial(_read, example, columns, tokenizer, loss_on))
+        _or_bad(partial(_read, example, columns, tokenizer, loss_on, date))
         for example in examples
     ]
     texts = iter(
@@ -123,7 +127,11 @@ def _or_bad(make: Callable[[], Any]) -> Any:
 
 
 def _read(
-    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str
+    example: Mapping[str, Any],
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    loss_on: str,
+    date: datetime,
 ) -> dict | str | Completion | _Chat:
     read = read_example(example, columns)
     if not isinstance(read, Conversation):
@@ -141,6 +149,7 @@ def _read(
         read.answered,
         read.silent(loss_on),
         read.options,
+        date,
     )
     form = message_form_of(tokenizer, chat.template, read)
     if isinstance(form, str):
@@ -329,7 +338,8 @@ class _Chat:
     which raise UserError where it writes none.
 
     answered: the message from which on there is loss. silent: messages of the assistant
-    without loss. options: of the template, beside ours.
+    without loss. options: of the template, beside ours. date: what it writes for
+    today's.
     """
 
     tokenizer: Any
@@ -338,6 +348,7 @@ class _Chat:
     answered: int
     silent: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime = BEGAN
 
     def __post_init__(self) -> None:
         if self.tools and "tools" not in self.template:
@@ -389,7 +400,7 @@ class _Chat:
         """Write messages, opened for the assistant's next turn if so wanted."""
         apply = self.tokenizer.apply_chat_template
         options = {
-            "chat_template": dated(self.template, BEGAN),
+            "chat_template": dated(self.template, self.date),
             "add_generation_prompt": opened,
         }
         return str(self._tried(apply, messages, tokenize=False, **options))
@@ -399,7 +410,7 @@ class _Chat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {
-            "chat_template": dated(self.template, BEGAN),
+            "chat_template": dated(self.template, self.date),
             "return_assistant_tokens_mask": True,
         }
         special = self.tokenizer.special_tokens_map

@@ -18,6 +18,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
+from fcsd.data.dates import BEGAN
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.messages import BadExample
 from fcsd.data.reading import Piece
@@ -47,13 +49,15 @@ class Tokenizing:
     """How examples become tokens: the tokenizer, where loss is, and the test items that
     are kept out.
 
-    vocab_size: tokens that the model knows; None: not known.
+    vocab_size: tokens that the model knows; None: not known. date: what a template
+    writes for today's.
     """
 
     tokenizer: Any
     loss_on: str
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
     vocab_size: int | None = None
+    date: datetime = BEGAN
 
     def write(self, source: Source, piece: Piece, path: Path) -> None:
         """Tokenize a piece into a file, which is there when it is whole.
@@ -109,7 +113,9 @@ class Tokenizing:
             if overlap is None
         ]
         columns = columns_of(source)
-        tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
+        tokens = iter(
+            tokenize_examples(clean, columns, self.tokenizer, self.loss_on, self.date)
+        )
         if (
             "input_ids" in columns
             # any others are the tokenizer's, which is compared with the model as a

@@ -12,6 +12,7 @@ checkpoint from there on.
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.dates import NOTED
 from fcsd.data.rows import PackedRows
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
@@ -115,11 +117,18 @@ class TrainingRecord:
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
+        self._date: dict[str, str] = {}
 
     def complete(
-        self, student: Any, fingerprints: Callable[[], dict[str, str]]
+        self,
+        student: Any,
+        fingerprints: Callable[[], dict[str, str]],
+        date: datetime | None,
     ) -> None:
-        """Add what is known once the arguments fit the engine, and there are model and data."""
+        """Add what is known once the arguments fit the engine, and there are model and
+        data; date: what the chat template wrote, if any.
+        """
+        self._date = {} if date is None else {NOTED: date.isoformat()}
         self._fit = _given_settings(self.args)
         self._connectivity, self._fingerprints = (
             getattr(student.config, "farskip", None),
@@ -147,7 +156,8 @@ class TrainingRecord:
 
     def write(self, checkpoint: Path) -> None:
         write_json(
-            checkpoint / RECORD_FILE, {"settings": self.settings, "inputs": self.inputs}
+            checkpoint / RECORD_FILE,
+            {"settings": self.settings, "inputs": self.inputs, **self._date},
         )
 
     def refuse_another(self, checkpoint: Path) -> None:
@@ -160,6 +170,11 @@ class TrainingRecord:
         known = {name: value for name, value in self.inputs.items() if name in before}
         changes = changed_settings(record["settings"], self.settings)
         changes += differences({name: before[name] for name in known}, known)
+        if changes and record.get(NOTED) != self._date.get(NOTED):
+            changes.append(
+                f"the chat template writes the date, {record.get(NOTED)} then: with"
+                f" output_dir {checkpoint.parent} it does again"
+            )
         if changes:
             raise UserError(
                 f"{checkpoint}: was made with other settings ({'; '.join(changes)}); go"

@@ -44,8 +44,6 @@ from fcsd.model.quantised.methods import FIELD, without_quantisation
 
 SIDE = 128  # of a block
 _SCALE = "_scale_inv"
-_PARTIAL = ".kv_a_proj_with_mqa.weight"
-"""The one weight with a last block of fewer rows that engines take: 576 in DeepSeek."""
 
 
 def quantize_checkpoint(
@@ -79,7 +77,7 @@ def quantize_checkpoint(
     for name, shape in checkpoint.shapes.items():
         tensors[name] = files.stored(name)
         if name in names:
-            blocks = (-(-shape[0] // SIDE), -(-shape[1] // SIDE))
+            blocks = shape[0] // SIDE, shape[1] // SIDE
             tensors[name] = Stored("F8_E4M3", shape, shape[0] * shape[1])
             tensors[name + _SCALE] = Stored("F32", blocks, 4 * blocks[0] * blocks[1])
 
@@ -110,6 +108,8 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
     """Return the names of the weights that are quantised: of experts, and of linear
     layers in decoder layers.
 
+    Sizes have to be multiples of `SIDE`: of a last block with fewer rows, which
+    DeepSeek's own files have, transformers (5.23) makes other values without a GPU.
     Layers of a module with inputs of the same width are quantised together or not at
     all: engines make one matrix of some (q, k, v; gate, up).
 
@@ -129,7 +129,7 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
                 " one tensor, of which engines read no FP8 with scales of blocks; serve"
                 " it in bfloat16"
             )
-        if shape[0] % SIDE or shape[1] % SIDE:
+        if not _fits(shape):
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}; engines"
                 f" take experts in FP8 of blocks only in multiples of {SIDE}; serve it"
@@ -146,16 +146,14 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
     fitting = [
         names
         for names in together.values()
-        if all(
-            name in checkpoint.shapes and _fits(name, linear[name]) for name in names
-        )
+        if all(name in checkpoint.shapes and _fits(linear[name]) for name in names)
     ]
     return {*experts, *(name for names in fitting for name in names)}
 
 
-def _fits(name: str, shape: tuple[int, ...]) -> bool:
-    """Tell whether engines take a linear layer's weight in blocks."""
-    return shape[1] % SIDE == 0 and (shape[0] % SIDE == 0 or name.endswith(_PARTIAL))
+def _fits(shape: tuple[int, ...]) -> bool:
+    """Tell whether a weight is made up of whole blocks."""
+    return shape[0] % SIDE == 0 and shape[1] % SIDE == 0
 
 
 def _shapes_in_files(
@@ -209,8 +207,5 @@ def _quantised(
                 f"{weight.file}: tensor '{name}': has values that are NaN or infinite;"
                 " fetch the checkpoint again, or take an earlier one"
             )
-        # Zeros do not change the largest value of a block.
-        padded = nn.functional.pad(rows, (0, -width % SIDE, 0, -len(rows) % SIDE))
-        made: Mapping[str, Tensor] = operation.convert({"weight": padded})
-        values, scales = made["weight"], made["weight_scale_inv"]
-        yield values[: len(rows), :width], scales
+        made: Mapping[str, Tensor] = operation.convert({"weight": rows})
+        yield made["weight"], made["weight_scale_inv"]
