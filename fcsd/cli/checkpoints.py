@@ -1,4 +1,4 @@
-"""Commands on a checkpoint: inspect, convert, calibrate, unconvert, export, families."""
+"""Commands on a checkpoint: what it is, other connectivity, other weights, other keys."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -29,7 +29,8 @@ with lazy_imports():
     from fcsd.model.connectivity.load import load_config
     from fcsd.model.families.table import families_facts, families_table
     from fcsd.model.inspect import inspect_model, report_table
-    from fcsd.model.quantised.copy import dequantize_checkpoint
+    from fcsd.model.quantised.dequantise import dequantize_checkpoint
+    from fcsd.model.quantised.quantise import quantize_checkpoint
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
     from fcsd.planning.layers.first import tell_first_layers
@@ -102,6 +103,11 @@ def _dequantize(arguments: Namespace) -> None:
     print(arguments.out)
 
 
+def _quantize(arguments: Namespace) -> None:
+    quantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
+    print(arguments.out)
+
+
 def _unconvert(arguments: Namespace) -> None:
     unconvert_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
@@ -171,7 +177,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
     field_options(parser, EvaluationConfig, "data_root", type=None)
 
 
-def _dequantize_options(parser: ArgumentParser) -> None:
+def _copy_options(parser: ArgumentParser) -> None:
     model_argument(parser, config_only=True)
     parser.add_argument(
         "out",
@@ -223,12 +229,21 @@ COMMANDS = {
     "dequantize": Command(
         "Write a quantised checkpoint in bfloat16, which can be converted, calibrated"
         " and trained.",
-        _dequantize_options,
+        _copy_options,
         _dequantize,
         "Read are FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4, of"
         " the methods fp8, mxfp4, compressed-tensors and modelopt. A few rows of a"
         " weight are in memory at a time. The same command continues a copy that was"
         " cut off.",
+    ),
+    "quantize": Command(
+        "Write a checkpoint, converted or not, in FP8 for vLLM, SGLang and"
+        " transformers, with a scale for each block of 128 x 128.",
+        _copy_options,
+        _quantize,
+        "Experts and linear layers are quantised by transformers; embeddings, head,"
+        " norms, routers and gates stay as they are. A few rows of a weight are in"
+        " memory at a time. The same command continues a copy that was cut off.",
     ),
     "unconvert": Command(
         "Undo a conversion: write a checkpoint of the original family with the same"

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,7 @@ def tokenize_examples(
     columns: Mapping[Any, str],
     tokenizer: Any,
     loss_on: str = "response",
+    date: datetime = BEGAN,
 ) -> list[dict[str, Any] | BadExample]:
     """Tokenize examples as {"input_ids": […], "loss_mask": […]}; the mask marks the
     tokens to be predicted.
@@ -80,6 +82,8 @@ def tokenize_examples(
     - Tokens are taken as they are, without those that the attention mask leaves out;
       loss is where labels and masks agree.
 
+    date: the day that the template writes as today's.
+
     Returns: one entry for each example; a BadExample if the template refuses it, leaves
         out a call or an answer or writes it where it cannot be told apart, or if a
         column has a value of another form.
@@ -90,7 +94,7 @@ def tokenize_examples(
     # Examples are tokenized together by form, because each call of a tokenizer is
     # costly.
     read = [
-        _or_bad(partial(_read, example, columns, tokenizer, loss_on))
+        _or_bad(partial(_read, example, columns, tokenizer, loss_on, date))
         for example in examples
     ]
     texts = iter(
@@ -131,7 +135,11 @@ def _or_bad(make: Callable[[], Any]) -> Any:
 
 
 def _read(
-    example: Mapping[str, Any], columns: Mapping[Any, str], tokenizer: Any, loss_on: str
+    example: Mapping[str, Any],
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    loss_on: str,
+    date: datetime,
 ) -> dict | str | Completion | _Chat:
     read = read_example(example, columns)
     if not isinstance(read, Conversation):
@@ -149,6 +157,7 @@ def _read(
         read.answered,
         read.silent(loss_on),
         read.options,
+        date,
     )
     # The form in which this template accepts the conversation, or the reason it refuses
     # it.
@@ -352,7 +361,8 @@ class _Chat:
     there are tools and the template writes none.
 
     answered: index of the first message that loss may be on. silent: messages of the
-    assistant without loss. options: of the template, from the data.
+    assistant without loss. options: of the template, from the data. date: the day that
+    the template writes as today's.
     """
 
     tokenizer: Any
@@ -361,6 +371,7 @@ class _Chat:
     answered: int
     silent: frozenset[int] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
+    date: datetime = BEGAN
 
     def __post_init__(self) -> None:
         if self.tools and "tools" not in self.template:
@@ -412,7 +423,7 @@ class _Chat:
         """Write messages; opened: with the opening of the assistant's next turn."""
         apply = self.tokenizer.apply_chat_template
         options = {
-            "chat_template": dated(self.template, BEGAN),
+            "chat_template": dated(self.template, self.date),
             "add_generation_prompt": opened,
         }
         return str(self._tried(apply, messages, tokenize=False, **options))
@@ -422,7 +433,7 @@ class _Chat:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         options = {
-            "chat_template": dated(self.template, BEGAN),
+            "chat_template": dated(self.template, self.date),
             "return_assistant_tokens_mask": True,
         }
         special = self.tokenizer.special_tokens_map

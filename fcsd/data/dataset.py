@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenizer_name
 from fcsd.data.columns import check_meanings, column_meanings
 from fcsd.data.config import SourceConfig
+from fcsd.data.dates import BEGAN, TEMPLATE_DATE
 from fcsd.data.local import scratch
 from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
@@ -51,6 +53,7 @@ def build_dataset(
     bad_rows: BadRows | None = None,
     place: tuple[Path, Sequence[str]] | None = None,
     vocab_size: int | None = None,
+    date: datetime = BEGAN,
     **layout: Any,
 ) -> PackedRows:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives
@@ -71,6 +74,7 @@ def build_dataset(
             is removed when this process ends.
         vocab_size: number of tokens of the model; examples with other tokens are bad.
             None: unknown.
+        date: the day that the chat template writes as today's.
         layout: `max_length`, and other fields of `Layout`.
 
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
@@ -91,7 +95,7 @@ def build_dataset(
     path = write_rows(
         [*zip(sources, names, strict=True)],
         folder,
-        Tokenizing(tokenizer, loss_on, decontaminator, vocab_size),
+        Tokenizing(tokenizer, loss_on, decontaminator, vocab_size, date),
         Layout(pad_token_id=pad_token_id, **layout),
         bad_rows or BadRows(),
         num_proc,
@@ -106,14 +110,19 @@ def heldout_rows(
     num_examples: int,
     **options: Any,
 ) -> Any:
-    """Build rows of the first `num_examples` examples of held-out text, in order;
-    options as for `build_dataset`.
+    """Build rows of the first `num_examples` examples of held-out text, in order, with
+    the date of evaluations; options as for `build_dataset`.
     """
     # The source may have a limit of its own, which is lower.
     limit = min(num_examples, source.max_examples or num_examples)
     first = source.model_copy(update={"max_examples": limit})
     return build_dataset(
-        [first], tokenizer, shuffle=False, bad_rows=BadRows(setting=None), **options
+        [first],
+        tokenizer,
+        shuffle=False,
+        bad_rows=BadRows(setting=None),
+        date=TEMPLATE_DATE,
+        **options,
     )
 
 

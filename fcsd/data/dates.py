@@ -2,18 +2,27 @@
 others).
 
 An evaluation writes `TEMPLATE_DATE`; otherwise the prompts for the same model would
-change every day, and at midnight within one run. Results record the date. Rows of
-training have the day on which the process began.
+change every day, and at midnight within one run. Results record the date. Held-out rows
+have the same date. Rows of training have the day on which the training began, also where
+it continues on another day: a run records it beside its tokens, `FCSDTrainer` in its
+checkpoints.
 
 Not covered: a date that a template takes from another variable (`date_string`), which
-data may set; a training that continues on another day.
+data may set.
 """
 
 from datetime import datetime
+from pathlib import Path
 from typing import Any
+
+from fcsd.base.files import read_json, write_json
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
 BEGAN = datetime.now()
+NOTED = "template_date"
+"""Key of the date of a training, in the file that has it; written only where the
+template writes a date.
+"""
 _DIRECTIVES = [f"%-{letter}" for letter in "dmHIMSj"] + [
     f"%{letter}" for letter in "aAwdbBmyYHIpMSfzZjUWGuVcxXDFTRe"
 ]
@@ -55,3 +64,21 @@ def dated_options(tokenizer: Any, date: datetime = TEMPLATE_DATE) -> dict[str, s
     if not writes_date(getattr(tokenizer, "chat_template", None)):
         return {}
     return {"chat_template": dated(tokenizer.get_chat_template(), date)}
+
+
+def noted_date(file: Path | None) -> datetime:
+    """Return the date that a training has noted in a file; where there is none, that of
+    this process.
+    """
+    date = None
+    if file is not None and file.is_file():
+        date = read_json(file, keys=()).get(NOTED)
+    return BEGAN if date is None else datetime.fromisoformat(date)
+
+
+def note_date(file: Path) -> datetime:
+    """Return the date noted in a file, which is written where it is not there."""
+    date = noted_date(file)
+    if not file.is_file():
+        write_json(file, {NOTED: date.isoformat()})
+    return date

@@ -17,6 +17,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
+from fcsd.data.dates import BEGAN
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.messages import BadExample
 from fcsd.data.reading import Piece
@@ -46,13 +48,15 @@ class Tokenizing:
     """Turns examples into tokens: the tokenizer, the position of loss, and the test
     items that are kept out.
 
-    vocab_size: number of tokens of the model; None: unknown.
+    vocab_size: number of tokens of the model; None: unknown. date: the day that a
+    template writes as today's.
     """
 
     tokenizer: Any
     loss_on: str
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
     vocab_size: int | None = None
+    date: datetime = BEGAN
 
     def write(self, source: Source, piece: Piece, path: Path) -> None:
         """Tokenize a piece into a file, which appears only once it is complete.
@@ -114,7 +118,9 @@ class Tokenizing:
             if overlap is None
         ]
         columns = columns_of(source)
-        tokens = iter(tokenize_examples(clean, columns, self.tokenizer, self.loss_on))
+        tokens = iter(
+            tokenize_examples(clean, columns, self.tokenizer, self.loss_on, self.date)
+        )
         # Other token ids come from the tokenizer, which is compared with the model
         # elsewhere.
         if "input_ids" in columns:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fcsd.data.dates import BEGAN, dated
+from fcsd.data.dates import TEMPLATE_DATE, dated
 from fcsd.data.examples import Conversation
 from fcsd.data.messages import ROLES
 
@@ -221,7 +221,7 @@ def _tried(
             text = tokenizer.apply_chat_template(
                 form.applied(messages),
                 tools=form.tools(tools),
-                chat_template=dated(template, BEGAN),
+                chat_template=dated(template, TEMPLATE_DATE),
                 tokenize=False,
                 **json.loads(options),
             )

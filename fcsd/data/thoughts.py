@@ -1,5 +1,5 @@
-"""Separate a model's thoughts from its answer; only this module knows the markers of
-the families.
+"""Separate a model's thoughts from its answer, and ask a hybrid model for thoughts; only
+this module knows how the families mark and switch them.
 
 A family's markers are found in its chat template, or else among the tokens of its
 tokenizer. Markers can be special tokens (gpt-oss, Mistral), which decoding removes by
@@ -8,6 +8,7 @@ default: `Thoughts.decode` keeps them.
 Not covered: tool calls, which are not answers; models that think without any marker.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,58 @@ _WRAPPERS = (
     ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
     ("<|begin_of_solution|>", "<|end_of_solution|>"),
 )
+
+_SWITCHES: tuple[tuple[str, Any, Any], ...] = (
+    ("enable_thinking", True, False),  # Qwen, GLM, Hunyuan, ERNIE, SmolLM
+    ("thinking", True, False),  # DeepSeek-V3.1, Granite, Kimi-K2.5
+    ("thinking_option", "on", "off"),  # Ling
+    ("thinking_mode", "enabled", "disabled"),  # MiniMax
+    ("reasoning_effort", "high", "none"),  # Mistral, Cohere; gpt-oss cannot do without
+    ("reasoning_effort", "high", "no_think"),  # Hunyuan
+    ("thinking_budget", -1, 0),  # Seed: tokens; -1 sets no limit
+)
+"""Variable of a chat template, its values with thoughts and without. Where these are
+words, a template has the switch if it names the one without thoughts, and the other is
+given only if it names that, too.
+"""
+
+
+def thinking_options(tokenizer: Any, thinking: bool) -> dict[str, Any]:
+    """Return what `apply_chat_template` is given so that a hybrid thinks, or does not.
+
+    The switch is the first of `_SWITCHES` that the template reads; one without any is
+    given the first of all, and passes over it.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    if template is not None and not isinstance(template, str):  # several, by name
+        template = tokenizer.get_chat_template()
+    return dict(_switch_in(template or "")[0 if thinking else 1])
+
+
+@functools.lru_cache
+def _switch_in(template: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a template is given with thoughts, and without."""
+    from jinja2 import TemplateError, meta, nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    name, on, off = _SWITCHES[0]
+    usual = {name: on}, {name: off}
+    try:
+        tree = _compile_jinja_template(template).environment.parse(template)
+    except TemplateError:  # who writes a conversation with it says so
+        return usual
+    variables = meta.find_undeclared_variables(tree)
+    words = {
+        word
+        for node in tree.find_all(nodes.Const)  # a list of constants is one of them
+        for word in (node.value if isinstance(node.value, list) else [node.value])
+        if isinstance(word, str)
+    }
+    for name, on, off in _SWITCHES:
+        if name in variables and (not isinstance(off, str) or off in words):
+            has_on = not isinstance(on, str) or on in words
+            return ({name: on} if has_on else {}), {name: off}
+    return usual
 
 
 def markers_in(text: str) -> Markers | None:

@@ -28,6 +28,7 @@ from fcsd.base.files import (
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
 from fcsd.data.dates import dated_options
+from fcsd.data.thoughts import thinking_options
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
@@ -119,15 +120,12 @@ def chat_text(
     """
     options = {
         **dated_options(tokenizer),
+        **thinking_options(tokenizer, thinking),
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": not add_generation_prompt,
     }
     with template_errors(tokenizer_name(tokenizer), "a prompt"):
-        return str(
-            tokenizer.apply_chat_template(
-                turns, tokenize=False, enable_thinking=thinking, **options
-            )
-        )
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
 
 def first_line(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from fcsd.base.files import hold_folder, make_folder, release_folder, write_json
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import DataConfig, DecontaminateConfig
 from fcsd.data.dataset import build_dataset
+from fcsd.data.dates import BEGAN, note_date, writes_date
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
@@ -27,6 +28,8 @@ from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
+
+_DATE = "date.json"  # beside the tokens of a run: what its chat templates write
 
 
 def training_rows(
@@ -65,6 +68,8 @@ def training_rows(
         # Two processes must not write the same shards.
         hold_folder(folder)
         try:
+            writes = writes_date(tokenizer.chat_template)
+            date = note_date(folder / _DATE) if writes else BEGAN
             rows = build_dataset(
                 data.train,
                 tokenizer,
@@ -82,6 +87,7 @@ def training_rows(
                     _folder_names(data, tokenizer, vocab_size, data_inputs(data, run)),
                 ),
                 vocab_size=vocab_size,
+                date=date,
             )
         finally:
             release_folder(folder)

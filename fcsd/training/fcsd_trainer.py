@@ -131,7 +131,9 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 )
                 self.bad_rows, processing_class = self.inputs.bad_rows, model.tokenizer
                 record.complete(
-                    model.student, partial(self.inputs.fingerprints, model.rows)
+                    model.student,
+                    partial(self.inputs.fingerprints, model.rows),
+                    self.inputs.date,
                 )
             assert isinstance(model, Ready)
             # From here on a recipe's run and a script take the same steps. The dtypes

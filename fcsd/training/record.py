@@ -13,6 +13,7 @@ continuation takes those of the checkpoint.
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.dates import NOTED
 from fcsd.data.rows import PackedRows
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
@@ -118,11 +120,19 @@ class TrainingRecord:
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
+        self._date: dict[str, str] = {}
 
     def complete(
-        self, student: Any, fingerprints: Callable[[], dict[str, str]]
+        self,
+        student: Any,
+        fingerprints: Callable[[], dict[str, str]],
+        date: datetime | None,
     ) -> None:
-        """Add what depends on the engine, the model and the data, once these are ready."""
+        """Add what depends on the engine, the model and the data, once these are ready.
+
+        date: the day that the chat template wrote, if any.
+        """
+        self._date = {} if date is None else {NOTED: date.isoformat()}
         self._fit = _given_settings(self.args)
         self._connectivity, self._fingerprints = (
             getattr(student.config, "farskip", None),
@@ -155,7 +165,8 @@ class TrainingRecord:
 
     def write(self, checkpoint: Path) -> None:
         write_json(
-            checkpoint / RECORD_FILE, {"settings": self.settings, "inputs": self.inputs}
+            checkpoint / RECORD_FILE,
+            {"settings": self.settings, "inputs": self.inputs, **self._date},
         )
 
     def refuse_another(self, checkpoint: Path) -> None:
@@ -175,6 +186,11 @@ class TrainingRecord:
         changes += differences(
             {name: recorded_inputs[name] for name in common_inputs}, common_inputs
         )
+        if changes and record.get(NOTED) != self._date.get(NOTED):
+            changes.append(
+                f"the chat template wrote the date {record.get(NOTED)} then; with"
+                f" output_dir {checkpoint.parent} it writes it again"
+            )
         if changes:
             raise UserError(
                 f"{checkpoint}: was made with other settings ({'; '.join(changes)});"

@@ -5,6 +5,7 @@ converted already or not; data sets, streams and lists.
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
+from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
@@ -30,10 +32,11 @@ from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
 from fcsd.training.arguments import micro_batches, refuse_what_cannot_be_sharded
 from fcsd.training.card.trainer import TAGS, Given, given
+from fcsd.training.checkpoints import checkpoints
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
-from fcsd.training.record import model_fingerprint, rows_fingerprint
+from fcsd.training.record import RECORD_FILE, model_fingerprint, rows_fingerprint
 from fcsd.training.teachers.base import Teacher
 
 
@@ -178,6 +181,8 @@ class TrainerInputs:
         # set for a model that is given by its path
         self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
+        self.date: datetime | None = None
+        """What the chat template writes in rows to train on; None: it writes no date."""
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
         self._vocab_size: int | None = None
@@ -226,6 +231,9 @@ class TrainerInputs:
             self._tokenizer = tokenizer_of(
                 tokenizer, "processing_class", trust_remote_code=trusts
             )
+        if writes_date(getattr(self._tokenizer, "chat_template", None)):
+            folder = Path(str(args.output_dir))
+            self.date = launch.ranks.from_first(lambda: _date_of_training(folder))
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
@@ -294,11 +302,18 @@ class TrainerInputs:
             num_proc=args.dataset_num_proc
             or max(1, default_workers() // self.launch.ranks.size),
             bad_rows=bad_rows,
+            date=(self.date or BEGAN) if shuffle else TEMPLATE_DATE,
         )
         # For training rows `row_order.data_lines` reports this with the unused rows.
         if not shuffle and self.launch.first:
             tell_examples(rows, name, always=False)
         return rows
+
+
+def _date_of_training(folder: Path) -> datetime:
+    """Return the date of the training whose checkpoints lie in a folder."""
+    begun = checkpoints(folder)
+    return noted_date(begun[-1] / RECORD_FILE if begun else None)
 
 
 @python_words()

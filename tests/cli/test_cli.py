@@ -51,7 +51,7 @@ def test_the_commands_are_these() -> None:
         "tokenize", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
-        "export", "dequantize",
+        "export", "dequantize", "quantize",
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.data.thoughts import Thoughts, answer_in
+from fcsd.data.thoughts import Thoughts, answer_in, thinking_options
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.data.test_examples import stock
 
@@ -145,3 +145,92 @@ def test_a_tokenizer_whose_template_names_no_marker_is_known_by_its_tokens() -> 
 def test_harmony_without_its_tokens_is_cut_in_a_file_of_answers() -> None:
     assert answer_in("analysisUser greets.assistantfinalHello!") == "Hello!"
     assert answer_in("analysis of the data") == "analysis of the data"
+
+
+SWITCHED: dict[str, tuple[str, str, str]] = {
+    # the part of a template that decides, and what it writes with and without thoughts
+    "qwen3": (
+        "{% if enable_thinking is defined and enable_thinking is false %}off{% endif %}",
+        "", "off",
+    ),
+    "deepseek v3.1": (
+        "{%- if not thinking is defined %}{%- set thinking = false %}{%- endif %}"
+        "{% if thinking %}<think>{% else %}</think>{% endif %}",
+        "<think>", "</think>",
+    ),
+    "granite": ("{%- if thinking %}Think first.{%- endif %}", "Think first.", ""),
+    "both names": (
+        "{%- if not thinking is defined %}{%- if enable_thinking is defined %}{%- set thinking = enable_thinking %}"
+        "{%- endif %}{%- endif %}{{ 'on' if thinking else 'off' }}",
+        "on", "off",
+    ),
+    "ling": (
+        "{% if thinking_option == 'on' %}<think>{% elif thinking_option == 'off' %}<think></think>{% endif %}",
+        "<think>", "<think></think>",
+    ),
+    "minimax": (
+        "{% if thinking_mode is defined %}{% if thinking_mode == 'enabled' %}must"
+        "{% elif thinking_mode == 'disabled' %}do not{% endif %}{% endif %}",
+        "must", "do not",
+    ),
+    "cohere": (
+        '{%- set thinking = false if reasoning_effort is defined and reasoning_effort|lower == "none" else true -%}'
+        "{{ thinking }}",
+        "True", "False",
+    ),
+    "mistral": (
+        "{% if reasoning_effort not in ['high', 'none'] %}{{ raise_exception('an effort') }}{% endif %}"
+        "{{ reasoning_effort }}",
+        "high", "none",
+    ),
+    "hunyuan 3": (
+        "{% if reasoning_effort in ['high', 'no_think'] %}{{ reasoning_effort }}{% endif %}",
+        "high", "no_think",
+    ),
+    "seed": (
+        "{%- if not thinking_budget is defined %}{%- set thinking_budget = -1 -%}{%- endif %}"
+        "{% if thinking_budget == 0 %}none{% elif not thinking_budget == -1 %}{{ thinking_budget }}{% endif %}",
+        "", "none",
+    ),
+    "gpt-oss, which has efforts and no switch": (
+        "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}"
+        "{{ reasoning_effort }}",
+        "medium", "medium",
+    ),
+    "thoughts of a message, and no switch": (
+        "{% for m in messages %}{% if m.thinking %}{{ m.thinking }}{% endif %}{% endfor %}", "", "",
+    ),
+    "a tag that jinja2 alone does not know": (
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}{% if thinking %}on{% endif %}",
+        "hion", "hi",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_thoughts_are_switched_by_the_variable_that_the_template_reads(
+    name: str,
+) -> None:
+    template, thinking, quick = SWITCHED[name]
+    tokenizer = tokenizer_with(template)
+    several = tokenizer_with(template)
+    several.chat_template = {"default": template, "tool_use": "x"}
+    for model in (tokenizer, several):
+        texts = [
+            model.apply_chat_template(
+                [{"role": "user", "content": "hi"}],
+                tokenize=False,
+                **thinking_options(model, asked),
+            )
+            for asked in (True, False)
+        ]
+        assert texts == [thinking, quick]
+
+
+def test_a_template_without_a_switch_and_one_that_cannot_be_read_get_the_usual_one() -> (
+    None
+):
+    for template in ("{{ messages[0].content }}", "{% if %}<", None):
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = template
+        assert thinking_options(tokenizer, False) == {"enable_thinking": False}

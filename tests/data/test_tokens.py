@@ -11,6 +11,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.data import reading, rows, shards, sources
+from fcsd.data import dates, reading, rows, shards, sources
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
@@ -533,6 +534,27 @@ def _rows_of(path: str) -> list[list[int]]:
 def test_two_ranks_and_one_read_the_same_rows(bench: Bench) -> None:
     one, other = run_ranks(_rows_of_a_rank, 2, str(bench.recipe("two")))
     assert one == other == _rows_of(str(bench.recipe("one"))) and len(one) == 60
+
+
+def test_tokens_that_a_run_writes_on_another_day_have_the_day_of_its_first(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_day(day: int, name: str, loss_on: str) -> str:
+        monkeypatch.setattr(dates, "BEGAN", datetime(2026, 11, day))
+        data = {
+            "train": [{"path": str(bench.rows)}],
+            "max_length": 64,
+            "loss_on": loss_on,
+        }
+        run = Run(load_recipe(bench.recipe(name, data=data)), join_launch())
+        tokenizer = load_tokenizer(run.recipe.model.path)
+        tokenizer.chat_template = "{{ strftime_now('%d') }}: " + tokenizer.chat_template
+        rows = training_rows(run.recipe.data, tokenizer, run)
+        return str(tokenizer.decode(rows[0]["input_ids"])).split(":")[0]
+
+    assert on_day(24, "one", "response") == on_day(25, "one", "all") == "24"
+    assert on_day(25, "another", "response") == "25"
+    assert not (bench.folder / "r" / "tokens" / "date.json").exists()
 
 
 def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_user() -> (

@@ -238,11 +238,12 @@ THINKS = (
 )
 
 
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
 def test_thinking_is_switched_off_in_every_kind_of_task(
-    model: Any, place: Path
+    switch: str, model: Any, place: Path
 ) -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = THINKS
+    tokenizer.chat_template = template = THINKS.replace("enable_thinking", switch)
     rows = [
         row | {"chat_template": True}
         for row in (likelihood(num_fewshot=1), GENERATION, CODE)
@@ -254,7 +255,7 @@ def test_thinking_is_switched_off_in_every_kind_of_task(
     )
     assert all(row["chat_template"] for row in made["tasks"].values())
     recorded = made["settings"]["chat_template_sha256"]
-    assert recorded == hashlib.sha256(json.dumps(THINKS).encode()).hexdigest()
+    assert recorded == hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
 def test_batch_size_and_order_of_tasks_do_not_change_the_scores(

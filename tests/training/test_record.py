@@ -5,6 +5,7 @@ settings and data alone.
 import copy
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.data import dates
 from fcsd.data.dataset import given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
@@ -156,6 +158,46 @@ def test_what_the_weights_do_not_depend_on_may_be_another(
         resume_from_checkpoint=str(Path(str(trainer.args.output_dir)) / "checkpoint-2")
     )
     assert trainer.state.global_step == 3
+
+
+def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_beginning(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.chat_template = (
+        "{{ strftime_now('%d') }}: {% for m in messages %}{{ m.content }} {% endfor %}"
+    )
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+
+    def on_day(day: int, folder: Path, steps: int) -> FCSDTrainer:
+        monkeypatch.setattr(dates, "BEGAN", datetime(2026, 11, day))
+        return FCSDTrainer(
+            copy.deepcopy(model),
+            FCSDConfig(str(folder), **SETTINGS | {"save_steps": 1, "max_steps": steps}),
+            train_dataset=[{"messages": turns}] * 40,
+            eval_dataset=[{"messages": turns}],
+            processing_class=tokenizer,
+        )
+
+    def first_words(trainer: FCSDTrainer, rows: str = "train_dataset") -> str:
+        return tokenizer.decode(getattr(trainer, rows)[0]["input_ids"]).split(":")[0]
+
+    begun = on_day(24, tmp_path / "run", 2)
+    begun.train()
+    assert first_words(begun) == "24" and first_words(begun, "eval_dataset") == "01"
+    record = read_json(tmp_path / "run" / "checkpoint-2" / RECORD_FILE)
+    assert record["template_date"] == "2026-11-24T00:00:00"
+    continued = on_day(25, tmp_path / "run", 2)
+    assert first_words(continued) == "24"
+    continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    for name, value in continued.model.state_dict().items():
+        assert torch.equal(value, begun.model.state_dict()[name])
+    elsewhere = on_day(25, tmp_path / "another", 2)
+    assert first_words(elsewhere) == "25"
+    with pytest.raises(
+        UserError, match=r"wrote the date 2026-11-24.*output_dir .*run"
+    ):
+        elsewhere.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
 def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(

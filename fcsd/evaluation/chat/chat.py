@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.chat import template_errors
 from fcsd.data.dates import dated_options
-from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
+from fcsd.data.thoughts import END_OF_PROMPT, Thoughts, thinking_options
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
 from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig
@@ -72,7 +72,7 @@ class Speaker:
         }
         options |= dated_options(self.tokenizer, self.today)
         if not self.thinking:
-            options["enable_thinking"] = False
+            options |= thinking_options(self.tokenizer, thinking=False)
         with template_errors(self.name, "the conversation"):
             inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
         length, positions = inputs["input_ids"].shape[1], self.positions

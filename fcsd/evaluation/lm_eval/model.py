@@ -26,7 +26,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.dates import dated_options
-from fcsd.data.thoughts import Thoughts
+from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
 from fcsd.parallel.ranks import input_device
 
@@ -67,7 +67,7 @@ class LanguageModel(HFLM):
         Other templates ignore the question.
         """
         self.chat_template_args = {
-            "enable_thinking": thinking,
+            **thinking_options(self.tokenizer, thinking),
             **dated_options(self.tokenizer),
         }
         self.thinking, self.chats = thinking, chat_template

@@ -1,5 +1,4 @@
-"""Write a quantised checkpoint again in bfloat16, a few rows of a weight in memory at a
-time.
+"""Copy a checkpoint with other tensors, a few rows of a weight in memory at a time.
 
 Shards are written one after another below `OUT.partial`, brought to the disk and
 renamed; a copy that was cut off continues with the next shard, to the same bytes.
@@ -7,10 +6,10 @@ renamed; a copy that was cut off continues with the next shard, to the same byte
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -36,103 +35,101 @@ from fcsd.model.connectivity.checkpoint import (
     WEIGHTS,
     Checkpoint,
     check_weights_path,
-    find_folder,
     read_checkpoint,
-    read_checkpoint_json,
 )
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.dtypes import PLAIN
-from fcsd.model.quantised.formats import Block, Slices, bits_of
-from fcsd.model.quantised.methods import without_quantisation
-from fcsd.model.quantised.stored import Contents, PackedWeight, read_contents
 
 SHARD_BYTES = 5 * 10**9
-_CHUNK_VALUES = 1 << 23  # decoded at once
-_RECORD = "dequantize.json"
+CHUNK_VALUES = 1 << 23  # of a weight in memory at once
 _DTYPES = PLAIN | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 
 
-def dequantize_checkpoint(
-    source: str | Path,
-    destination: str | Path,
-    *,
-    revision: str | None = None,
-    shard_bytes: int = SHARD_BYTES,
-) -> None:
-    """Write a checkpoint with the weights of a quantised one in bfloat16, and without
-    its quantisation config.
+@dataclass(frozen=True)
+class Copy:
+    """What a copy of a checkpoint holds.
 
-    Other tensors keep their dtype and bytes; scales of activations and of the key and
-    value cache are left out. Tensor names are those of an unquantised checkpoint of the
-    family.
-
-    Raises:
-        UserError: what `read_contents` refuses; `destination` exists and is not an
-            empty folder; `OUT.partial` is of another checkpoint; tensors that are not
-            those of the config.
+    command: of `fcsd`, which writes it. config: of the copy. tensors: of its files.
+    write: writes the bytes of the tensor of this name.
     """
-    destination = Path(destination)
+
+    command: str
+    config: dict[str, Any]
+    tensors: dict[str, Stored]
+    write: Callable[[str, BinaryIO], None]
+
+
+def check_destination(destination: Path) -> None:
+    """Raise UserError where no checkpoint can be written: it is there already."""
     check_weights_path(destination)
     if destination.exists() and not (destination.is_dir() and is_empty(destination)):
         raise UserError(
             f"{destination}: exists and is not empty; choose another destination or"
             " remove it first"
         )
-    checkpoint = read_checkpoint(find_folder(source, revision), any_family=True)
-    contents = read_contents(checkpoint)
+
+
+def write_copy(
+    source: str | Path,
+    checkpoint: Checkpoint,
+    destination: Path,
+    copy: Copy,
+    shard_bytes: int,
+) -> None:
+    """Write a copy, or continue one that was cut off.
+
+    Raises:
+        UserError: `OUT.partial` is of another checkpoint or command; tensors that are
+            not those of the copy's config.
+    """
     partial = destination.with_name(f"{destination.name}.partial")
-    check_folder_place(partial, _RECORD, "copy that `fcsd dequantize` began")
+    record = f"{copy.command}.json"
+    check_folder_place(partial, record, f"copy that `fcsd {copy.command}` began")
     make_folder(partial)
     folder = partial / "model"
     with writing(partial):
-        _begin(checkpoint, partial)
+        _begin(checkpoint, partial, record)
         folder.mkdir(exist_ok=True)
-        _write_shards(checkpoint, contents, folder, shard_bytes)
-        _write_rest(source, checkpoint, folder)
+        _write_shards(copy, folder, shard_bytes)
+        _write_rest(source, checkpoint, folder, copy.config)
         _check_result(folder)
         os.rename(folder, destination)  # which may be an empty folder
         shutil.rmtree(partial)
 
 
-def _begin(checkpoint: Checkpoint, partial: Path) -> None:
+def _begin(checkpoint: Checkpoint, partial: Path, name: str) -> None:
     """Note what is copied, or compare it with what an earlier call noted."""
     facts = {
-        name: [checkpoint.dtypes[name], list(shape)]
-        for name, shape in sorted(checkpoint.shapes.items())
+        tensor: [checkpoint.dtypes[tensor], list(shape)]
+        for tensor, shape in sorted(checkpoint.shapes.items())
     }
-    states = [file_state(checkpoint.folder / name) for name in checkpoint.weight_files]
+    states = [file_state(checkpoint.folder / file) for file in checkpoint.weight_files]
     text = json.dumps([facts, states, checkpoint.config], sort_keys=True)
     record = {"source": hashlib.sha256(text.encode()).hexdigest()}
-    if (partial / _RECORD).is_file():
-        if read_json(partial / _RECORD) != record:
+    if (partial / name).is_file():
+        if read_json(partial / name) != record:
             raise UserError(
                 f"{partial}: holds the begun copy of another checkpoint; remove it, or"
                 " name another destination"
             )
         return
-    write_json(partial / _RECORD, record)
+    write_json(partial / name, record)
 
 
-class _Rows:
+class Rows:
     """A tensor in a file, of which rows are read: not mapped, so that they do not stay
     in memory.
     """
 
     def __init__(self, file: Path, entry: Mapping[str, Any], begin: int) -> None:
-        self.file, self.shape, self.dtype = (
-            file,
-            list(entry["shape"]),
-            _DTYPES[entry["dtype"]],
-        )
-        self.begin, self.num_bytes = (
-            begin + entry["data_offsets"][0],
-            entry["data_offsets"][1],
-        )
-        self.num_bytes -= entry["data_offsets"][0]
+        first, last = entry["data_offsets"]
+        self.file, self.shape = file, list(entry["shape"])
+        self.dtype = _DTYPES[entry["dtype"]]
+        self.begin, self.num_bytes = begin + first, last - first
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -158,7 +155,7 @@ class _Rows:
         return torch.frombuffer(data, dtype=self.dtype)
 
 
-class _Source:
+class Source:
     """The tensors of a checkpoint's files."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -170,12 +167,14 @@ class _Source:
                 name: (file, entry, begin) for name, entry in header.items()
             }
 
-    def slices(self, parts: Mapping[str, str]) -> Slices:
-        return {part: self._rows(name) for part, name in parts.items()}
-
-    def _rows(self, name: str) -> _Rows:
+    def rows(self, name: str) -> Rows:
         file, entry, begin = self.entries[name]
-        return _Rows(self.folder / file, entry, begin)
+        return Rows(self.folder / file, entry, begin)
+
+    def stored(self, name: str) -> Stored:
+        entry = self.entries[name][1]
+        begin, end = entry["data_offsets"]
+        return Stored(entry["dtype"], tuple(entry["shape"]), end - begin)
 
     def copy(self, name: str, target: BinaryIO) -> None:
         """Write the bytes of a tensor."""
@@ -184,54 +183,15 @@ class _Source:
         with (self.folder / file).open("rb") as stream:
             copy_bytes(stream, begin + first, last - first, target)
 
-    def shape_of(self, weight: PackedWeight) -> tuple[int, ...]:
-        """Return the shape of a weight; of packed integers a tensor says it, and
-        UserError where it cannot be.
-        """
-        if "shape" not in weight.parts:
-            return weight.shape
-        packed, num_columns = (
-            self._rows(weight.parts["weight"]),
-            int(self._rows(weight.parts["shape"])[:][1]),
-        )
-        try:
-            bits_of(packed.get_shape()[1], num_columns)
-        except UserError as error:
-            raise UserError(
-                f"{self.folder}: tensor '{weight.parts['weight']}': {error}"
-            ) from None
-        return weight.shape[0], num_columns
 
-
-def _tensors(contents: Contents, source: _Source) -> dict[str, Stored]:
-    """Return what the copy holds."""
-    tensors = {}
-    for name, weight in contents.weights.items():
-        shape = source.shape_of(weight)
-        tensors[name] = Stored("BF16", shape, 2 * math.prod(shape))
-    for name in contents.plain:
-        entry = source.entries[name][1]
-        begin, end = entry["data_offsets"]
-        tensors[name] = Stored(entry["dtype"], tuple(entry["shape"]), end - begin)
-    return tensors
-
-
-def _write_shards(
-    checkpoint: Checkpoint, contents: Contents, folder: Path, shard_bytes: int
-) -> None:
+def _write_shards(copy: Copy, folder: Path, shard_bytes: int) -> None:
     """Write the shards that are not there yet, and the index of all."""
-    source = _Source(checkpoint)
-    tensors = _tensors(contents, source)
+    tensors = copy.tensors
     shards = _shards(tensors, shard_bytes)
-    with progress_bar(total=len(tensors), desc="dequantize", unit="tensor") as bar:
+    with progress_bar(total=len(tensors), desc=copy.command, unit="tensor") as bar:
 
         def write(name: str, target: BinaryIO) -> None:
-            if (weight := contents.weights.get(name)) is None:
-                source.copy(name, target)
-            else:
-                parts = source.slices(weight.parts)
-                for rows in decoded(weight, tensors[name].shape, parts, contents.block):
-                    target.write(rows.view(torch.uint8).numpy().data)
+            copy.write(name, target)
             bar.update()
 
         for file, names in shards.items():
@@ -266,29 +226,10 @@ def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[s
     }
 
 
-def decoded(
-    weight: PackedWeight, shape: tuple[int, ...], parts: Slices, block: Block
-) -> Iterator[Tensor]:
-    """Yield a weight in bfloat16, a few rows of its first dimension at a time."""
-    row = max(1, math.prod(shape[1:]))
-    step = max(1, _CHUNK_VALUES // row)
-    for begin in range(0, shape[0], step):
-        values = weight.decode(parts, begin, min(begin + step, shape[0]), block)
-        yield values.to(torch.bfloat16).contiguous()
-
-
-def _write_rest(source: str | Path, checkpoint: Checkpoint, folder: Path) -> None:
+def _write_rest(
+    source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]
+) -> None:
     """Write config, tokenizer and code beside the weights."""
-    config = without_quantisation(read_checkpoint_json(checkpoint.folder / CONFIG))
-    for section in (
-        config,
-        *(value for value in config.values() if isinstance(value, dict)),
-    ):
-        for key in ("dtype", "torch_dtype"):
-            if key in section:
-                section[key] = "bfloat16"
-    if not {"dtype", "torch_dtype"} & config.keys():
-        config["dtype"] = "bfloat16"
     if checkpoint.connectivity is not None and checkpoint.family is not None:
         write_code(checkpoint.folder, checkpoint.family, folder)
     is_on_hub = not Path(source).expanduser().is_dir()
@@ -301,3 +242,8 @@ def _check_result(folder: Path) -> None:
     checkpoint = read_checkpoint(folder, any_family=True)
     if checkpoint.family is not None:
         check_tensors(checkpoint, *config_and_class(checkpoint))
+
+
+def write_rows(rows: Tensor, target: BinaryIO) -> None:
+    """Write the bytes of a tensor in memory."""
+    target.write(rows.contiguous().view(torch.uint8).numpy().data)

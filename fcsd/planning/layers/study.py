@@ -38,6 +38,7 @@ from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import build_dataset, heldout_rows
+from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
@@ -440,7 +441,7 @@ def _calibration_rows(
     assert study.calibrated is not None
     rows = build_dataset(
         [study.calibrated], tokenizer, max_length=study.max_length, packing=packing, shuffle=False,
-        loss_on=study.loss_on, bad_rows=BadRows(setting=None),
+        loss_on=study.loss_on, bad_rows=BadRows(setting=None), date=TEMPLATE_DATE,
         vocab_size=model.config.get_text_config().vocab_size,
         # rows of one example are not full
         num_rows=4 * study.calibration_tokens // study.max_length + 1,

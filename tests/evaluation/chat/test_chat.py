@@ -154,13 +154,14 @@ def test_a_reply_that_the_limit_ended_says_so_and_one_that_the_model_ended_does_
     assert "cut" not in transcript([speaker], "hello", max_new_tokens=1)
 
 
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
 def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
-    base_checkpoint: Path, tmp_path: Path
+    switch: str, base_checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
     template = (folder / "chat_template.jinja").read_text()
     (folder / "chat_template.jinja").write_text(
-        template + "{% if enable_thinking is false %}quick{% endif %}"
+        template + f"{{% if {switch} is false %}}quick{{% endif %}}"
     )
     speaker, quick = (
         load_speaker(str(folder)),

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.quantised import copy
-from fcsd.model.quantised.copy import dequantize_checkpoint
+from fcsd.model.quantised import dequantise
+from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from tests.kills import Places
 from tests.reference.tiny import tiny_model
 from tests.support import in_a_fork
@@ -328,7 +328,7 @@ def test_each_layout_has_the_values_of_its_formula(
 ) -> None:
     expected = write(tmp_path / "quantised", *LAYOUTS[layout])
     # several chunks, which begin in the middle of a block
-    monkeypatch.setattr(copy, "_CHUNK_VALUES", 1000)
+    monkeypatch.setattr(dequantise, "CHUNK_VALUES", 1000)
     assert main(["dequantize", str(tmp_path / "quantised"), str(tmp_path / "out")]) == 0
     assert_same(read(tmp_path / "out"), expected)
     assert "quantization_config" not in json.loads(
