@@ -4,7 +4,6 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.artifact import SCHEMA_VERSION, versions
-from fcsd.cli.lazy import lazy_imports
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
@@ -16,29 +15,10 @@ from fcsd.cli.options import (
     quiet_transformers,
 )
 
-with lazy_imports():
-    from fcsd.data.config import DataConfig, source_option
-    from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.model.config import ModelConfig
-    from fcsd.model.connectivity.checkpoint import read_checkpoint
-    from fcsd.model.connectivity.export import (
-        convert_checkpoint,
-        export_checkpoint,
-        unconvert_checkpoint,
-    )
-    from fcsd.model.connectivity.load import load_config
-    from fcsd.model.families.table import families_facts, families_table
-    from fcsd.model.inspect import inspect_model, report_table
-    from fcsd.model.quantised.dequantise import dequantize_checkpoint
-    from fcsd.model.quantised.quantise import quantize_checkpoint
-    from fcsd.parallel.launch import join_launch
-    from fcsd.pipeline.calibrate import calibrate_folder
-    from fcsd.planning.layers.first import tell_first_layers
-    from fcsd.recipe.recipe import Recipe
-    from fcsd.training.config import CalibrationConfig
-
 
 def _inspect(arguments: Namespace) -> None:
+    from fcsd.model.inspect import inspect_model, report_table
+
     print_result(
         arguments, inspect_model(arguments.model, arguments.revision), report_table
     )
@@ -53,6 +33,11 @@ def _convert(arguments: Namespace) -> None:
         },
         "versions": versions(),
     }
+    from fcsd.model.connectivity.checkpoint import read_checkpoint
+    from fcsd.model.connectivity.export import convert_checkpoint
+    from fcsd.model.connectivity.load import load_config
+    from fcsd.planning.layers.first import tell_first_layers
+
     convert_checkpoint(
         arguments.model,
         arguments.out,
@@ -71,6 +56,10 @@ def _convert(arguments: Namespace) -> None:
 
 def _calibrate(arguments: Namespace) -> None:
     options, suite = vars(arguments), arguments.decontaminate
+    from fcsd.data.config import source_option
+    from fcsd.model.config import ModelConfig
+    from fcsd.recipe.recipe import Recipe
+
     source = source_option(arguments.text, "--text")
     recipe = Recipe.from_plain(
         {
@@ -92,6 +81,9 @@ def _calibrate(arguments: Namespace) -> None:
         "the calibration",
     )
     quiet_transformers()
+    from fcsd.parallel.launch import join_launch
+    from fcsd.pipeline.calibrate import calibrate_folder
+
     launch = join_launch()
     calibrate_folder(recipe, arguments.out, launch)
     if launch.first:
@@ -99,26 +91,36 @@ def _calibrate(arguments: Namespace) -> None:
 
 
 def _dequantize(arguments: Namespace) -> None:
+    from fcsd.model.quantised.dequantise import dequantize_checkpoint
+
     dequantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
 
 
 def _quantize(arguments: Namespace) -> None:
+    from fcsd.model.quantised.quantise import quantize_checkpoint
+
     quantize_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
 
 
 def _unconvert(arguments: Namespace) -> None:
+    from fcsd.model.connectivity.export import unconvert_checkpoint
+
     unconvert_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
 
 
 def _export(arguments: Namespace) -> None:
+    from fcsd.model.connectivity.export import export_checkpoint
+
     export_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
 
 
 def _families(arguments: Namespace) -> None:
+    from fcsd.model.families.table import families_facts, families_table
+
     print_result(arguments, families_facts(), families_table)
 
 
@@ -164,6 +166,10 @@ def _calibrate_options(parser: ArgumentParser) -> None:
             " data.train, in YAML: '{path: X, columns: {text: body}, split: train}'"
         ),
     )
+    from fcsd.data.config import DataConfig
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.training.config import CalibrationConfig
+
     field_options(parser, CalibrationConfig, "tokens", "ridge")
     field_options(parser, DataConfig, "max_length")
     parser.add_argument(

@@ -194,9 +194,7 @@ def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_begin
         assert torch.equal(value, begun.model.state_dict()[name])
     elsewhere = on_day(25, tmp_path / "another", 2)
     assert first_words(elsewhere) == "25"
-    with pytest.raises(
-        UserError, match=r"wrote the date 2026-11-24.*output_dir .*run"
-    ):
+    with pytest.raises(UserError, match=r"wrote the date 2026-11-24.*output_dir .*run"):
         elsewhere.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
