@@ -16,8 +16,8 @@ Not covered: where the rows of a recipe lie (`fcsd.pipeline.rows`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenizer_name
 from fcsd.data.columns import check_meanings, column_meanings
 from fcsd.data.config import SourceConfig
-from fcsd.data.dates import BEGAN, TEMPLATE_DATE
+from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import scratch
 from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
@@ -40,21 +40,15 @@ from fcsd.data.sources import GivenSource, Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fcsd.data.decontaminate import Decontaminator
-
 
 def build_dataset(
     sources: Sequence[Source],
     tokenizer: Any,
     *,
-    loss_on: str = "response",
     num_proc: int | None = None,
-    decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None,
     bad_rows: BadRows | None = None,
     place: tuple[Path, Sequence[str]] | None = None,
-    vocab_size: int | None = None,
-    date: datetime = BEGAN,
-    **layout: Any,
+    **options: Any,
 ) -> PackedRows:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives
     the same rows in the same order.
@@ -72,10 +66,7 @@ def build_dataset(
         num_proc: processes that tokenize; None: one a core, eight at most.
         place: where the tokens are kept, and a folder's name for each source, which
             says all that they depend on; None: until this process ends.
-        vocab_size: tokens that the model knows, so that the examples with others are
-            found; None: not known.
-        date: what the chat template writes for today's.
-        layout: `max_length`, and what else a `Layout` has.
+        options: `max_length` and what else a `Layout` has; what a `Tokenizing` has.
 
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
     a token to predict.
@@ -90,12 +81,14 @@ def build_dataset(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
             " token"
         )
+    of_tokenizing = {one.name for one in fields(Tokenizing)} & options.keys()
+    how = {name: options.pop(name) for name in of_tokenizing}
     folder, names = place or (scratch(), [*map(str, range(len(sources)))])
     path = write_rows(
         [*zip(sources, names, strict=True)],
         folder,
-        Tokenizing(tokenizer, loss_on, decontaminator, vocab_size, date),
-        Layout(pad_token_id=pad_token_id, **layout),
+        Tokenizing(tokenizer, **how),
+        Layout(pad_token_id=pad_token_id, **options),
         bad_rows or BadRows(),
         num_proc,
     )

@@ -49,12 +49,12 @@ class Tokenizing:
     """How examples become tokens: the tokenizer, where loss is, and the test items that
     are kept out.
 
-    vocab_size: tokens that the model knows; None: not known. date: what a template
-    writes for today's.
+    vocab_size: tokens that the model knows, so that examples with others are seen;
+    None: not known. date: what a template writes for today's.
     """
 
     tokenizer: Any
-    loss_on: str
+    loss_on: str = "response"
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
     vocab_size: int | None = None
     date: datetime = BEGAN
