@@ -16,8 +16,8 @@ Not covered: the location of a recipe's rows (`fcsd.pipeline.rows`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.chat import tokenizer_name
 from fcsd.data.columns import check_meanings, column_meanings
 from fcsd.data.config import SourceConfig
-from fcsd.data.dates import BEGAN, TEMPLATE_DATE
+from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import scratch
 from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
@@ -40,21 +40,15 @@ from fcsd.data.sources import GivenSource, Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fcsd.data.decontaminate import Decontaminator
-
 
 def build_dataset(
     sources: Sequence[Source],
     tokenizer: Any,
     *,
-    loss_on: str = "response",
     num_proc: int | None = None,
-    decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None,
     bad_rows: BadRows | None = None,
     place: tuple[Path, Sequence[str]] | None = None,
-    vocab_size: int | None = None,
-    date: datetime = BEGAN,
-    **layout: Any,
+    **options: Any,
 ) -> PackedRows:
     """Build the rows of all sources, mixed, shuffled and packed; the same seed gives
     the same rows in the same order.
@@ -72,10 +66,7 @@ def build_dataset(
         place: the folder for the tokens, and the name of each source's folder in it,
             which identifies everything that its tokens depend on; None: a folder that
             is removed when this process ends.
-        vocab_size: number of tokens of the model; examples with other tokens are bad.
-            None: unknown.
-        date: the day that the chat template writes as today's.
-        layout: `max_length`, and other fields of `Layout`.
+        options: `max_length` and other fields of `Layout`; fields of `Tokenizing`.
 
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
     a token to predict.
@@ -90,13 +81,15 @@ def build_dataset(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"
             " token"
         )
+    names_of_tokenizing = {field.name for field in fields(Tokenizing)} & options.keys()
+    tokenizing = {name: options.pop(name) for name in names_of_tokenizing}
     # A caller without a folder gets one for the life of this process.
     folder, names = place or (scratch(), [*map(str, range(len(sources)))])
     path = write_rows(
         [*zip(sources, names, strict=True)],
         folder,
-        Tokenizing(tokenizer, loss_on, decontaminator, vocab_size, date),
-        Layout(pad_token_id=pad_token_id, **layout),
+        Tokenizing(tokenizer, **tokenizing),
+        Layout(pad_token_id=pad_token_id, **options),
         bad_rows or BadRows(),
         num_proc,
     )

@@ -48,12 +48,12 @@ class Tokenizing:
     """Turns examples into tokens: the tokenizer, the position of loss, and the test
     items that are kept out.
 
-    vocab_size: number of tokens of the model; None: unknown. date: the day that a
-    template writes as today's.
+    vocab_size: number of tokens of the model, beyond which ids are refused; None:
+    unknown. date: the day that a template writes as today's.
     """
 
     tokenizer: Any
-    loss_on: str
+    loss_on: str = "response"
     decontaminator: Decontaminator | Callable[[], Decontaminator | None] | None = None
     vocab_size: int | None = None
     date: datetime = BEGAN

@@ -59,7 +59,8 @@ def convert_checkpoint(
 
     The weight files are hard-linked, with the source's permissions, or copied where the
     file system cannot link; the config is rewritten, `modeling_farskip.py` is added.
-    Everything is written beside `destination` and renamed at the end.
+    Everything is written beside `destination` and renamed at the end. No values are
+    read, so that one that is NaN is seen by the first stage (`check_finite`), not here.
 
     The result loads without fcsd with `trust_remote_code=True`, and is refused with
     False. Its tokenizer, whose files are those of `source`, is the base's with

@@ -106,14 +106,14 @@ def test_a_weight_in_pieces_has_the_bytes_that_transformers_makes_of_all_of_it(
     settings = FineGrainedFP8Config()
     quantizer = AutoHfQuantizer.from_config(settings, pre_quantized=False)
     library = quantizer.get_quantize_ops()
-    found, expected = tensors(tmp_path / "out"), tensors(source)
-    for name in [name for name in found if name.endswith("_scale_inv")]:
+    written, expected = tensors(tmp_path / "out"), tensors(source)
+    for name in [name for name in written if name.endswith("_scale_inv")]:
         weight = name.removesuffix("_scale_inv")
         expected |= library.convert({weight: expected[weight]})
-    assert found.keys() == expected.keys()
+    assert written.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert written[name].dtype == tensor.dtype, name
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
 @torch.no_grad()
@@ -153,8 +153,8 @@ def test_config_and_files_agree_on_what_is_quantised(
     quantize_checkpoint(farskip(tmp_path, family), tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     settings = config["quantization_config"]
-    found = tensors(tmp_path / "out")
-    quantised = {name for name in found if found[name].dtype == torch.float8_e4m3fn}
+    written = tensors(tmp_path / "out")
+    quantised = {name for name in written if written[name].dtype == torch.float8_e4m3fn}
     router = "mlp.gate" if family != "mixtral" else "block_sparse_moe.gate"
     left = settings["modules_to_not_convert"]
     assert {"lm_head", "model.embed_tokens", f"model.layers.1.{router}"} <= {*left}
@@ -179,7 +179,7 @@ def test_config_and_files_agree_on_what_is_quantised(
         if name.endswith("_scale_inv")
     }
     assert revert_weight_conversion(model, state).keys() == quantised
-    assert {f"{name}_scale_inv" for name in quantised} < found.keys()
+    assert {f"{name}_scale_inv" for name in quantised} < written.keys()
 
     dequantize_checkpoint(tmp_path / "out", tmp_path / "back")
     loaded = load_model(tmp_path / "out").state_dict()
@@ -195,10 +195,10 @@ def test_layers_that_engines_put_together_stay_in_bfloat16_together(
         tmp_path, head_dim=64, num_attention_heads=8, num_key_value_heads=1
     )
     quantize_checkpoint(source, tmp_path / "out")
-    found = tensors(tmp_path / "out")
-    attention = {name for name in found if "self_attn" in name and "proj" in name}
+    written = tensors(tmp_path / "out")
+    attention = {name for name in written if "self_attn" in name and "proj" in name}
     assert {
-        name.split(".")[4] for name in attention if f"{name}_scale_inv" in found
+        name.split(".")[4] for name in attention if f"{name}_scale_inv" in written
     } == {"o_proj"}
     assert load_model(tmp_path / "out").dtype == torch.bfloat16
 
