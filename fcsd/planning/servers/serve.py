@@ -78,13 +78,13 @@ def bench_serve(
             server that fails and is no rival, which may be missing.
     """
     config = check_models(benchmark)
-    if (dummies := with_dummies(benchmark)) is not benchmark:
+    asked, benchmark = benchmark, with_dummies(benchmark)
+    if benchmark != asked:
         print(
             f"fcsd bench: {benchmark.model} has no weights (--config-only): all servers"
             " get --load-format dummy",
             file=sys.stderr,
         )
-    benchmark = dummies
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
         print(f"fcsd bench: warning: {engine.warning}", file=sys.stderr)
