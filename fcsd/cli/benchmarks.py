@@ -70,9 +70,9 @@ COMMANDS = {
         _bench,
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server"
         " after another, in turns: stock, stock with each exact way to hide"
-        " communication that this machine has, FarSkip blocking and overlapped. MODEL"
-        " of `fcsd convert --config-only`, without weights: every server gets"
-        " --load-format dummy, and the result says so. The"
-        " same command continues where it was cut off (docs/serve.md).",
+        " communication that this machine has, FarSkip blocking and overlapped. Where"
+        " MODEL has no weights (`fcsd convert --config-only`), every server gets"
+        " --load-format dummy, and the result says so. The same command continues where"
+        " it was cut off (docs/serve.md).",
     ),
 }

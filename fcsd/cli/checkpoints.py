@@ -46,7 +46,7 @@ def _convert(arguments: Namespace) -> None:
         record=record,
         config_only=arguments.config_only,
     )
-    if not arguments.config_only:  # its quality is nobody's question
+    if not arguments.config_only:  # such a model is timed and never scored
         checkpoint = read_checkpoint(arguments.out)
         assert checkpoint.connectivity is not None and checkpoint.family is not None
         config, wired = load_config(checkpoint), checkpoint.connectivity

@@ -81,13 +81,13 @@ def bench_serve(
     # Everything that can be refused is refused before a server starts, which may take
     # an hour.
     config = check_models(benchmark)
-    if (dummies := with_dummies(benchmark)) is not benchmark:
+    asked, benchmark = benchmark, with_dummies(benchmark)
+    if benchmark != asked:
         print(
             f"fcsd bench: {benchmark.model} has no weights (--config-only): all servers"
             " get --load-format dummy",
             file=sys.stderr,
         )
-    benchmark = dummies
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
         print(f"fcsd bench: warning: {engine.warning}", file=sys.stderr)

@@ -153,6 +153,7 @@ READERS = [
     "evaluate OUT --suite tiny --output NEW",
     "evaluate OUT --suite tiny --output NEW --server http://127.0.0.1:9",
     "layers OUT --text TEXT --output NEW",
+    "routing OUT --text TEXT --output NEW",
     "chat OUT",
     "push OUT owner/name --dry-run NEW",
     "distill RECIPE",
