@@ -86,7 +86,7 @@ def test_of_commands_that_are_not_asked_for_no_option_is_looked_up() -> None:
 @pytest.mark.parametrize(
     ("field", "key"),
     {
-        "attention": "connectivity.attention", "mlp": "connectivity.mlp", "text_examples": "data.heldout_examples",
+        "attention": "connectivity.attention", "text_examples": "data.heldout_examples",
         "max_length": "data.max_length", "packing": "data.packing", "loss_on": "data.loss_on",
         "suite": "evaluation.suite", "data_root": "evaluation.data_root", "limit": "evaluation.limit",
         "allow_weak_sandbox": "evaluation.allow_weak_sandbox",

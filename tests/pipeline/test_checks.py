@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.quantised.copy import dequantize_checkpoint
+from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from fcsd.pipeline import checks
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -180,7 +180,7 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
         check_run(run)
     text = (
         f"data.max_length 256: rows are longer than the 128 positions of {bench.base}:"
-        " what an example has"
+        " the model was never trained on positions beyond them"
     )
     assert capfd.readouterr().err.count(text) == 1
     check_run(run_of(bench.recipe("short")))

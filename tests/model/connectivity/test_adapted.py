@@ -5,8 +5,6 @@
 
 import copy
 import pickle
-import sys
-import types
 
 import pytest
 import torch
@@ -20,12 +18,12 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
-from fcsd.model.connectivity.modeling import rewiring_source
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
 from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
+from tests.reference.mutants import mutated
 from tests.reference.tiny import tiny_model
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
@@ -221,23 +219,14 @@ MUTANTS = {
         ("glm_moe_dsa",),
     ),
     "a second output: it is not handed on": (
-        "return out[0], (out[1], out[2])",
-        "return out[0], (out[1], kwargs[side])",
+        "return (out[0], (out[1], out[2]))",
+        "return (out[0], (out[1], kwargs[side]))",
         ("glm_moe_dsa",),
     ),
 }
 """What is wrong -> (text of the rewiring, what a mutant has in its place, families in
 which it must show).
 """
-
-
-def mutated(old, new, monkeypatch):
-    text = rewiring_source()
-    assert text.count(old) == 1
-    module = types.ModuleType("mutant_rewire")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(text.replace(old, new), "mutant_rewire.py", "exec"), module.__dict__)
-    return module
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
@@ -250,7 +239,7 @@ def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
 
 WRAPPER_MUTANTS = {
     "only the full stream is edited between layers": (
-        "tuple(edit(model, stream, *args) for stream in hidden_states)",
+        "tuple((edit(model, stream, *args) for stream in hidden_states))",
         "(edit(model, hidden_states[0], *args), hidden_states[1])",
         "qwen3_vl_moe",
     ),

@@ -657,7 +657,7 @@ def test_code_of_a_hub_repository_is_named_there(tmp_path, monkeypatch):
     names = {"auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
     (snapshot / "tokenizer_config.json").write_text(json.dumps(names))
     monkeypatch.setattr(
-        "fcsd.model.connectivity.export.find_folder", lambda *_: snapshot
+        "fcsd.model.connectivity.export.find_folder", lambda *_, **__: snapshot
     )
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     carried = json.loads((tmp_path / "far" / "tokenizer_config.json").read_text())

@@ -3,8 +3,6 @@ equations.
 """
 
 import itertools
-import sys
-import types
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
-from fcsd.model.connectivity.modeling import rewiring_source
 from fcsd.model.families import FAMILIES, NEWER, moe_mask
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
 from tests.reference.images import IMAGES
+from tests.reference.mutants import mutated
 from tests.reference.parts import arguments_computed_once
 from tests.reference.reference import MOE, reference_forward
 from tests.reference.surgery import surgery_forward
@@ -443,23 +441,14 @@ MUTANTS = {
         ("deepseek_v2", "ernie4_5_moe", "lfm2_moe", "qwen3_next"),
     ),
     "a regular layer gets the partial stream": (
-        "and k + 1 in selected",
-        "and k + 1 < len(stack)",
+        "and (k + 1 in selected)",
+        "and (k + 1 < len(stack))",
         ("qwen3_moe", "deepseek_v2", *HYBRIDS),
     ),
 }
 """What is wrong -> (text of the rewiring, what a mutant has in its place, families in
 which it must show).
 """
-
-
-def mutated(old, new, monkeypatch):
-    text = rewiring_source()
-    assert text.count(old) == 1
-    module = types.ModuleType("mutant_rewire")
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    exec(compile(text.replace(old, new), "mutant_rewire.py", "exec"), module.__dict__)
-    return module
 
 
 def largest_error(module, family):
