@@ -112,11 +112,11 @@ def instella_type(config: Mapping[str, Any]) -> str:
 def check_described(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError for a key of a config with Instella's keys that nobody has described."""
     gated = config.get("model_type") in GATED and bool(config.get(GATE))
-    known = _DESCRIBED.union(INSTELLA_KEYS)
+    described_keys = _DESCRIBED.union(INSTELLA_KEYS)
     for key in config:
-        if key not in known and (gated or "farskip" in key):
+        if key not in described_keys and (gated or "farskip" in key):
             raise UserError(
-                f"{where}: {key}: unknown key{did_you_mean(key, sorted(known))}; what"
+                f"{where}: {key}: unknown key{did_you_mean(key, sorted(described_keys))}; what"
                 " it changes in an Instella model is not known, so it is not passed"
                 " over; take it out if it changes nothing"
             )
@@ -196,21 +196,24 @@ def translate_instella(
             f" {fields} are needed beside it"
         ) from None
     field = from_instella(config, mask, where).field(mask)
-    rest = {
+    other_keys = {
         key: value
         for key, value in config.items()
         if key not in (*INSTELLA_KEYS, "auto_map")
     }
     if family.like:
         # 1 in some, whose files hold no such layer
-        rest["num_nextn_predict_layers"] = 0
+        other_keys["num_nextn_predict_layers"] = 0
     if not field["layers"]:
-        return rest | {"model_type": model_type, "architectures": [family.causal_lm]}
+        return other_keys | {
+            "model_type": model_type,
+            "architectures": [family.causal_lm],
+        }
     names = {
         "model_type": PREFIX + model_type,
         "architectures": [f"FarSkip{family.causal_lm}"],
     }
-    return rest | names | {"farskip": field}
+    return other_keys | names | {"farskip": field}
 
 
 AMDS_CODE = "amd/Instella-MoE-16B-A3B-Think"
@@ -245,7 +248,7 @@ def to_instella(
             none that is described.
     """
     family = base_model_type(str(config["model_type"]))
-    written = {own: theirs for theirs, own in GATED.items()}
+    written = {our_type: amd_type for amd_type, our_type in GATED.items()}
     if family not in (*written, "deepseek_v2", "deepseek_v3"):
         raise UserError(
             f"{where}: AMD's keys are read by AMD's code for DeepSeek-V2, DeepSeek-V3"
@@ -258,8 +261,8 @@ def to_instella(
             " SGLang, which has DeepSeek-V2's, wires all layers with both sides;"
             " convert the original with `--layers all`"
         )
-    rest = {key: value for key, value in config.items() if key not in _REWRITTEN}
-    rest |= _rope_before_5(config) | {
+    result_keys = {key: value for key, value in config.items() if key not in _REWRITTEN}
+    result_keys |= _rope_before_5(config) | {
         "torch_dtype": config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     }
     names: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"]}
@@ -267,12 +270,12 @@ def to_instella(
         names = {
             "architectures": ["InstellaMoEForCausalLM"],
             "auto_map": {
-                auto: f"{AMDS_CODE}--{place}" for auto, place in _AUTO.items()
+                auto: f"{AMDS_CODE}--{class_path}" for auto, class_path in _AUTO.items()
             },
             GATE: family in GATED.values(),
             "num_nextn_predict_layers": 0,
         }
-    result = rest | names | {"model_type": written.get(family, family)} | keys
+    result = result_keys | names | {"model_type": written.get(family, family)} | keys
     check_described(result, where)
     return result
 
@@ -284,7 +287,7 @@ def _keys_of(
     layers = field["layers"]
     if not layers:
         return {"farskip": False}
-    sides = {
+    flags = {
         "attn_only_farskip": field["mlp"] == "full",
         "mlp_only_farskip": field["attention"] == "full",
     }
@@ -297,7 +300,7 @@ def _keys_of(
             **({"farskip_start_idx": first} if first else {}),
             **last,
         }
-        keys |= {name: True for name, value in sides.items() if value}
+        keys |= {name: True for name, value in flags.items() if value}
         try:
             if from_instella(keys, mask).field(mask) == dict(field):
                 return keys

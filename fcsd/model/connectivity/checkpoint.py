@@ -163,13 +163,13 @@ def _check_no_state(folder: Path) -> None:
         )
     below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     if below or (folder / "trainer_state.json").is_file():
-        what = (
+        description = (
             f"holds states of a training ({below[-1].parent.name})"
             if below
             else "is the state of a training"
         )
         raise UserError(
-            f"{folder}: {what}, to continue from, and no model;"
+            f"{folder}: {description}, to continue from, and no model;"
             " FCSDTrainer.train(resume_from_checkpoint=…), or the command that began"
             " it, continues; save_model, or the end of a recipe's stage, leaves a"
             " model"
@@ -251,17 +251,17 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """Return the files of a checkpoint that have these names, sorted; raises UserError
     as `check_file`.
     """
-    places = {pattern.rpartition("/")[0] for pattern in patterns}
+    subfolders = {pattern.rpartition("/")[0] for pattern in patterns}
     files = []
-    for place in sorted(name for name in places if (folder / name).is_dir()):
+    for subfolder in sorted(name for name in subfolders if (folder / name).is_dir()):
         try:
             # not `glob`, which passes over links to nothing
-            names = sorted(os.listdir(folder / place))
+            names = sorted(os.listdir(folder / subfolder))
         except OSError as error:
             raise UserError(
-                f"{folder / place}: cannot be read ({error.strerror})"
+                f"{folder / subfolder}: cannot be read ({error.strerror})"
             ) from None
-        entries = [Path(place, name) for name in names]
+        entries = [Path(subfolder, name) for name in names]
         for entry in entries:
             if any(
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
@@ -313,17 +313,17 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file of a checkpoint."""
     hint = "is this folder a Hugging Face checkpoint, and whole? fetch the file again"
     value: dict[str, Any] = read_json(file, hint, keys=())
-    if place := _not_a_number(value):
-        raise UserError(f"{file}: {place} is NaN, a number is needed; {hint}")
+    if nan_key := _not_a_number(value):
+        raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
     return value
 
 
-def _not_a_number(value: Any, place: str = "") -> str | None:
+def _not_a_number(value: Any, key_path: str = "") -> str | None:
     """Return the dotted key of the first NaN; infinite numbers are in published
     configs, and mean something.
     """
     if isinstance(value, float):
-        return place if math.isnan(value) else None
+        return key_path if math.isnan(value) else None
     items = (
         value.items()
         if isinstance(value, dict)
@@ -331,11 +331,11 @@ def _not_a_number(value: Any, place: str = "") -> str | None:
         if isinstance(value, list)
         else ()
     )
-    places = (
-        _not_a_number(inner, f"{place}.{key}" if place else str(key))
+    nan_keys = (
+        _not_a_number(inner, f"{key_path}.{key}" if key_path else str(key))
         for key, inner in items
     )
-    return next(filter(None, places), None)
+    return next(filter(None, nan_keys), None)
 
 
 def read_config(
@@ -470,14 +470,14 @@ def read_without_weights(folder: Path) -> Checkpoint:
     try:
         weights = read_checkpoint(folder)
     except UserError:  # none, or a part of them, or Git LFS's pointers to them
-        said = said_quantisation(checkpoint.config, folder)
-        if said is not None:
+        quantisation = said_quantisation(checkpoint.config, folder)
+        if quantisation is not None:
             _tell_once(
-                f"{folder}: {said.place} says {said.words}, which is believed: without"
+                f"{folder}: {quantisation.place} says {quantisation.words}, which is believed: without"
                 " weights nobody can tell whether it is left over; servers with dummy"
                 " weights quantise those, too"
             )
-        return replace(checkpoint, quantisation=said)
+        return replace(checkpoint, quantisation=quantisation)
     return replace(
         checkpoint,
         config=weights.config,
@@ -499,15 +499,15 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     """Compare what the files say of quantisation with the tensors; fields that are left
     over do not count.
     """
-    said, folder = (
+    quantisation, folder = (
         said_quantisation(checkpoint.config, checkpoint.folder),
         checkpoint.folder,
     )
-    if said is None or not is_left_over(said, checkpoint.dtypes):
-        return replace(checkpoint, quantisation=said)
+    if quantisation is None or not is_left_over(quantisation, checkpoint.dtypes):
+        return replace(checkpoint, quantisation=quantisation)
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
     _tell_once(
-        f"{folder}: {said.place} says {said.words}, but no tensor is quantised"
+        f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is quantised"
         f" ({dtypes}): it is left over, not read"
     )
     return replace(
@@ -535,8 +535,10 @@ def _check_shard(
     """
     if weights.weight_map is None:
         return
-    wanted = {tensor for tensor, file in weights.weight_map.items() if file == name}
-    if absent := sorted(wanted - set(in_file)):
+    tensors_by_index = {
+        tensor for tensor, file in weights.weight_map.items() if file == name
+    }
+    if absent := sorted(tensors_by_index - set(in_file)):
         raise UserError(
             f"{folder / name}: tensor '{absent[0]}' is not in this file, but"
             f" {weights.index} says so; fetch both again"

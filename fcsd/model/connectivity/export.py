@@ -86,17 +86,20 @@ def convert_checkpoint(
     """
     checkpoint, family, _ = _checked(source, destination, revision, not config_only)
     mask = moe_mask(load_config(checkpoint), family)
-    own = checkpoint.connectivity
+    current = checkpoint.connectivity
     if config_only:
         record = {"stage": "convert"} | (record or {}) | {CONFIG_ONLY: True}
     if connectivity is None:
-        connectivity = own if checkpoint.foreign and own is not None else Connectivity()
+        # A checkpoint in another project's keys keeps the connectivity that they describe.
+        connectivity = Connectivity()
+        if checkpoint.foreign and current is not None:
+            connectivity = current
     field = connectivity.new_field(mask, family.layout)
     try:
         rewire.check_field(family, field)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from None
-    if own is not None and not checkpoint.foreign and own.field(mask) == field:
+    if current is not None and not checkpoint.foreign and current.field(mask) == field:
         raise UserError(
             f"{source}: is already converted with this connectivity (layers"
             f" {field['layers']})"
@@ -161,9 +164,9 @@ def export_checkpoint(
         UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
     """
     checkpoint, family, extra = _checked(source, destination, revision)
-    own = checkpoint.connectivity or Connectivity("none")
+    connectivity = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
-    config = to_instella(checkpoint.config, own.field(mask), mask, str(source))
+    config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
     if extra:
         config["num_nextn_predict_layers"] = promised_layers(checkpoint.config)
     with new_folder(Path(destination), replaces=False) as folder:
@@ -307,15 +310,15 @@ def _keep_code(source: Path, folder: Path, file: str, repository: str | None) ->
                 f"{source / file}: auto_map: Auto class to module.Class is needed, got"
                 f" {str(classes)[:80]!r}; fetch the file again"
             )
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             if not name or "--" in name:
                 continue
             module = f"{name.split('.')[0]}.py"
             if os.path.lexists(source / module):
-                for each in code_files(source, module):
-                    shutil.copyfile(each, folder / each.name)
+                for code_file in code_files(source, module):
+                    shutil.copyfile(code_file, folder / code_file.name)
             elif repository is not None:
-                names[place], changed = f"{repository}--{name}", True
+                names[index], changed = f"{repository}--{name}", True
         auto_map[auto] = names if isinstance(classes, list) else names[0]
     if changed:
         write_json(folder / file, values | {"auto_map": auto_map})

@@ -52,7 +52,7 @@ def promised_layers(config: Mapping[str, Any]) -> int:
     """Return how many MTP layers a config says that its checkpoint has; 0: none, or it
     does not say.
     """
-    counts = (place[key] for place, key in _promises(config))
+    counts = (section[key] for section, key in _promises(config))
     return max((int(count) for count in counts), default=0)
 
 
@@ -136,10 +136,10 @@ def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
         yield
         written = set(_weight_map(folder)) | set(model.state_dict())
         shards = [
-            rest
+            other_tensors
             for shard in shards
             if (
-                rest := {
+                other_tensors := {
                     name: piece for name, piece in shard.items() if name not in written
                 }
             )
@@ -163,11 +163,11 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
     checkpoint = _source(model)
     family = checkpoint.family
     assert family is not None
-    own = model.state_dict().keys()
+    model_tensors = model.state_dict().keys()
     names = {
         name
         for name in checkpoint.shapes
-        if name not in own and not _BUFFERS.search(name)
+        if name not in model_tensors and not _BUFFERS.search(name)
     }
     extra = not_loaded(model, names, family, checkpoint.folder)
     shards = []
@@ -198,12 +198,13 @@ def _source(model: Any) -> Checkpoint:
         gone = f"the checkpoint that the model was loaded from is gone: {path}"
         raise UserError(gone if path else "the model was not loaded from a checkpoint")
     checkpoint = read_checkpoint(folder)
-    before = checkpoint.config.get("text_config") or checkpoint.config
-    now = config.get_text_config()
+    original_config = checkpoint.config.get("text_config") or checkpoint.config
+    converted_config = config.get_text_config()
     differing = [
         key
         for key in ("num_hidden_layers", "hidden_size", "vocab_size")
-        if key in before and before[key] != getattr(now, key, None)
+        if key in original_config
+        and original_config[key] != getattr(converted_config, key, None)
     ]
     if (
         checkpoint.family is None
@@ -284,11 +285,11 @@ def _take_promises_back(folder: Path, reason: str) -> None:
     promises = [*_promises(config)]
     if not promises:
         return
-    for place, key in promises:
-        place[key] = type(place[key])(0)
+    for section, key in promises:
+        section[key] = type(section[key])(0)
     write_json(folder / CONFIG, config)
     keys = ", ".join(
-        dict.fromkeys(f"{key}: {json.dumps(place[key])}" for place, key in promises)
+        dict.fromkeys(f"{key}: {json.dumps(section[key])}" for section, key in promises)
     )
     print(
         f"{folder}: has no MTP layers, {reason}; its {CONFIG} says {keys}",

@@ -218,13 +218,16 @@ def config_and_class(
         field = connectivity.new_field(mask, family.layout)
         return with_farskip(config, family, field), farskip_model_class(family)
     # also refuses indices that the model does not have
-    own = checkpoint.connectivity.field(mask)
+    own_field = checkpoint.connectivity.field(mask)
     if original:
         return without_farskip(config, family), base_model_class(family)
-    if connectivity is not None and (wanted := connectivity.field(mask)) != own:
+    if (
+        connectivity is not None
+        and (wanted_field := connectivity.field(mask)) != own_field
+    ):
         raise UserError(
             f"{checkpoint.folder}: this checkpoint is already converted with"
-            f" {field_text(own)}, but {field_text(wanted)} is asked for; leave the"
+            f" {field_text(own_field)}, but {field_text(wanted_field)} is asked for; leave the"
             " connectivity out to load it as it is, or convert the original checkpoint"
         )
     return config, farskip_model_class(family)
@@ -261,8 +264,8 @@ def _check_architectures(checkpoint: Checkpoint) -> None:
         )
     for name in names:
         farskip = str(name).startswith("FarSkip")
-        known = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
-        if family.model_type not in known or farskip != (
+        model_types = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
+        if family.model_type not in model_types or farskip != (
             checkpoint.connectivity is not None
         ):
             raise UserError(

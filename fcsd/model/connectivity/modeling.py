@@ -204,10 +204,10 @@ def modeling_source(family: Family) -> str:
 
 def _imports(family: Family, classes: list[str]) -> str:
     folder = family.upstream.split("/")[1]
-    place = f"    from transformers.models.{folder}"
+    import_line = f"    from transformers.models.{folder}"
     return (
-        f"{place}.configuration_{folder} import {family.config}\n"
-        f"{place}.modeling_{folder} import {', '.join(classes)}"
+        f"{import_line}.configuration_{folder} import {family.config}\n"
+        f"{import_line}.modeling_{folder} import {', '.join(classes)}"
     )
 
 

@@ -143,12 +143,12 @@ class Connectivity:
             layout == "parallel" and self.attention == "partial"
         )
         if layers and not behind and regular_mlp:
-            other = "" if layout == "parallel" else " or mlp: outdated,"
+            alternative = "" if layout == "parallel" else " or mlp: outdated,"
             raise UserError(
                 f"connectivity: layers {layers}, attention: {self.attention}, mlp:"
                 f" {self.mlp} change nothing: attention reads another stream only in a"
                 " selected layer that follows a selected MoE layer; select such"
-                f" neighbours (layers: all),{other} or use layers: none for the regular"
+                f" neighbours (layers: all),{alternative} or use layers: none for the regular"
                 " model"
             )
         return field
@@ -250,12 +250,12 @@ def parse_selection(value: Any, name: str = "layers") -> Selection:
     if isinstance(value, str):
         return _parse_text(value, name)
     if isinstance(value, Mapping):
-        if len(value) != 1 or (side := next(iter(value))) not in ("first", "last"):
+        if len(value) != 1 or (end := next(iter(value))) not in ("first", "last"):
             raise UserError(
                 f"{name}: a mapping needs exactly one key, first or last; got"
                 f" {dict(value)!r}"
             )
-        return {side: _count(value[side], f"{name}.{side}")}
+        return {end: _count(value[end], f"{name}.{end}")}
     if isinstance(value, int) and not isinstance(value, bool):
         raise UserError(
             f"{name}: {value} is ambiguous; write first:{value}, last:{value} or the"
@@ -313,19 +313,19 @@ def _count(value: Any, where: str) -> int | str:
     )
 
 
-def _indices(values: list[Any], shown: str, name: str) -> list[int]:
+def _indices(values: list[Any], shown_values: str, name: str) -> list[int]:
     if not values:
         raise UserError(f"{name}: the list of indices is empty; for no layers use none")
     if not all(
         isinstance(index, int) and not isinstance(index, bool) for index in values
     ):
-        raise UserError(f"{name}: indices must be whole numbers, got {shown}")
+        raise UserError(f"{name}: indices must be whole numbers, got {shown_values}")
     if negative := [index for index in values if index < 0]:
         raise UserError(
             f"{name}: index {negative[0]} is negative; for the last layers use last:N"
         )
     if repeated := [index for index in values if values.count(index) > 1]:
-        raise UserError(f"{name}: index {repeated[0]} is given twice in {shown}")
+        raise UserError(f"{name}: index {repeated[0]} is given twice in {shown_values}")
     return sorted(values)
 
 
@@ -356,23 +356,23 @@ def resolve_layers(
     if selection == "moe":
         return [index for index, is_moe in enumerate(moe_mask) if is_moe]
     if isinstance(selection, dict):
-        ((side, count),) = selection.items()
+        ((end, count),) = selection.items()
         if isinstance(count, str):
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
             if number < 1:
                 raise UserError(
-                    f"{name}: {side}:{count} of {total} layers is no layer at all; for"
+                    f"{name}: {end}:{count} of {total} layers is no layer at all; for"
                     " none use none"
                 )
         else:
             number = count
         if number > total:
             raise UserError(
-                f"{name}: {side}:{number}: the model has only {total} decoder layers"
+                f"{name}: {end}:{number}: the model has only {total} decoder layers"
             )
         return (
             list(range(number))
-            if side == "first"
+            if end == "first"
             else list(range(total - number, total))
         )
     if isinstance(selection, list) and (

@@ -143,9 +143,9 @@ def bits_of(num_packed: int, num_columns: int) -> int:
     for bits in _INTEGERS:
         if math.ceil(num_columns * bits / _PACKED_BITS) == num_packed:
             return bits
-    known = ", ".join(map(str, _INTEGERS))
+    known_bits = ", ".join(map(str, _INTEGERS))
     raise UserError(
-        f"{num_columns} integers in {num_packed} int32 are none of {known} bits"
+        f"{num_columns} integers in {num_packed} int32 are none of {known_bits} bits"
     )
 
 
@@ -189,12 +189,12 @@ def _spread(
         is_exponent = is_scale and rows.dtype == torch.uint8
         return _power(rows) if is_exponent else rows.to(torch.float32)
 
-    own = part.get_shape()
-    if math.prod(own) == 1:
+    part_shape = part.get_shape()
+    if math.prod(part_shape) == 1:
         return numbers(part[:]).reshape(-1)[0]
-    if len(own) == 1:  # one for a row
+    if len(part_shape) == 1:  # one for a row
         return numbers(part[begin:end]).reshape(-1, *[1] * (len(shape) - 1))
-    height, width = block_of(own, shape, block)
+    height, width = block_of(part_shape, shape, block)
     columns = torch.arange(shape[-1]) // width
     if len(shape) > 2:  # experts: rows are the second dimension
         grid = numbers(part[begin:end])
@@ -222,11 +222,11 @@ def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, in
         even = [n // s for n, s in zip(shape[-2:], scales[-2:], strict=True)]
         if [e * s for e, s in zip(even, scales[-2:], strict=True)] == shape[-2:]:
             return even[0], even[1]
-    said = (
+    settings = (
         "no block size in the config"
         if block is None
         else f"blocks of {block[0]} x {block[1]}"
     )
     raise UserError(
-        f"scales of shape {scales} do not fit a weight of shape {shape} ({said})"
+        f"scales of shape {scales} do not fit a weight of shape {shape} ({settings})"
     )

@@ -80,14 +80,14 @@ def said_quantisation(
     """Return what a config, or ModelOpt's file in its folder, says of quantisation;
     None: nothing.
     """
-    for place, settings in quantisation_fields(config):
+    for section, settings in quantisation_fields(config):
         named = isinstance(settings, Mapping)
         method = str(settings.get("quant_method") if named else None)[:80]
         algorithm = (
             settings.get("quant_algo") or settings.get("format") if named else None
         )
         return Quantisation(
-            method, place, algorithm if isinstance(algorithm, str) else None
+            method, section, algorithm if isinstance(algorithm, str) else None
         )
     if folder is None or not (folder / MODELOPT).is_file():
         return None
@@ -144,45 +144,55 @@ def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
     ]
 
 
-def is_left_over(said: Quantisation, dtypes: Mapping[str, str]) -> bool:
+def is_left_over(quantisation: Quantisation, dtypes: Mapping[str, str]) -> bool:
     """Return whether tensors are plain that would not be if they were quantised as it is said."""
-    return said.method in _PACKING and not quantised_tensors(dtypes)
+    return quantisation.method in _PACKING and not quantised_tensors(dtypes)
 
 
-def why_not_loaded(said: Quantisation) -> str | None:
+def why_not_loaded(quantisation: Quantisation) -> str | None:
     """Return why no transformers of this version loads such weights, where it is known
     before they are read.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    known = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
-    if said.method in known:
+    loadable = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
+    if quantisation.method in loadable:
         return None
-    where = f"{said.place}.quant_method" if said.place != MODELOPT else f"{MODELOPT}:"
-    reason = _NOT_LOADED.get(said.method)
-    name = repr(said.method) + (f" ({said.algorithm})" if said.algorithm else "")
-    way = "`fcsd dequantize` writes it in bfloat16"
-    if said.method not in DEQUANTISED:
-        way = "fetch the checkpoint in another form, bfloat16 say"
+    where = (
+        f"{quantisation.place}.quant_method"
+        if quantisation.place != MODELOPT
+        else f"{MODELOPT}:"
+    )
+    reason = _NOT_LOADED.get(quantisation.method)
+    name = repr(quantisation.method) + (
+        f" ({quantisation.algorithm})" if quantisation.algorithm else ""
+    )
+    advice = "`fcsd dequantize` writes it in bfloat16"
+    if quantisation.method not in DEQUANTISED:
+        advice = "fetch the checkpoint in another form, bfloat16 say"
     return (
         f"{where} {name} is none that the installed transformers can"
-        f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(known))};"
-        f" {way}"
+        f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(loadable))};"
+        f" {advice}"
     )
 
 
-def why_not_trained(said: Quantisation | None) -> str | None:
+def why_not_trained(quantisation: Quantisation | None) -> str | None:
     """Return why a model is not trained: weights of its method may load, and cannot be
     saved; None: it is.
     """
-    if said is None or said.method not in _PACKING or said.method in _TRAINED:
+    if (
+        quantisation is None
+        or quantisation.method not in _PACKING
+        or quantisation.method in _TRAINED
+    ):
         return None
-    way = "`fcsd dequantize` writes them in bfloat16, to train from"
-    if said.method not in DEQUANTISED:
-        way = "train its unquantised original"
+    advice = "`fcsd dequantize` writes them in bfloat16, to train from"
+    if quantisation.method not in DEQUANTISED:
+        advice = "train its unquantised original"
     return (
-        f"its weights are quantised by {said.words} ({said.place}), and a training"
-        f" needs plain ones; {way}"
+        f"its weights are quantised by {quantisation.words} ({quantisation.place}), and a training"
+        f" needs plain ones; {advice}"
     )
 
 

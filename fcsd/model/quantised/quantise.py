@@ -207,5 +207,5 @@ def _quantised(
                 f"{weight.file}: tensor '{name}': has values that are NaN or infinite;"
                 " fetch the checkpoint again, or take an earlier one"
             )
-        made: Mapping[str, Tensor] = operation.convert({"weight": rows})
-        yield made["weight"], made["weight_scale_inv"]
+        quantised: Mapping[str, Tensor] = operation.convert({"weight": rows})
+        yield quantised["weight"], quantised["weight_scale_inv"]

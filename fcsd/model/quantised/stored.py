@@ -78,8 +78,11 @@ def quantisation(checkpoint: Checkpoint) -> dict[str, Any] | None:
     file = checkpoint.folder / MODELOPT
     if not file.is_file():
         return None
-    said = read_json(file, "fetch the file again", keys=()).get("quantization")
-    return {"quant_method": "modelopt", **(said if isinstance(said, dict) else {})}
+    quantisation = read_json(file, "fetch the file again", keys=()).get("quantization")
+    return {
+        "quant_method": "modelopt",
+        **(quantisation if isinstance(quantisation, dict) else {}),
+    }
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -134,7 +137,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
         turned.remove("sparsity_config")
     algorithm = str(config.get("quant_algo") or "")
     if unknown or turned or "AWQ" in algorithm:
-        what = (
+        problem = (
             f"with {turned[0]}"
             if turned
             else algorithm
@@ -142,7 +145,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
             else f"by {str(method)[:80]!r}"
         )
         raise UserError(
-            f"{folder}: is quantised {what}, which fcsd does not take back; known are"
+            f"{folder}: is quantised {problem}, which fcsd does not take back; known are"
             f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool"
             " that made it"
         )
@@ -171,7 +174,7 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
             and name.removesuffix("_blocks") + "_scales" in shapes
         ):
             base = name.removesuffix("_blocks")
-            whole = (
+            whole_shape = (
                 (shape[0], shape[2] * shape[3] * 2, shape[1])
                 if len(shape) == 4
                 else shape
@@ -179,7 +182,9 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
             yield (
                 base,
                 PackedWeight(
-                    whole, {"weight": name, "scale": f"{base}_scales"}, mxfp4_experts
+                    whole_shape,
+                    {"weight": name, "scale": f"{base}_scales"},
+                    mxfp4_experts,
                 ),
             )
         elif name.endswith("_packed"):
