@@ -44,6 +44,8 @@ class Schedule:
     """Shared experts with their gate, taken out of the block."""
     dense: bool
     outdated: bool
+    incoming: str
+    """What the second collective sums that the layer before may have in flight, as `flight`."""
     receives: bool
     """Routed output of the layer before is given apart from the stream, in flight but
     for `begins_stage`.
@@ -63,7 +65,7 @@ class Schedule:
     @property
     def flight(self) -> str:
         """Return what that collective sums: attention with shared experts, or these alone."""
-        return "attention" if self.outdated else "shared"
+        return _flight(self.outdated)
 
     def attention_input(
         self, stream: torch.Tensor, flight: torch.Tensor | None
@@ -74,7 +76,7 @@ class Schedule:
         base = (
             stream.clone()
             if flight is None
-            else stream + self._wait(flight, self.flight, self.index - 1)
+            else stream + self._wait(flight, self.incoming, self.index - 1)
         )
         return base, self.layer.input_layernorm(base)
 
@@ -197,6 +199,7 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
         "name": layer_name(k),
         "dense": not is_moe[k],
         "outdated": k in field.outdated,
+        "incoming": _flight(k - 1 in field.outdated),
         "receives": (
             field.partial and k - 1 in field.layers and (begins_stage or is_moe[k - 1])
         ),
@@ -204,6 +207,13 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
         "begins_stage": begins_stage,
         "ends_stage": k + 1 < len(here) and not here[k + 1],
     }
+
+
+def _flight(outdated: bool) -> str:
+    """Return what a layer's second collective sums: attention with shared experts, or
+    these alone.
+    """
+    return "attention" if outdated else "shared"
 
 
 def layer_name(k: int) -> str:
