@@ -31,6 +31,7 @@ CONNECTIVITIES = ("all", "half", "gap", "attention_full", "mlp_full")
 
 RIGHT = [
     *(f"{family}-{layers}:async" for family in FAMILIES for layers in CONNECTIVITIES),
+    "qwen2_moe-mixed:async",
     *(f"{family}-all:blocking" for family in FAMILIES),
     *(
         f"qwen2_moe-all:{layout}"

@@ -68,7 +68,9 @@ def test_layers_compute_what_fcsd_computes_in_the_order_that_hides_sums(
         )
 
 
-@pytest.mark.parametrize("case", ["deepseek_v2-all", "glm4_moe-mlp_full"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v2-all", "glm4_moe-mlp_full", "glm4_moe-mixed"]
+)
 def test_experts_that_write_into_their_input_spoil_nothing(
     case: str, models: Path, stack: Any
 ) -> None:
