@@ -57,7 +57,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E4
 from fcsd.pipeline import run as _imported_before_forks  # noqa: E402, F401
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
-from fcsd.training.calibration import model as calibration  # noqa: E402
+from fcsd.training.calibration import state as calibration  # noqa: E402
 from tests.kills import Places  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import (  # noqa: E402

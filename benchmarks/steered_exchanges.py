@@ -45,7 +45,7 @@ def traffic(recipe: str, names: list[str]) -> tuple[dict[str, np.ndarray], Paylo
     """Return the pairs [exchanges, layers, source, endpoint] without a bias and under each."""
     loaded = load_recipe(recipe)
     run = Run(loaded, join_launch())
-    rows = heldout_of(loaded.data, run.tokenizer)
+    rows = heldout_of(loaded.data, run.tokenizer, run.original)
     size = loaded.evaluation.batch_size
     assert isinstance(size, int)
     batches = []
