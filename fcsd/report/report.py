@@ -158,6 +158,8 @@ def _layers(layout: RunLayout, name: str) -> str:
         name for name, setting in rewired.items() if farskip.get(name) == setting
     ]
     only = f" ({branches[0]} only)" if len(branches) == 1 else ""
+    if isinstance(farskip.get("mlp"), list):
+        only = f" (mlp of {len(farskip['mlp'])})"
     # In a multimodal model only the text stack is rewired.
     text = config.get("text_config", config)
     return f"{len(farskip['layers'])}/{text['num_hidden_layers']}{only}"

@@ -475,6 +475,24 @@ def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None
     )
 
 
+def test_a_card_says_in_which_layers_the_mlp_side_is_outdated() -> None:
+    field = {"layers": [0, 1, 2], "attention": "partial"}
+    equations = {
+        "outdated": "m = o_(k-1)\n",
+        "full": "m = o_(k-1) + attn_k(a)\n",
+        (1, 2): "m = o_(k-1) in layers 1, 2; o_(k-1) + attn_k(a) in the others\n",
+    }
+    for mlp, equation in equations.items():
+        written = mlp if isinstance(mlp, str) else list(mlp)
+        config = {
+            "num_hidden_layers": 4,
+            "farskip": {**field, "mlp": written},
+            "auto_map": {"AutoConfig": "m.C", "AutoModelForCausalLM": "m.M"},
+        }
+        facts = Facts("x", config, training={"stage": "convert", "settings": {}})
+        assert equation in model_card(facts).text
+
+
 def test_a_multimodal_card_names_its_own_classes() -> None:
     config = {
         "text_config": {"num_hidden_layers": 8},
