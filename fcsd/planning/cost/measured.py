@@ -258,6 +258,13 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
         )
 
 
+def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
+    """Return what the MLP side read, a selection as the layers that it names."""
+    if times.connectivity.mlp in ("outdated", "full"):
+        return str(times.connectivity.mlp)
+    return times.connectivity.spec().field(planned.work.moe)["mlp"]
+
+
 def _check(times: Times, planned: Planned) -> None:
     settings, train = planned.settings, planned.settings.phase == "train"
     sharing_experts = train or planned.wide
@@ -266,7 +273,7 @@ def _check(times: Times, planned: Planned) -> None:
         "model_type": (times.model_type, planned.model_type),
         "num_layers": (times.num_layers, len(planned.work.layers)),
         "attention": (times.connectivity.attention, planned.connectivity.attention),
-        "mlp": (times.connectivity.mlp, planned.connectivity.mlp),
+        "mlp": (_measured_mlp(times, planned), planned.mlp),
         "data_parallel": (times.data_parallel, planned.wide),
         "ranks": (
             times.ranks,

@@ -148,6 +148,7 @@ READERS = [
     "convert OUT NEW",
     "unconvert OUT NEW",
     "dequantize OUT NEW",
+    "quantize OUT NEW",
     "export OUT NEW --format amd",
     "calibrate OUT NEW --text TEXT",
     "evaluate OUT --suite tiny --output NEW",

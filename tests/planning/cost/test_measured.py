@@ -257,6 +257,24 @@ def test_times_of_another_connectivity_are_refused(
     assert "times.json: connectivity: " in capsys.readouterr().err
 
 
+def test_a_selection_of_mlp_sides_is_compared_by_the_layers_that_it_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_json(CONFIGS / "DeepSeek-V3.json") | V3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    measured = times().model_dump(mode="json")
+    measured["connectivity"]["mlp"] = "last:2"
+    last = config["num_hidden_layers"] - 1
+    path = tmp_path / "times.json"
+    path.write_text(json.dumps(measured))
+    plan = ["plan", str(tmp_path), "--gpu", "mi325x", "--length", "64"]
+    plan += ["--measured", str(path), "--mlp"]
+    assert main([*plan, f"{last - 1},{last}"]) == 0
+    assert main([*plan, str(last)]) == 2
+    message = f"mlp is [{last - 1}, {last}] in the file and [{last}] in the plan"
+    assert message in capsys.readouterr().err
+
+
 def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
