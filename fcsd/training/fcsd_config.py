@@ -257,7 +257,9 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
     attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
-    mlp: str = _key(ConnectivityConfig, "mlp", "outdated or full.")
+    mlp: list[int] | str | dict = _key(
+        ConnectivityConfig, "mlp", "outdated, full, or the layers where it is outdated."
+    )
 
     max_length: int = _key(DataConfig, "max_length", "Tokens in a row.")
     packing: bool = _key(DataConfig, "packing", "Several examples share a row.")

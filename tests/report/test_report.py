@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -473,6 +474,24 @@ def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None
         'tokenizer("The main topics of linear algebra are"' in card
         and "messages" not in card
     )
+
+
+@pytest.mark.parametrize(
+    ("sides", "text"),
+    [
+        ({"attention": "partial", "mlp": "outdated"}, "3/4"),
+        ({"attention": "partial", "mlp": "full"}, "3/4 (attention only)"),
+        ({"attention": "full", "mlp": "outdated"}, "3/4 (mlp only)"),
+        ({"attention": "partial", "mlp": [1, 2]}, "3/4 (mlp of 2)"),
+    ],
+)
+def test_the_table_counts_rewired_layers_and_names_a_side_that_is_alone(
+    sides: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    config = {"num_hidden_layers": 4, "farskip": {"layers": [0, 1, 2], **sides}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layout: Any = SimpleNamespace(model=lambda _: tmp_path)
+    assert report_module._layers(layout, "fcsd") == text
 
 
 def test_a_card_says_in_which_layers_the_mlp_side_is_outdated() -> None:
