@@ -1,8 +1,9 @@
 """What a calibration costs on the shapes of a large model with few layers, and what it
 does on every family.
 
-    python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1] [--tokens
-    8192] [--device cuda] python -m benchmarks.calibration families
+    python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1]
+                                            [--tokens 8192] [--device cuda]
+    python -m benchmarks.calibration families
 
 `layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
 from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.estimate`), and by

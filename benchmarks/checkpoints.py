@@ -2,7 +2,8 @@
 the background.
 
     python benchmarks/checkpoints.py [--experts 56] [--checkpoints 6] [--every 16]
-    [--json OUT] python benchmarks/checkpoints.py --kills 20
+                                     [--json OUT]
+    python benchmarks/checkpoints.py --kills 20
 
 One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train`
 (cross-entropy, AdamW, float32; a token uses one expert, so that steps are cheap for the

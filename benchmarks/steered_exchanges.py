@@ -1,8 +1,9 @@
 """Real exchanges of what a recipe's steered model sends, beside what is simulated;
 needs root.
 
-    fcsd run recipes/studies/camoe.yaml python benchmarks/steered_exchanges.py
-    recipes/studies/camoe.yaml [--names camoe-0.25,bottleneck-0.25]
+    fcsd run recipes/studies/camoe.yaml
+    python benchmarks/steered_exchanges.py recipes/studies/camoe.yaml
+                                           [--names camoe-0.25,bottleneck-0.25]
 
 The model runs on the recipe's held-out text under each of the run's bias tables. The
 rows that its tokens make are sent by four gloo ranks in network namespaces

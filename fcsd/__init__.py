@@ -2,9 +2,14 @@
 
     import fcsd
 
-    model, tokenizer = fcsd.load("Qwen/Qwen3-30B-A3B", layers="last:90%") trainer =
-    fcsd.FCSDTrainer(model=model, args=fcsd.FCSDConfig(...), train_dataset=...,
-    processing_class=tokenizer) trainer.train()
+    model, tokenizer = fcsd.load("Qwen/Qwen3-30B-A3B", layers="last:90%")
+    trainer = fcsd.FCSDTrainer(
+        model=model,
+        args=fcsd.FCSDConfig(...),
+        train_dataset=...,
+        processing_class=tokenizer,
+    )
+    trainer.train()
 
 Importing this package loads neither torch nor transformers and never touches the
 network: each name is imported when it is first asked for. docs/python.md has the whole

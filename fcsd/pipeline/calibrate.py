@@ -3,8 +3,9 @@ between conversion and sweep.
 
     partial/              unfinished work (`fcsd.training.calibration.checkpoint`)
     partial/result.json   the manifest's results and the fingerprints of
-    `partial/model`, once that is complete model/                renamed from
-    `partial/model` after that, before the manifest is written
+                          `partial/model`, once that is complete
+    model/                renamed from `partial/model` after that, before the
+                          manifest is written
 
 So a kill at any moment leaves a calibration that can continue, or one that only lacks
 the last renames.

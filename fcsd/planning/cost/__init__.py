@@ -6,9 +6,10 @@
     from fcsd.planning.cost.table import estimate_table
     print(estimate_table(estimate(load_recipe("recipe.yaml"), Hardware(num_gpus=8))))
 
-    from fcsd.planning.cost.plan import plan from fcsd.planning.cost.planned import
-    PlanSettings, prepare plan(prepare(PlanSettings(model="owner/name", gpu="h200",
-    nodes=2)))["times"]["speed_up"]
+    from fcsd.planning.cost.plan import plan
+    from fcsd.planning.cost.planned import PlanSettings, prepare
+    planned = prepare(PlanSettings(model="owner/name", gpu="h200", nodes=2))
+    print(plan(planned)["times"]["speed_up"])
 
 `tracker` counts operations that run without storage: for `trace` one optimiser step
 with all live bytes, for `operations` a layer's submodules. `machine` has GPUs

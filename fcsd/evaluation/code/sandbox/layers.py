@@ -6,9 +6,8 @@
                   file can be written
     landlock      files: read the Python installation and /usr, write only the folder of the job
     seccomp       no system calls that no benchmark program needs: sockets, exec, ptrace, keys, …; in a job
-                  also no mount, no fork, no signals to others, no chmod, no locks of
-                  whole files, no foreign limits or priorities; and nothing that is
-                  newer than the kernel whose table was read
+                  also no mount, no fork, no signals to others, no chmod, no locks of whole files, no foreign
+                  limits or priorities; and nothing that is newer than the kernel whose table was read
     rlimits       address space, CPU time, file size, open files, processes, pending signals
     capabilities  none left; no_new_privs
 
