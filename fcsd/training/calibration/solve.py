@@ -21,8 +21,7 @@ FITS_THE_SAMPLE = 1.15
 """A map is rejected if its residual on held-out rows exceeds that of the identity by more
 than this factor.
 
-Not 1: on the models of benchmarks/recovery, maps of up to 1.1 times the residual still
-lower the KL.
+Not 1: on small models, maps of up to 1.1 times the residual still lower the KL.
 """
 _NOISE = 1e-12  # rounding in float32 leaves 1e-14, squared and relative
 
