@@ -3,8 +3,11 @@
 The state that a step changes is copied into host memory, and the training waits for
 this copy alone; a thread of each rank writes and hashes it. The ranks tell each other
 with the figures of a step when they are done, and then the checkpoint gets its name. An
-error ends the training in that step. `torch.distributed.checkpoint.async_save` is not
-used, because other engines and numbers of ranks cannot read its formats.
+error ends the training in that step.
+
+`torch.distributed.checkpoint.async_save` would do the same for FSDP2, and any number of
+ranks can read what it writes. It is not used because its metadata is a pickle, and
+because DeepSpeed's states, which are written here too, are not DTensors.
 """
 
 import contextlib
