@@ -54,6 +54,12 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
     a list. `where` names the source of the change in errors.
     """
     parts = key.split(".")
+    # A variant holds dotted keys: a section in their place would replace the main
+    # recipe's whole section. Its name may have dots, too.
+    variants = raw.get("variants")
+    for name in variants if isinstance(variants, dict) else ():
+        if key.startswith(f"variants.{name}."):
+            parts = ["variants", name, key.removeprefix(f"variants.{name}.")]
     container: Any = raw
     for index, part in enumerate(parts[:-1]):
         if isinstance(container, list):

@@ -50,6 +50,31 @@ def test_every_shipped_recipe_loads(path: Path) -> None:
         recipe.variant(name)
 
 
+@pytest.mark.parametrize("name", ["short", "rate-1.5"])
+def test_set_changes_one_key_of_a_variant_and_leaves_the_others(
+    tmp_path: Path, name: str
+) -> None:
+    path = write(
+        tmp_path,
+        MINIMAL
+        | {
+            "train": {
+                "batch_size_tokens": 2048,
+                "learning_rate": 3e-4,
+                "warmup_steps": 0,
+            },
+            "variants": {name: {"train.learning_rate": 1e-4}},
+        },
+    )
+    recipe = load_recipe(path, [f"variants.{name}.train.max_steps=7"])
+    train = recipe.variant(name).train
+    assert (train.max_steps, train.learning_rate) == (7, 1e-4)
+    assert train.batch_size_tokens == 2048
+    # A variant that the file does not have is made.
+    other = load_recipe(path, ["variants.new={train.max_steps: 7}"]).variant("new")
+    assert (other.train.max_steps, other.train.learning_rate) == (7, 3e-4)
+
+
 def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
