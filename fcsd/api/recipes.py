@@ -87,7 +87,7 @@ def run_stage(
         stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that
             exists), report, publish or run.
         recipe: a recipe, its path or shipped name, or the content of its file.
-        variant: one of the recipe's variants, for "distill".
+        variant: one of the recipe's variants, for "distill" and "pretrain".
         expert_parallel: number of ranks that share the experts of an MoE layer.
         overlap: how much of their communication overlaps computation: full, forward or
             off; None: full where the model supports it.
@@ -102,7 +102,7 @@ def run_stage(
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
-    if variant is not None and stage != "distill":
+    if variant is not None and stage not in ("distill", "pretrain"):
         raise UserError(
             f"run_stage: stage {stage!r} has no variants; leave variant out"
         )
@@ -134,15 +134,11 @@ def _run(stage: str, run: Any, variant: str | None) -> Path:
     from fcsd.pipeline.pretrain import pretrain
     from fcsd.pipeline.run import convert, evaluate_models, publish, report, run_all
 
-    if stage == "distill":
-        return Path(distill(run, variant).folder)
-    if stage in ("pretrain", "convert", "calibrate", "sweep"):
-        stages = {
-            "pretrain": pretrain,
-            "convert": convert,
-            "calibrate": calibrate,
-            "sweep": sweep,
-        }
+    if stage in ("pretrain", "distill"):
+        training = pretrain if stage == "pretrain" else distill
+        return Path(training(run, variant).folder)
+    if stage in ("convert", "calibrate", "sweep"):
+        stages = {"convert": convert, "calibrate": calibrate, "sweep": sweep}
         return Path(stages[stage](run).folder)
     if stage in ("report", "publish"):
         steps = {"report": report, "publish": publish}

@@ -102,7 +102,7 @@ def _pretrain(arguments: Namespace) -> None:
     run = _run(arguments)
     from fcsd.pipeline.pretrain import pretrain
 
-    pretrain(run)
+    pretrain(run, arguments.variant)
 
 
 def _sweep(arguments: Namespace) -> None:
@@ -285,7 +285,7 @@ COMMANDS = {
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
-        recipe_arguments,
+        partial(recipe_arguments, with_variant=True),
         _pretrain,
         SEVERAL.format("pretrain"),
     ),

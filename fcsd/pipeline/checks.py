@@ -35,7 +35,7 @@ from fcsd.pipeline.context import Run
 from fcsd.pipeline.steer import links_of
 from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
-from fcsd.recipe.recipe import TaskStoppingConfig
+from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
 from fcsd.steering.routing.placement import contiguous
 from fcsd.training.arguments import (
     check_reporters,
@@ -55,14 +55,13 @@ def check_run(run: Run) -> None:
             launch does not support a setting.
     """
     recipe, layout, pretraining = run.recipe, run.layout, run.recipe.pretrain
+    if recipe.only_pretrains:
+        _check_pretrainings(run)
+        return
     # The model does not exist yet: its configuration comes from the recipe.
     if pretraining is not None and _unfinished(layout.pretrain):
-        check_settings(
-            pretraining.train, pretraining.data, run.launch.with_copies(), "pretrain."
-        )
-        config = model_config(pretraining.config)
+        config = _check_pretraining(run, pretraining)
         family = family_of(config)
-        check_rows_fit(run, config, pretraining.data.max_length, "pretrain.")
         check_rows_fit(run, config, recipe.data.max_length)
     else:
         config, family = _config_and_family(run.original)
@@ -108,6 +107,32 @@ def check_run(run: Run) -> None:
         evaluated += bias.names
     if any(_unfinished(layout.evaluation(name)) for name in evaluated):
         _check_evaluation(run)
+
+
+def _check_pretrainings(run: Run) -> None:
+    """Check a recipe that only pre-trains, and its variants."""
+    for name in (None, *run.recipe.variants):
+        section = run.variant(name).recipe.pretrain
+        assert section is not None
+        if not _unfinished(run.layout.stage(name or "original")):
+            continue
+        try:
+            config = _check_pretraining(run, section)
+            _check_layers(section.connectivity, moe_mask(config, family_of(config)))
+        except UserError as error:
+            where = f"variants.{name}: " if name is not None else ""
+            raise UserError(f"{where}{error}") from None
+    if any(_unfinished(run.layout.evaluation(name)) for name in run.recipe.model_names):
+        _check_evaluation(run)
+
+
+def _check_pretraining(run: Run, section: PretrainConfig) -> PreTrainedConfig:
+    """Check a `pretrain` section; return the configuration of its model."""
+    launch = run.launch.with_copies()
+    check_settings(section.train, section.data, launch, "pretrain.")
+    config = model_config(section.config)
+    check_rows_fit(run, config, section.data.max_length, "pretrain.")
+    return config
 
 
 def check_training(run: Run, batches: Sequence[int] | None = None) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place
 from fcsd.evaluation.config import SuiteConfig, load_suite
 from fcsd.evaluation.progress import Progress
@@ -61,17 +60,11 @@ class Run:
         """Return the run of one of the recipe's variants (UserError if there is none of
         this name); None: this run.
         """
-        recipe = self.recipe
         if name is None:
             return self
-        if name not in recipe.variants:
-            raise UserError(
-                f"recipe {recipe.name}: has no variant '{name}'; allowed:"
-                f" {', '.join(recipe.variants) or 'none'}"
-            )
         # `whole` stays the recipe with all trainings, which decides how many rows are
         # made.
-        return replace(self, recipe=recipe.variant(name), before=self.whole)
+        return replace(self, recipe=self.recipe.chosen(name), before=self.whole)
 
     @property
     def whole(self) -> Recipe:

@@ -102,6 +102,11 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
 
     fill_cache: compute the missing part of the teacher cache, if the recipe has one.
     """
+    if run.recipe.only_pretrains:
+        raise UserError(
+            f"recipe {run.recipe.name}: has no `train` section, so it only pre-trains;"
+            " add one, or use `fcsd pretrain`"
+        )
     # A wrong name should be reported before a missing sweep.
     run.variant(variant)
     main_run, run = run, _with_sweep(run).variant(variant)

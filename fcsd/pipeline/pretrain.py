@@ -27,15 +27,23 @@ from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 from fcsd.training.run import remove_checkpoints, train
 
 
-def pretrain(run: Run) -> Stage:
-    """Train `recipe.pretrain.config` from scratch with cross-entropy."""
+def pretrain(run: Run, variant: str | None = None) -> Stage:
+    """Train `recipe.pretrain.config` from scratch with cross-entropy, as the recipe or
+    one of its variants has it.
+    """
+    if variant is not None and not run.recipe.only_pretrains:
+        raise UserError(
+            f"recipe {run.recipe.name}: its variants are distillations; use `fcsd"
+            f" distill --variant {variant}`"
+        )
+    run = run.variant(variant)
     recipe, launch, section = run.recipe, run.launch, run.recipe.pretrain
     if section is None:
         raise UserError(
             f"recipe {recipe.name}: has no `pretrain` section; add one, or give"
             " model.path"
         )
-    folder = run.layout.pretrain
+    folder = run.layout.stage(variant or "original")
     settings = section.model_dump(
         mode="json", exclude={"data": {"heldout", "heldout_examples"}}
     )
@@ -71,7 +79,7 @@ def pretrain(run: Run) -> Stage:
     training = TrainingRun(
         launch=launch,
         folder=folder,
-        description="pretrain",
+        description=" ".join(["pretrain", *([variant] if variant else [])]),
         student=model,
         teacher=None,
         tokenizer=tokenizer,

@@ -1,5 +1,6 @@
 """Estimate the remaining work of `fcsd run`, stage by stage, for its remaining time."""
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +19,10 @@ PRETRAINING, CONVERSION, CALIBRATION, SWEEP = (
 LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
 
 
+def pretraining(name: str | None) -> str:
+    return PRETRAINING if name is None else f"{PRETRAINING} {name}"
+
+
 def distillation(name: str | None) -> str:
     return f"distillation {name or MAIN}"
 
@@ -34,21 +39,45 @@ def run_progress(run: Run, **where: Any) -> Progress:
     """List the unfinished stages of a run, with the work of each. where: stream and
     clock of `Progress`.
     """
-    recipe, layout, config = run.recipe, run.layout, run.recipe.pretrain
+    recipe, layout = run.recipe, run.layout
     stages: list[tuple[str, Path, Work]] = []
 
     def add(name: str, folder: Path, unit: str, cost: float) -> None:
         stages.append((name, folder, Work(1, unit, cost)))
 
     # Tokens are weighted with the passes of a step, since a teacher adds one.
-    if config is not None:
-        cost = _training(
-            layout.pretrain,
-            config.train.max_steps,
-            config.train.batch_size_tokens,
-            False,
-        )
-        add(PRETRAINING, layout.pretrain, "tokens", cost)
+    for name in (None, *recipe.variants) if recipe.only_pretrains else (None,):
+        if (config := run.variant(name).recipe.pretrain) is not None:
+            folder, train = layout.stage(name or "original"), config.train
+            cost = _training(folder, train.max_steps, train.batch_size_tokens, False)
+            add(pretraining(name), folder, "tokens", cost)
+    if not recipe.only_pretrains:
+        _add_distillations(run, add)
+    for name in recipe.model_names:
+        add(evaluation(name), layout.evaluation(name), "evaluations", 1)
+    if (bias := recipe.evaluation.router_bias) is not None:
+        for model in bias.models:
+            add(steering(model), layout.router_bias(model), "evaluations", 1)
+            for name in bias.names_of(model):
+                add(evaluation(name), layout.evaluation(name), "evaluations", 1)
+    if run.studies_layers:
+        add(LAYERS, layout.layers, "studies", 1)
+    add(PUBLICATION, layout.publish, "files", 0)
+    # A manifest is the mark of a finished stage.
+    unfinished = {
+        name: work
+        for name, folder, work in stages
+        if not (folder / "manifest.json").is_file()
+    }
+    heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
+    return Progress(
+        unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where
+    )
+
+
+def _add_distillations(run: Run, add: Callable[[str, Path, str, float], None]) -> None:
+    """Add the stages that lead to the distilled models."""
+    recipe, layout = run.recipe, run.layout
     add(CONVERSION, layout.convert, "files", 0)
     if recipe.calibration is not None:
         add(CALIBRATION, layout.stage("calibrated"), "files", 0)
@@ -89,26 +118,6 @@ def run_progress(run: Run, **where: Any) -> Progress:
             "tokens",
             _training(folder, steps, tokens, variant_recipe.objective.has_teacher),
         )
-    for name in recipe.model_names:
-        add(evaluation(name), layout.evaluation(name), "evaluations", 1)
-    if (bias := recipe.evaluation.router_bias) is not None:
-        for model in bias.models:
-            add(steering(model), layout.router_bias(model), "evaluations", 1)
-            for name in bias.names_of(model):
-                add(evaluation(name), layout.evaluation(name), "evaluations", 1)
-    if run.studies_layers:
-        add(LAYERS, layout.layers, "studies", 1)
-    add(PUBLICATION, layout.publish, "files", 0)
-    # A manifest is the mark of a finished stage.
-    unfinished = {
-        name: work
-        for name, folder, work in stages
-        if not (folder / "manifest.json").is_file()
-    }
-    heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
-    return Progress(
-        unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where
-    )
 
 
 def _training(

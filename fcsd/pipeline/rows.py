@@ -159,6 +159,10 @@ def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
     pre-training, its data and its variants, each with its tokenizer.
     """
     recipe, rows = run.recipe, {}
+    if recipe.only_pretrains:
+        assert recipe.pretrain is not None
+        tokenizer = load_tokenizer(recipe.pretrain.tokenizer)
+        return {"pretrain.data": (pretraining_rows(run), tokenizer)}
     has_original = recipe.pretrain is None or Path(recipe.model_path).is_dir()
     if (pretraining := recipe.pretrain) is not None:
         rows["pretrain.data"] = (
@@ -187,12 +191,17 @@ def tokenize(run: Run) -> dict[str, tuple[PackedRows, PreTrainedTokenizerBase]]:
 
 
 def pretraining_rows(run: Run) -> PackedRows:
-    """Return the rows of the recipe's pre-training."""
-    pretraining = run.recipe.pretrain
-    assert pretraining is not None
-    tokens = pretraining.train.max_steps * pretraining.train.batch_size_tokens
+    """Return the rows of the recipe's pre-training, enough for its variants, too."""
+    whole = run.whole
+    recipes = whole.with_variants if whole.only_pretrains else [whole]
+    pretrainings = [recipe.pretrain for recipe in recipes if recipe.pretrain]
+    tokens = max(
+        pretraining.train.max_steps * pretraining.train.batch_size_tokens
+        for pretraining in pretrainings
+    )
+    first = pretrainings[0]
     return training_rows(
-        pretraining.data, load_tokenizer(pretraining.tokenizer), run, num_tokens=tokens
+        first.data, load_tokenizer(first.tokenizer), run, num_tokens=tokens
     )
 
 

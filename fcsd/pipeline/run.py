@@ -21,11 +21,11 @@ from fcsd.pipeline.progress import (
     CALIBRATION,
     CONVERSION,
     LAYERS,
-    PRETRAINING,
     PUBLICATION,
     SWEEP,
     distillation,
     evaluation,
+    pretraining,
     run_progress,
 )
 from fcsd.pipeline.steer import steer
@@ -103,22 +103,17 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     check_run(run)
     if launch.first:
         run = replace(run, progress=run_progress(run))
+    # Expert parallelism loads its model from a checkpoint, which does not exist yet.
+    copies = replace(run, launch=launch.with_copies())
     if recipe.pretrain is not None:
-        run.begin(PRETRAINING)
-        # Expert parallelism loads its model from a checkpoint, which does not exist
-        # yet.
-        pretrain(replace(run, launch=launch.with_copies()))
-    run.begin(CONVERSION)
-    convert(run)
-    if recipe.calibration is not None:
-        run.begin(CALIBRATION)
-        calibrate(run)
-    if recipe.sweep is not None:
-        run.begin(SWEEP)
-        sweep(run, fill_cache=True)
-    for name in (None, *recipe.variants):
-        run.begin(distillation(name))
-        distill(run, name, fill_cache=True)
+        run.begin(pretraining(None))
+        pretrain(copies)
+    if recipe.only_pretrains:
+        for name in recipe.variants:
+            run.begin(pretraining(name))
+            pretrain(copies, name)
+    else:
+        _distill_all(run)
     evaluate_models(run)
     if recipe.evaluation.router_bias is not None:
         steer(run)
@@ -126,7 +121,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
         run.begin(LAYERS)
         layers(run)
     run.begin(PUBLICATION)
-    launch.ranks.from_first(lambda: publish(run, as_json=as_json))
+    finish = report if recipe.only_pretrains else publish
+    launch.ranks.from_first(lambda: finish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()
     # Last, so that the hint is not lost above the output of the stages.
@@ -141,6 +137,22 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
             " recipe in one process, or on copies, adds it to the report",
             file=sys.stderr,
         )
+
+
+def _distill_all(run: Run) -> None:
+    """Run the stages that lead to the distilled models."""
+    recipe = run.recipe
+    run.begin(CONVERSION)
+    convert(run)
+    if recipe.calibration is not None:
+        run.begin(CALIBRATION)
+        calibrate(run)
+    if recipe.sweep is not None:
+        run.begin(SWEEP)
+        sweep(run, fill_cache=True)
+    for name in (None, *recipe.variants):
+        run.begin(distillation(name))
+        distill(run, name, fill_cache=True)
 
 
 def evaluate_models(run: Run) -> None:

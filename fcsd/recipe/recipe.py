@@ -41,6 +41,10 @@ _VARIANT_SECTIONS = (
     "connectivity", "calibration", "data", "objective", "teacher", "lora", "train", "early_stopping", "seed",
 )  # fmt: skip
 
+_PRETRAINING_SECTIONS = (
+    "pretrain.config", "pretrain.connectivity", "pretrain.train", "seed",
+)  # fmt: skip
+
 # Transformers' spellings and those of published configurations: router_aux_loss_coef
 # (most), aux_loss_coef (jetmoe), aux_loss_alpha and seq_aux (deepseek),
 # moe_aux_loss_coeff, router_z_loss_coef (switch_transformers).
@@ -243,7 +247,7 @@ class Recipe(Strict):
     sweep: SweepConfig | None = None
     # Further distillations of the same model; each is this recipe with some dotted keys
     # replaced: {sft: {objective.name: sft}, last-50: {connectivity.layers: {last:
-    # 50%}}}
+    # 50%}}}. Of a recipe that only pre-trains, further pre-trainings.
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     evaluation: EvaluationConfig = EvaluationConfig()
     publication: PublicationConfig = PublicationConfig()
@@ -422,6 +426,8 @@ class Recipe(Strict):
     @property
     def model_names(self) -> list[str]:
         """The names of the run's models as in its report, the original first."""
+        if self.only_pretrains:
+            return ["original", *self.variants]
         calibrated = ["calibrated"] if self.calibration is not None else []
         return ["original", "converted", *calibrated, MAIN, *self.variants]
 
@@ -465,9 +471,33 @@ class Recipe(Strict):
         changed = {"path": self.teacher.path, "revision": self.teacher.revision}
         return self.teacher.path, self.model.model_copy(update=changed)
 
+    @property
+    def only_pretrains(self) -> bool:
+        """Whether nothing follows the pre-training: the recipe has no `train` section.
+        Its variants are further pre-trainings.
+        """
+        return self.pretrain is not None and "train" not in self.model_fields_set
+
     def dump(self) -> dict[str, Any]:
         """Return the recipe as plain data, with all defaults."""
-        return self.model_dump(mode="json")
+        return self.model_dump(
+            mode="json", exclude={"train"} if self.only_pretrains else None
+        )
+
+    def chosen(self, name: str | None) -> "Recipe":
+        """Return the variant that a user named; None: this recipe.
+
+        Raises:
+            UserError: the recipe has no such variant.
+        """
+        if name is None:
+            return self
+        if name not in self.variants:
+            raise UserError(
+                f"recipe {self.name}: has no variant '{name}'; allowed:"
+                f" {', '.join(self.variants) or 'none'}"
+            )
+        return self.variant(name)
 
     def variant(self, name: str) -> "Recipe":
         """Return this recipe with the replacements of `variants[name]`, and without
@@ -483,13 +513,7 @@ class Recipe(Strict):
         where = f"recipe {self.name}: variants.{name}"
         changes = self.variants[name]
         for key, value in changes.items():
-            section = key.split(".")[0]
-            if section not in _VARIANT_SECTIONS:
-                raise UserError(
-                    f"{where}: {key}: a variant is another distillation of the same"
-                    " model and can change only"
-                    f" {', '.join(_VARIANT_SECTIONS)}{did_you_mean(section, list(_VARIANT_SECTIONS))}"
-                )
+            self._check_change(key, where)
             set_dotted(raw, key, value, where)
         # The dump of the main recipe names defaults of its objective, teacher and so
         # on, which another choice would refuse as unknown keys.
@@ -499,3 +523,17 @@ class Recipe(Strict):
         ):
             raw["teacher"] = None
         return validate(Recipe, raw, where)
+
+    def _check_change(self, key: str, where: str) -> None:
+        """Refuse a key that a variant of this recipe cannot change."""
+        sections: tuple[str, ...] = _VARIANT_SECTIONS
+        training = "distillation of the same model"
+        section = key.split(".")[0]
+        if self.only_pretrains:
+            sections, training = _PRETRAINING_SECTIONS, "pre-training on the same text"
+            section = ".".join(key.split(".")[:2])
+        if section not in sections:
+            raise UserError(
+                f"{where}: {key}: a variant is another {training} and can change only"
+                f" {', '.join(sections)}{did_you_mean(section, list(sections))}"
+            )

@@ -266,13 +266,7 @@ def _markdown(
     parts += [
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in"
-        " nats per token on held-out text. `original` is the teacher, `converted` the"
-        " same weights rewired and untrained"
-        + (
-            ", `calibrated` the same with closed-form maps folded into them."
-            if "calibrated" in report["models"]
-            else "."
-        ),
+        " nats per token on held-out text. " + _legend(recipe, report["models"]),
         (
             fold("Every task of every model", table)
             if table.count("\n") > LONG_TABLE
@@ -312,6 +306,21 @@ def _markdown(
     )
     parts += ["## Settings", _settings(report), "## Recipe", folded_recipe]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
+    """Say what the models are that every run has."""
+    if recipe.only_pretrains:
+        return (
+            "`original` is the pre-training as the recipe has it, the other models are"
+            " those of its variants."
+        )
+    text = (
+        "`original` is the teacher, `converted` the same weights rewired and untrained"
+    )
+    if "calibrated" in models:
+        text += ", `calibrated` the same with closed-form maps folded into them"
+    return f"{text}."
 
 
 def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> str:

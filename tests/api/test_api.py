@@ -310,6 +310,10 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(
         ),
     ):
         fcsd.run_stage("destill", path)
+    with pytest.raises(UserError, match="its variants are distillations; use `fcsd"):
+        fcsd.run_stage("pretrain", path, variant="sft")
+    with pytest.raises(UserError, match="has no `train` section, so it only pre-train"):
+        fcsd.run_stage("distill", "studies/pretrain", variant="farskip")
     with pytest.raises(UserError, match="stage 'convert' has no variants"):
         fcsd.run_stage("convert", path, variant="sft")
     with pytest.raises(

@@ -75,6 +75,24 @@ def test_set_changes_one_key_of_a_variant_and_leaves_the_others(
     assert (other.train.max_steps, other.train.learning_rate) == (7, 3e-4)
 
 
+def test_variants_of_a_recipe_that_only_pretrains_change_only_the_pretraining() -> None:
+    recipe = load_recipe("studies/pretrain")
+    assert recipe.only_pretrains and recipe.model_names == ["original", "farskip"]
+    variant = recipe.variant("farskip")
+    assert variant.only_pretrains and variant.pretrain is not None
+    assert variant.pretrain.connectivity.layers == "all"
+    for key, problem in {
+        "objective.name": "a variant is another pre-training on the same text",
+        "pretrain.data.max_length": "can change only pretrain.config, pretrain.conn",
+        "pretrain.trian.max_steps": "did you mean 'pretrain.train'",
+    }.items():
+        with pytest.raises(UserError, match=f"variants.v: {key}: .*{problem}"):
+            load_recipe("studies/pretrain", [f"variants.v={{{key}: 1}}"])
+    # Where a distillation follows, variants are distillations of one pre-trained model.
+    with pytest.raises(UserError, match="another distillation of the same model"):
+        load_recipe("tiny/demo", ["variants.v={pretrain.connectivity.layers: all}"])
+
+
 def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,7 +155,8 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
         put("objective.vocab_size", _VOCABULARY)
     length = recipe.data.max_length
     raw["data"] |= _small_data(recipe.data, folder, "data")
-    raw["train"] |= _small_train(recipe.train, length)
+    if not recipe.only_pretrains:
+        raw["train"] |= _small_train(recipe.train, length)
     if recipe.early_stopping is not None:
         put("early_stopping.every_steps", _NUM_STEPS // 2)
         if isinstance(recipe.early_stopping, TaskStoppingConfig):

@@ -33,7 +33,6 @@ from fcsd.planning.cost.memory import (
 from fcsd.planning.cost.training import (
     Training,
     distillation,
-    only_pretrains,
     pretraining,
 )
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
@@ -67,7 +66,8 @@ def estimate(
             (`model.experts_implementation` of its own).
     """
     hardware = hardware or Hardware()
-    pretrain = pretrain or (variant is None and only_pretrains(recipe))
+    if recipe.only_pretrains:
+        recipe, variant, pretrain = recipe.chosen(variant), None, True
     training = pretraining(recipe) if pretrain else distillation(recipe, variant)
     job = job_of(training, hardware)
     # Three cases: all assumptions at their fast ends, as expected, and at their slow

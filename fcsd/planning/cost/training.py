@@ -55,14 +55,7 @@ class Training:
 
 
 def distillation(recipe: Recipe, variant: str | None) -> Training:
-    if variant is not None:
-        if variant not in recipe.variants:
-            variant_names = ", ".join(recipe.variants) or "none"
-            raise UserError(
-                f"recipe {recipe.name}: has no variant '{variant}'; allowed:"
-                f" {variant_names}"
-            )
-        recipe = recipe.variant(variant)
+    recipe = recipe.chosen(variant)
     # Without a path the model is the one that the recipe pre-trains, which need not
     # exist yet.
     if recipe.model.path:
@@ -102,13 +95,6 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         lora=recipe.lora,
         data_tokens=recipe.training_tokens,
     )
-
-
-def only_pretrains(recipe: Recipe) -> bool:
-    """Tell whether a recipe only pre-trains: it has no settings of a training that
-    would follow.
-    """
-    return recipe.pretrain is not None and "train" not in recipe.model_fields_set
 
 
 def pretraining(recipe: Recipe) -> Training:

@@ -661,17 +661,25 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
 
 @pytest.mark.slow
 def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
-    path = data_dir("recipes") / "studies" / "pretrain-farskip.yaml"
+    path = data_dir("recipes") / "studies" / "pretrain.yaml"
     words = next(words for words in header_commands(path) if words[0] == "accelerate")
     command = [*words[words.index("fcsd") + 1 :], "--rehearse", str(tmp_path / "r")]
     command += ["--set", "pretrain.train.per_device_train_batch_size=8"]
     assert launch("cpu_2_fsdp2", command) == [0]
-    assert (
-        read_json(tmp_path / "r" / "run" / "pretrain" / "manifest.json")["results"][
-            "steps"
-        ]
-        == 2
-    )
+    run = tmp_path / "r" / "run"
+    rewired = {}
+    for name, stage in {"original": "pretrain", "farskip": "variants/farskip"}.items():
+        assert read_json(run / stage / "manifest.json")["results"]["steps"] == 2
+        config = read_json(run / stage / "model" / "config.json")
+        rewired[name] = len(config.get("farskip", {"layers": []})["layers"])
+    assert rewired["original"] == 0 and rewired["farskip"] > 0
+    # Both from the same seed and on the same tokens, in one report; nothing else ran.
+    report = read_json(run / "report" / "report.json")
+    assert list(report["models"]) == ["original", "farskip"]
+    assert list(report["comparisons"]) == ["farskip"]
+    assert set(report["training"]) == {"original", "farskip"}
+    assert (run / "report" / "loss.png").is_file()
+    assert not (run / "distill").exists() and not (run / "convert").exists()
 
 
 @pytest.mark.slow

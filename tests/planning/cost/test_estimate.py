@@ -547,7 +547,7 @@ SHIPPED = {
     "qwen3-30b-a3b/distill": 8,
     "deepseek-v2-lite/distill": 8,
     "llama-4-scout/distill": 32,
-    "studies/pretrain-farskip": 64,
+    "studies/pretrain": 64,
     "qwen3-30b-a3b/economical": 8,
     "deepseek-v2-lite/economical": 8,
     "llama-4-scout/economical": 32,
@@ -617,9 +617,7 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
     assert whole["totals"][1]["hours"] == pytest.approx(
         [by_hand / 0.7, by_hand / 0.3], rel=0.01
     )
-    study = yaml.safe_load(
-        (ROOT / "recipes" / "studies" / "pretrain-farskip.yaml").read_text()
-    )
+    study = yaml.safe_load((ROOT / "recipes" / "studies" / "pretrain.yaml").read_text())
     study["pretrain"]["config"]["num_hidden_layers"] = 2
     path = recipe()
     path.write_text(yaml.safe_dump(study))
@@ -628,6 +626,12 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
     )
     assert facts["run"] == "pretrain" and facts["settings"]["teacher"] is None
     assert [row["stage"] for row in facts["totals"]] == ["pretrain"]
+    variant = estimate(
+        load_recipe(path),
+        Hardware(gpu="h200", num_gpus=64, sharding="fsdp2"),
+        variant="farskip",
+    )
+    assert variant["run"] == "pretrain" and variant["memory"] == facts["memory"]
 
 
 @pytest.mark.parametrize(
