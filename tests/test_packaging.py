@@ -185,7 +185,7 @@ def test_an_installed_wheel_finds_shipped_recipes_suites_and_first_steps_outside
     )
     assert first_steps is not None
     assert fcsd_says(*first_steps[1].split()).strip() == "runs/tiny-data"
-    recipe = yaml.safe_load(fcsd_says("recipe", first_steps[2]))
+    recipe = yaml.safe_load(fcsd_says("run", first_steps[2], "--show"))
     assert all(
         (folder / source["path"]).is_file()
         for source in recipe["pretrain"]["data"]["train"]

@@ -38,6 +38,12 @@ COMMANDS: dict[str, Command] = {
     **publishing.COMMANDS,
 }
 
+# Commands of the last release that are called otherwise now, and what to type instead.
+# They go with the next release.
+MOVED_COMMANDS: dict[str, str] = {
+    "recipe": "fcsd run RECIPE --show",
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
@@ -48,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first word that is no option names the command; only its options are built.
     command = next((word for word in words if not word.startswith("-")), "")
     parser = build_parser(command)
+    if words[:1] == [command] and command in MOVED_COMMANDS:
+        parser.error(f"'{command}' is now `{MOVED_COMMANDS[command]}`")
     if words[:1] == [command] and command not in parser.commands:
         from fcsd.base.strict import did_you_mean
 

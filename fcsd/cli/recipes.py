@@ -1,4 +1,4 @@
-"""Commands that take a recipe (recipe, estimate, and the stages), and those that write
+"""Commands that take a recipe (run, estimate, and the stages), and those that write
 files for them (tiny-data, configs).
 """
 
@@ -55,12 +55,6 @@ def _run(arguments: Namespace) -> Run:
     from fcsd.pipeline.context import Run
 
     return Run(recipe, launch_of(arguments))
-
-
-def _recipe(arguments: Namespace) -> None:
-    from fcsd.recipe.recipe import to_yaml
-
-    print(to_yaml(_load_recipe(arguments).dump()), end="")
 
 
 def _estimate(arguments: Namespace) -> None:
@@ -127,6 +121,11 @@ def _report(arguments: Namespace) -> None:
 
 
 def _run_all(arguments: Namespace) -> None:
+    if arguments.show:
+        from fcsd.recipe.recipe import to_yaml
+
+        print(to_yaml(_load_recipe(arguments).dump()), end="")
+        return
     run = _run(arguments)
     from fcsd.pipeline.run import run_all
 
@@ -227,6 +226,15 @@ def _report_options(
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
+def _run_options(parser: ArgumentParser) -> None:
+    _report_options(parser, recipe=_sweep_options)
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print the recipe with every default filled in, and run nothing",
+    )
+
+
 def _trace_options(parser: ArgumentParser) -> None:
     _sweep_options(parser)
     parser.add_argument(
@@ -265,12 +273,6 @@ COMMANDS = {
         _estimate_options,
         _estimate,
         "Nothing is loaded; only config.json is fetched from the Hub.",
-    ),
-    "recipe": Command(
-        "Print a recipe with every default filled in.",
-        recipe_arguments,
-        _recipe,
-        "Exits with an error when the recipe is not valid.",
     ),
     "tokenize": Command(
         "Tokenize the training data of a recipe, once for all its trainings; needs no"
@@ -320,7 +322,7 @@ COMMANDS = {
     ),
     "run": Command(
         "Run all stages of a recipe, one after the other.",
-        partial(_report_options, recipe=_sweep_options),
+        _run_options,
         _run_all,
         "The stages are pretrain, convert, sweep, distill, the variants, the"
         " evaluation of every model, the layer study, report and publish, as far as"

@@ -2,7 +2,7 @@
 record of that run.
 
 A recipe is complete: there are no flags beside it and no inheritance, and every default
-is in the schema below (`fcsd recipe RECIPE` prints all values). Units are part of the
+is in the schema below (`fcsd run RECIPE --show` prints all values). Units are part of the
 keys. Relative paths are relative to the folder in which the command runs. `--set
 train.learning_rate=4e-5` replaces one value by its dotted key.
 """
@@ -96,7 +96,7 @@ def _item(items: list[Any], part: str, where: str) -> Any:
 
 
 def to_yaml(value: Any) -> str:
-    """Format YAML in the order of the schema, as `fcsd recipe` prints it."""
+    """Format YAML in the order of the schema, as `fcsd run --show` prints it."""
     return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)
 
 

@@ -47,7 +47,7 @@ def test_every_command_explains_itself_and_its_arguments(
 
 def test_the_commands_are_these() -> None:
     assert set(commands()) == {
-        "convert", "unconvert", "calibrate", "families", "recipe",
+        "convert", "unconvert", "calibrate", "families",
         "tokenize", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
@@ -74,10 +74,10 @@ def test_help_and_version_load_no_heavy_library() -> None:
 def test_the_module_is_the_command() -> None:
     with start("-m", "fcsd", "--version") as child:
         assert child.communicate() == ("fcsd 0.1.0\n", "") and child.returncode == 0
-    with start("-m", "fcsd", "recipe", "nowhere.yaml") as child:
+    with start("-m", "fcsd", "run", "nowhere.yaml") as child:
         out, error = child.communicate()
     assert child.returncode == 2 and out == ""
-    assert re.fullmatch(r"fcsd recipe: error: nowhere\.yaml: no such file.*\n", error)
+    assert re.fullmatch(r"fcsd run: error: nowhere\.yaml: no such file.*\n", error)
 
 
 def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -378,7 +378,7 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
     wrong(
         "train.learning_rat=1",
         r"train\.learning_rat: unknown key; did you mean 'learning_rate'\?",
-        "recipe",
+        "run",
     )
     wrong(
         "train.batch_size_tokens=96",
@@ -460,7 +460,7 @@ def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
     model, recipe, text = str(bench.base), str(bench.recipe("r")), str(bench.rows)
     path = str(bench.folder / name)
     for command in (
-        ["recipe", path],
+        ["run", path, "--show"],
         ["evaluate", model, "--suite", "tiny", "--output", path],
         ["layers", model, "--text", text, "--output", path],
         ["calibrate", model, path, "--text", text],
@@ -578,11 +578,11 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_resolved_recipe_loads_again(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["recipe", str(bench.recipe("r")), "--set", "seed=5"]) == 0
+    assert main(["run", str(bench.recipe("r")), "--show", "--set", "seed=5"]) == 0
     first = capsys.readouterr().out
     again = bench.folder / "again.yaml"
     again.write_text(first)
-    assert main(["recipe", str(again)]) == 0
+    assert main(["run", str(again), "--show"]) == 0
     assert capsys.readouterr().out == first and "\nseed: 5\n" in first
 
 
@@ -617,6 +617,27 @@ def test_a_command_that_is_misspelt_is_guessed(
         main([word, "recipe.yaml"])
     assert ended.value.code == 2
     assert f"no command '{word}'; did you mean '{said}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", sorted(cli.MOVED_COMMANDS))
+def test_a_command_that_has_moved_says_what_to_type_instead(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert word not in commands()
+    with pytest.raises(SystemExit) as ended:
+        main([word, "anything", "--option"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(
+        f"fcsd: error: '{word}' is now `{cli.MOVED_COMMANDS[word]}`\n"
+    )
+    program, command, *options = cli.MOVED_COMMANDS[word].split()
+    if program == "fcsd":  # other programs are distributions of their own
+        flags = {
+            flag
+            for action in commands()[command]._actions
+            for flag in action.option_strings
+        }
+        assert {option for option in options if option.startswith("--")} <= flags
 
 
 def test_a_librarys_long_error_is_cut() -> None:
