@@ -122,6 +122,8 @@ def load_checkpoint(
     shard from another. any_family, options and errors: as in `load_model`.
     """
     config = model.config
+    # From the folder, not the id: what was found stays the same while a command runs,
+    # even if the repository moves on.
     loaded: PreTrainedModel = load_model(
         model.folder,
         connectivity=connectivity,

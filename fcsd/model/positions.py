@@ -65,6 +65,7 @@ def check_positions(
     text = (
         f"{key} {max_length}: rows are longer than the {positions} positions of {name}"
     )
+    # Rotary positions are computed for any length; a table ends.
     table = next(
         (tensor for tensor, shape in shapes if _is_table(tensor, shape, positions)),
         None,

@@ -143,6 +143,11 @@ def from_instella(
     end = min(_index(config, "farskip_end_idx", 10_000, where), len(moe_mask) - 1)
     if not farskip or start > end or (attention_only and mlp_only):
         return Connectivity("none")
+    # In AMD's file a regular MoE layer hands the stream on without its routed output,
+    # too. With attention alone the same arises here from a selection that begins one
+    # layer earlier: a first layer with `mlp: full` computes what a regular one does,
+    # and leaves its output in flight. With the MLP alone attention reads the full
+    # stream, so nothing has to be moved.
     after_regular_moe = start > 0 and moe_mask[start - 1]
     if after_regular_moe and attention_only:
         start -= 1
@@ -188,6 +193,9 @@ def translate_instella(
             f" not on '{model_type}'"
         )
     try:
+        # The raw fields stand in for transformers' config object, which this module
+        # must not import. A field that upstream would fill in is missing here, so the
+        # rule for MoE layers may fail.
         mask = moe_mask(SimpleNamespace(**config), family)
     except (AttributeError, TypeError):
         fields = ", ".join(("num_hidden_layers", *MOE_LAYERS[family.moe_layers][0]))
@@ -273,9 +281,13 @@ def to_instella(
                 auto: f"{AMDS_CODE}--{class_path}" for auto, class_path in _AUTO.items()
             },
             GATE: family in GATED.values(),
+            # What holds without MTP tensors: an engine that finds a number and no
+            # tensors drafts from random ones. `export_checkpoint` puts the number back
+            # where the tensors are.
             "num_nextn_predict_layers": 0,
         }
     result = result_keys | names | {"model_type": written.get(family, family)} | keys
+    # Code that reads this config passes over a key that it does not know.
     check_described(result, where)
     return result
 

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,9 @@ def find_folder(
         raise
     # network, authorisation, offline mode: each is the user's to solve
     except Exception as error:
-        reason = (
-            str(error).strip().splitlines()[0]
-            if str(error).strip()
-            else type(error).__name__
-        )
+        # The Hub's messages go on for many lines; some errors have none at all.
+        message = str(error).strip()
+        reason = message.splitlines()[0] if message else type(error).__name__
         raise UserError(
             f"{path}: no such folder, and the Hub did not give a repository of this"
             f" name: {reason}"
@@ -125,6 +123,9 @@ def _fetch(name: str, revision: str | None, with_weights: bool) -> Path:
     """
     from huggingface_hub import snapshot_download
 
+    # Config and index come first, because they say which weight files transformers
+    # loads: a repository may hold the same weights in a second form, which need not be
+    # fetched.
     ignored = [*_NOT_FETCHED, *(() if with_weights else ("*.safetensors",))]
     folder = Path(
         snapshot_download(
@@ -136,16 +137,14 @@ def _fetch(name: str, revision: str | None, with_weights: bool) -> Path:
     )
     if not with_weights:
         return folder
-    config = (
-        read_checkpoint_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    )
+    config = {}
+    if (folder / CONFIG).is_file():
+        config = read_checkpoint_json(folder / CONFIG)
     weights = find_weights(folder, config)
-    missing = (
-        [file for file in weights.names if not (folder / file).is_file()]
-        if weights
-        else []
-    )
-    if missing:
+    names = weights.names if weights else ()
+    if missing := [file for file in names if not (folder / file).is_file()]:
+        # The commit of the files that are here, and not the branch, which may have
+        # moved between the two requests.
         commit = folder.name if folder.parent.name == "snapshots" else revision
         snapshot_download(name, revision=commit, allow_patterns=missing)
     return folder
@@ -218,6 +217,8 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         )
     folder = Path(path).expanduser()
     try:
+        # Both raise for a name that is too long and in a folder that may not be
+        # searched.
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:
         raise UserError(f"{path}: cannot be a folder: {error.strerror}") from None
@@ -231,6 +232,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         return folder
     if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
+    # Only text can mean a repository on the Hub; whoever passes a Path means a folder.
     if isinstance(path, Path) or not re.fullmatch(
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)
     ):
@@ -290,6 +292,7 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to what lies outside `folder`, or to nothing; a pipe, a
             socket or a device.
     """
+    # Links above the folder are resolved on both sides: only those inside it count.
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     if target != root / file.relative_to(folder):
         is_blob = (
@@ -324,13 +327,11 @@ def _not_a_number(value: Any, key_path: str = "") -> str | None:
     """
     if isinstance(value, float):
         return key_path if math.isnan(value) else None
-    items = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
     nan_keys = (
         _not_a_number(inner, f"{key_path}.{key}" if key_path else str(key))
         for key, inner in items
@@ -352,6 +353,7 @@ def read_config(
             `any_family`); a FarSkip model type without `farskip` field, or the other
             way round.
     """
+    # Before anything is opened: a link or a pipe is refused wherever it would be read.
     files_like(folder, _READ)
     config = read_checkpoint_json(folder / CONFIG)
     where = str(folder / CONFIG)
@@ -421,6 +423,8 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     checkpoint = _of_config(folder, any_family)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:
+        # The usual reasons for a folder without safetensors have messages of their own:
+        # none were written, or they are pickles, which can run code and are never read.
         if is_config_only(folder):
             raise without_weights(folder)
         pickled = sorted(
@@ -543,6 +547,8 @@ def _check_shard(
             f"{folder / name}: tensor '{absent[0]}' is not in this file, but"
             f" {weights.index} says so; fetch both again"
         )
+    # Where the index names this later file, transformers and the index agree, and the
+    # earlier tensor is merely unused.
     for tensor in in_file:
         if tensor in earlier and (file := weights.weight_map.get(tensor)) != name:
             raise UserError(

@@ -49,6 +49,8 @@ def convert_model(
         else connectivity.new_field(mask, family.layout)
     )
     try:
+        # Both check before they change anything, and come before class and config are
+        # exchanged: a refusal leaves the model as it was.
         _check_blocks(model, family, mask)
         layers = rewire.rewire(model, family, field)
     except ValueError as error:

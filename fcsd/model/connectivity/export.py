@@ -141,6 +141,8 @@ def unconvert_checkpoint(
         "model_type": family.model_type,
         "architectures": [family.causal_lm],
     }
+    # The code that these two name is not written beside a regular checkpoint. A family
+    # that transformers lacks brings the code of its regular classes.
     del config["farskip"]
     config.pop("auto_map", None)
     if family.like:
@@ -167,6 +169,7 @@ def export_checkpoint(
     connectivity = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
+    # `to_instella` promises no MTP layers; here their tensors are in the weight files.
     if extra:
         config["num_nextn_predict_layers"] = promised_layers(checkpoint.config)
     with new_folder(Path(destination), replaces=False) as folder:
@@ -268,6 +271,7 @@ def code_files(folder: Path, module: str) -> list[Path]:
         file = waiting.pop(0)
         if file in files:
             continue
+        # `get_relative_imports` below opens the file, so what it is comes first.
         check_file(file, folder)
         if file.name == MODELING_FILE:
             raise UserError(
@@ -281,6 +285,8 @@ def code_files(folder: Path, module: str) -> list[Path]:
             )
         files.append(file)
         for name in get_relative_imports(file):
+            # `from ..x import y` gives the name `.x`, which would lead out of the
+            # folder.
             if not re.fullmatch(r"\w+", name):
                 raise UserError(
                     f"{file}: imports .{name}, and only files beside it are carried"

@@ -78,6 +78,8 @@ def not_loaded(
     Raises:
         UserError: an MTP layer in a place where the config promises none.
     """
+    # transformers' own rule for what a load may leave out; the method reads the two
+    # sets of a report and changes them in place.
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(report)
     unknown: set[str] = {
@@ -88,6 +90,9 @@ def not_loaded(
     mtp: set[tuple[str, int]] = set()
     for name in sorted(unknown):
         match = _LAYER.fullmatch(name)
+        # An MTP layer holds a decoder layer, so most of its tensors have the names of
+        # one. Those that only it has tell which layers are meant; the rest of their
+        # tensors follow below.
         if match is None or not match["rest"].startswith(_OF_MTP_ONLY):
             continue
         index = int(match["index"])

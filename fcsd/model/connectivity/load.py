@@ -264,6 +264,7 @@ def _check_architectures(checkpoint: Checkpoint) -> None:
         )
     for name in names:
         farskip = str(name).startswith("FarSkip")
+        # A name that transformers does not know passes, as one of this family.
         model_types = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
         if family.model_type not in model_types or farskip != (
             checkpoint.connectivity is not None
@@ -354,6 +355,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
                 f" {CONFIG} says {list(expected)}; weights and config belong to"
                 " different models"
             )
+    # The body alone, saved without its head, has all names without the prefix. That is
+    # worth a sentence of its own; otherwise every tensor would be reported missing.
     have = checkpoint.shapes.keys()
     prefix = cls.base_model_prefix + "."
     if any(name.startswith(prefix) for name in in_files) and not any(
@@ -363,12 +366,16 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
             f" this is not a checkpoint of {cls.__name__}"
         )
+    # One name that only memory has (experts in one tensor) shows the layout of the
+    # files.
     expected_names = (
         in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
     )
     if missing := [
         name for name in expected_names if name not in have and name not in tied
     ]:
+        # Where a packed tensor could stand for a missing one, the cause is another: the
+        # weights are quantised, and the config does not say so.
         packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(
             missing
         )
@@ -407,6 +414,8 @@ def _check_quantised(
     plain one has another shape.
     """
     for name, shape in checkpoint.shapes.items():
+        # Plain tensors only: a packed one has the shape of its packing. A name may be
+        # in both layouts with two shapes, of which either is right.
         expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
         if expected and shape not in expected and checkpoint.dtypes[name] in PLAIN:
             raise UserError(
@@ -414,6 +423,7 @@ def _check_quantised(
                 f" {CONFIG} says {list(min(expected))}; weights and config belong to"
                 " different models"
             )
+    # The files are in one of the two layouts; the other lacks all experts.
     missing = min(
         (
             missing_tensors(names, checkpoint.dtypes, tied)

@@ -329,6 +329,8 @@ def register(model_type: str | None = None) -> None:
         module = modeling_module(family)
         for prefix in ("FarSkip", "") if family.like else ("FarSkip",):
             config = getattr(module, prefix + family.config)
+            # The Auto classes of models look a config's class up, so the config comes
+            # first. Every load registers again, hence `exist_ok`.
             AutoConfig.register(config.model_type, config, exist_ok=True)
             AutoModel.register(
                 config, getattr(module, prefix + family.base_model), exist_ok=True

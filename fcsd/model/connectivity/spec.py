@@ -97,19 +97,21 @@ class Connectivity:
         if layers and self.mlp not in ("outdated", "full"):
             chosen = resolve_layers(self.mlp, moe_mask, "mlp")
             outdated = [layer for layer in chosen if layer in layers]
+            # A list names its layers one by one; a rule such as last:50% may name
+            # others, too.
             if isinstance(self.mlp, list) and outdated != chosen:
                 regular = sorted(set(chosen) - set(layers))
                 raise UserError(
                     f"mlp: layer {regular[0]} is not rewired; select it with `layers`,"
                     " too"
                 )
-            mlp = (
-                "full"
-                if not outdated
-                else "outdated"
-                if outdated == layers
-                else outdated
-            )
+            # The two words wherever they say it: a field is compared as a whole.
+            if not outdated:
+                mlp = "full"
+            elif outdated == layers:
+                mlp = "outdated"
+            else:
+                mlp = outdated
         return {
             "version": VERSION,
             "layers": layers,
@@ -166,6 +168,8 @@ class Connectivity:
                 f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
                 f" {version!r}"
             )
+        # A key that is not known may change what the others mean, so none is passed
+        # over.
         if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(
             field["layers"], list
         ):
@@ -180,6 +184,8 @@ class Connectivity:
                 "mlp: must be 'outdated', 'full' or a list of layers, got"
                 f" {field['mlp']!r}"
             )
+        # A selection refuses an empty list, as a slip; in a field it is the regular
+        # model.
         layers: Selection = field["layers"] or "none"
         return Connectivity(layers, field["attention"], field["mlp"])
 
@@ -256,6 +262,7 @@ def parse_selection(value: Any, name: str = "layers") -> Selection:
                 f" {dict(value)!r}"
             )
         return {end: _count(value[end], f"{name}.{end}")}
+    # True is an int in Python, but nobody who writes it means a number of layers.
     if isinstance(value, int) and not isinstance(value, bool):
         raise UserError(
             f"{name}: {value} is ambiguous; write first:{value}, last:{value} or the"
@@ -358,6 +365,7 @@ def resolve_layers(
     if isinstance(selection, dict):
         ((end, count),) = selection.items()
         if isinstance(count, str):
+            # Not `round`, which takes halves to the even number.
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
             if number < 1:
                 raise UserError(
@@ -400,10 +408,7 @@ def changed_by(config: Any) -> str | None:
     None: nothing is recorded; a training outside fcsd records nothing.
     """
     values = config if isinstance(config, Mapping) else vars(config)
-    return (
-        "trained"
-        if TRAINED in values
-        else "calibrated"
-        if CALIBRATED in values
-        else None
-    )
+    # A calibrated model may have been trained since, and then has both keys.
+    if TRAINED in values:
+        return "trained"
+    return "calibrated" if CALIBRATED in values else None

@@ -89,6 +89,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             model_type, str(path), weights=not source.config_only
         ),
     }
+    # By what the config means, which AMD's keys may say otherwise than `model_type`.
     family = FAMILIES.get(base_model_type(instella_type(raw)))
     if family is None:
         facts |= _of_another_family(raw, source)
@@ -99,6 +100,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         "config_only": source.config_only,
         "stale_index": source.stale_index or None,
     }
+    # Only where nothing worse is known: one reason is enough, and the first counts.
     if source.missing_files and facts["can_be_converted"]:
         facts["can_be_converted"] = False
         facts["reason"] = (
@@ -106,6 +108,8 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             f" missing, the first is {source.missing_files[0]}; fetch the checkpoint"
             " again"
         )
+    # Last, because it reads what the others found: headers are read only of checkpoints
+    # that could be converted.
     facts |= _of_weights(source, facts)
     facts["memory"] = _memory(facts, facts.pop("cache"), raw)
     return facts

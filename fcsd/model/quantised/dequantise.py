@@ -53,6 +53,8 @@ def dequantize_checkpoint(
     checkpoint = read_checkpoint(find_folder(source, revision), any_family=True)
     contents = read_contents(checkpoint)
     files = Source(checkpoint)
+    # Shapes before values: they decide how the tensors are dealt out to shards, so that
+    # a copy that was cut off finds the shards that it has written.
     shapes = {name: _shape(weight, files) for name, weight in contents.weights.items()}
     tensors = {
         name: Stored("BF16", shape, 2 * math.prod(shape))

@@ -214,10 +214,13 @@ def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, in
     Raises:
         UserError: blocks of this size do not make up these scales.
     """
+    # The last block of a dimension may be smaller, so the numbers of blocks are rounded
+    # up.
     if block is not None and scales[-2:] == [
         math.ceil(n / b) for n, b in zip(shape[-2:], block, strict=True)
     ]:
         return block
+    # One scale for all rows or all columns is no block of the config's size.
     if block is None or 1 in scales[-2:]:
         even = [n // s for n, s in zip(shape[-2:], scales[-2:], strict=True)]
         if [e * s for e, s in zip(even, scales[-2:], strict=True)] == shape[-2:]:

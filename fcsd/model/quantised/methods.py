@@ -155,6 +155,8 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    # transformers' table has bitsandbytes_4bit and bitsandbytes_8bit, configs only the
+    # first word.
     loadable = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
     if quantisation.method in loadable:
         return None
@@ -231,25 +233,26 @@ def missing_tensors(
     for name in dtypes:
         module, _, last = name.rpartition(".")
         held.add(name)
+        # A scale is there beside its weight; alone it holds nothing.
         if _SCALES.fullmatch(last) or _SCALE.fullmatch(name):
             continue
         held.add(re.sub(r"_(blocks|packed)$", "", name))
+        # Whatever else a module has (`qweight`, `weight_packed`) may be its weight; a
+        # bias may not.
         if last != "bias":
             held.add(f"{module}.weight")
             if match := _EXPERT.fullmatch(name):
                 experts[f"{match['experts']}.{match['part']}_proj"].add(match["index"])
+    # A family's one tensor for all experts may be a module for each in the files. It is
+    # there when they are as many as its first dimension.
     for name, shape in expected.items():
-        parts = [
-            name,
-            *(
-                (name.replace("gate_up", part) for part in ("gate", "up"))
-                if "gate_up" in name
-                else ()
-            ),
-        ]
+        parts = [name]
+        if "gate_up" in name:
+            parts += [name.replace("gate_up", part) for part in ("gate", "up")]
         counts = [len(experts[part]) for part in parts]
         if shape and shape[0] in (counts[0], min(counts[1:], default=0)):
             held.add(name)
+    # Without its scales an FP8 tensor is not the weight.
     scaled = {match[1] for name in dtypes if (match := _SCALE.fullmatch(name))}
     lacking = [
         f"{name}_scale_inv"

@@ -75,6 +75,7 @@ def quantize_checkpoint(
     files, quantise = Source(checkpoint), _operation()
     tensors: dict[str, Stored] = {}
     for name, shape in checkpoint.shapes.items():
+        # Bytes are copied for all that is not quantised.
         tensors[name] = files.stored(name)
         if name in names:
             blocks = shape[0] // SIDE, shape[1] // SIDE
@@ -94,6 +95,8 @@ def quantize_checkpoint(
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [SIDE, SIDE],
+        # Engines quantise every linear layer that is not named here. A tensor of one
+        # dimension belongs to none.
         "modules_to_not_convert": sorted(
             name.removesuffix(".weight")
             for name, shape in checkpoint.shapes.items()
@@ -140,15 +143,16 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
             f"{checkpoint.folder}: no experts that transformers would quantise; serve"
             " it in bfloat16"
         )
+    # Keyed by the module that holds them and the width of their inputs: q_proj, k_proj
+    # and v_proj, but not o_proj.
     together = defaultdict(list)
     for name, shape in linear.items():
         together[name.rsplit(".", 2)[0], shape[1]].append(name)
-    fitting = [
-        names
-        for names in together.values()
-        if all(name in checkpoint.shapes and _fits(linear[name]) for name in names)
-    ]
-    return {*experts, *(name for names in fitting for name in names)}
+    quantised = {*experts}
+    for names in together.values():
+        if all(name in checkpoint.shapes and _fits(linear[name]) for name in names):
+            quantised.update(names)
+    return quantised
 
 
 def _fits(shape: tuple[int, ...]) -> bool:
@@ -170,6 +174,7 @@ def _shapes_in_files(
     for name, module in model.named_modules():
         if id(module) not in inside:
             continue
+        # Exactly this class, as in transformers' own replacement (5.23).
         if type(module) is nn.Linear:
             linear[f"{name}.weight"] = module.weight
         elif name.endswith(".experts"):

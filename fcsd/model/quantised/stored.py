@@ -108,8 +108,10 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         used |= {*stored.parts.values()}
     plain = []
     for name in sorted(checkpoint.shapes.keys() - used):
+        # Nothing reads them once weights are in bfloat16.
         if name.rpartition(".")[2] in _ACTIVATIONS or name.endswith("_input_scale"):
             continue
+        # Copied as it is, it would load as plain numbers and be wrong without a word.
         if checkpoint.dtypes[name] in {*FP8, "F8_E8M0", "U8", "I8", "F4"}:
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) is"
@@ -128,22 +130,23 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
 
 def _check_method(config: Mapping[str, Any], folder: Path) -> None:
     method = config.get("quant_method")
-    unknown = method not in DEQUANTISED
-    turned = [key for key in ("transform_config", "sparsity_config") if config.get(key)]
-    if (
-        isinstance(sparsity := config.get("sparsity_config"), dict)
-        and sparsity.get("format") == "dense"
-    ):
-        turned.remove("sparsity_config")
+    # Weights that were rotated or thinned out before they were quantised.
+    changes = [
+        key for key in ("transform_config", "sparsity_config") if config.get(key)
+    ]
+    sparsity = config.get("sparsity_config")
+    # compressed-tensors writes the section for dense weights, too.
+    if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
+        changes.remove("sparsity_config")
     algorithm = str(config.get("quant_algo") or "")
-    if unknown or turned or "AWQ" in algorithm:
-        problem = (
-            f"with {turned[0]}"
-            if turned
-            else algorithm
-            if "AWQ" in algorithm
-            else f"by {str(method)[:80]!r}"
-        )
+    problem = None
+    if changes:
+        problem = f"with {changes[0]}"
+    elif "AWQ" in algorithm:
+        problem = algorithm
+    elif method not in DEQUANTISED:
+        problem = f"by {str(method)[:80]!r}"
+    if problem is not None:
         raise UserError(
             f"{folder}: is quantised {problem}, which fcsd does not take back; known are"
             f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool"
@@ -169,24 +172,15 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
     shapes, dtypes = checkpoint.shapes, checkpoint.dtypes
     for name in sorted(shapes):
         shape, dtype = shapes[name], dtypes[name]
-        if (
-            name.endswith("_blocks")
-            and name.removesuffix("_blocks") + "_scales" in shapes
-        ):
-            base = name.removesuffix("_blocks")
-            whole_shape = (
-                (shape[0], shape[2] * shape[3] * 2, shape[1])
-                if len(shape) == 4
-                else shape
-            )
-            yield (
-                base,
-                PackedWeight(
-                    whole_shape,
-                    {"weight": name, "scale": f"{base}_scales"},
-                    mxfp4_experts,
-                ),
-            )
+        base = name.removesuffix("_blocks")
+        if base != name and f"{base}_scales" in shapes:
+            weight_shape = shape
+            # (experts, out, groups, bytes) of two values a byte; `_check_fits` refuses
+            # all others.
+            if len(shape) == 4:
+                weight_shape = (shape[0], shape[2] * shape[3] * 2, shape[1])
+            parts = {"weight": name, "scale": f"{base}_scales"}
+            yield base, PackedWeight(weight_shape, parts, mxfp4_experts)
         elif name.endswith("_packed"):
             yield _packed(checkpoint, name)
         elif dtype == "U8" and {f"{name}_scale", f"{name}_scale_2"} <= shapes.keys():
@@ -197,16 +191,11 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
             }
             yield name, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
         elif dtype in {*FP8, "I8"}:
-            scale = next(
-                (
-                    key
-                    for key in (f"{name}_scale_inv", f"{name}_scale")
-                    if key in shapes
-                ),
-                None,
-            )
-            if scale is not None:
-                parts = {"weight": name, "scale": scale}
+            # Without a scale nothing is yielded, and `read_contents` refuses the tensor.
+            scale_names = (f"{name}_scale_inv", f"{name}_scale")
+            scales = [scale for scale in scale_names if scale in shapes]
+            if scales:
+                parts = {"weight": name, "scale": scales[0]}
                 if f"{name}_zero_point" in shapes:
                     parts["zero_point"] = f"{name}_zero_point"
                 yield name, PackedWeight(shape, parts, scaled)
@@ -247,6 +236,7 @@ def _check_fits(
         part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()
     }
     scale, weight = shapes["scale"], shapes["weight"]
+    # Scales of another shape may broadcast, so the decoding itself would not notice.
     if stored.decode is mxfp4_experts:
         fits = len(weight) == 4 and scale == weight[:3]
     elif stored.decode in (nvfp4, mxfp4):
