@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers check bench bench-serving docs clean
+.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers test-newest check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -72,6 +72,20 @@ test-transformers: $(STAMP) $(OLDEST)  ## FarSkip checkpoints in the oldest tran
 $(OLDEST):  # beside the environment, never in it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $@.new 'transformers==5.5.*'
 	mv $@.new $@
+
+NEWEST := .newest
+
+# The next release of a library is met by this command: contracts of all families, trainer, teachers, lm-eval.
+test-newest: $(STAMP)  ## the newest transformers, accelerate, datasets, peft, trl and lm-eval, beside the environment
+	rm -rf $(NEWEST) $(NEWEST).new
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST).new \
+	  transformers tokenizers huggingface_hub safetensors accelerate datasets peft trl lm-eval
+	mv $(NEWEST).new $(NEWEST)
+	ls $(NEWEST) | sed -n 's/\.dist-info$$//p'
+	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/model/connectivity
+	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not breadth" tests/model/families \
+	  tests/training/test_fcsd_trainer.py tests/training/test_trainer.py tests/training/teachers tests/training/losses \
+	  tests/evaluation/lm_eval tests/evaluation/test_runner.py tests/api
 
 EXTRAS := .extras
 

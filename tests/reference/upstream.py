@@ -3,10 +3,10 @@ have changed.
 
     python -m tests.reference.upstream
 
-in the repository writes the snapshot that `tests/model/families/test_upstream.py`
-compares with, the table and the lists of docs/families.md, and the number of families
-in the README. Write it again only after the contract tests have passed with that
-transformers.
+in the repository writes the snapshot of this release that
+`tests/model/families/test_upstream.py` compares with; unless the release breaks a
+family, also the lists of docs/families.md and the number of families in the README.
+Write it only after the contract tests have passed with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the
 connectivity.
@@ -28,10 +28,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from fcsd.model.families import FAMILIES, Family
-from fcsd.model.families.refused import REFUSED
+from fcsd.model.families.refused import BROKEN, REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
-SNAPSHOT = Path("tests/files/upstream.json")
+SNAPSHOTS = Path("tests/files/upstream")  # one for each release
 PAGE = Path("docs/families.md")
 README = Path("README.md")
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families -->", "<!-- /families -->"
@@ -71,6 +71,13 @@ def moe_model_types() -> list[str]:
         name for name in loadable if model_type_to_module_name(name) in folders
     }
     return sorted(with_experts | FAMILIES.keys())
+
+
+def breaks_a_family() -> bool:
+    """Whether the installed transformers breaks a family, so that the pages, which name
+    them all, cannot be compared with it.
+    """
+    return any(transformers.__version__ in faults for faults in BROKEN.values())
 
 
 def _normalised(node: Any) -> Any:
@@ -150,13 +157,19 @@ def snapshot() -> dict[str, Any]:
     }
 
 
-def older_than_snapshot() -> bool:
-    """Whether the installed transformers may lack, or have otherwise, what the snapshot
-    was taken of.
+def saved_snapshot() -> dict[str, Any] | None:
+    """Return the newest snapshot of a release that is not newer than the installed one;
+    None where all are newer.
     """
-    root = Path(__file__).parents[2]
-    then = json.loads((root / SNAPSHOT).read_text(encoding="utf-8"))["transformers"]
-    return Version(transformers.__version__) < Version(then)
+    snapshots = [
+        json.loads(path.read_text(encoding="utf-8"))
+        for path in (Path(__file__).parents[2] / SNAPSHOTS).glob("*.json")
+    ]
+    installed = Version(transformers.__version__)
+    older = [
+        saved for saved in snapshots if Version(saved["transformers"]) <= installed
+    ]
+    return max(older, key=lambda saved: Version(saved["transformers"]), default=None)
 
 
 def _folded(text: str) -> str:
@@ -231,6 +244,8 @@ def with_count(readme: str) -> str:
 
 
 if __name__ == "__main__":
-    SNAPSHOT.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    for file, updated in ((PAGE, with_families), (README, with_count)):
+    written = SNAPSHOTS / f"{transformers.__version__}.json"
+    written.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
+    pages = ((PAGE, with_families), (README, with_count))
+    for file, updated in () if breaks_a_family() else pages:
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

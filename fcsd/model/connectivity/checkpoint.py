@@ -30,8 +30,8 @@ from fcsd.model.connectivity.aliases import has_other_names, in_our_names
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,
-    NEWER,
     PREFIX,
+    UNAVAILABLE,
     Family,
     base_model_type,
     family_of,
@@ -369,7 +369,7 @@ def read_config(
             f" is {'present' if 'farskip' in config else 'absent'}; convert the"
             " original checkpoint again with `fcsd convert`"
         )
-    if any_family and base_model_type(model_type) not in {*FAMILIES, *NEWER}:
+    if any_family and base_model_type(model_type) not in {*FAMILIES, *UNAVAILABLE}:
         return config, None, None
     try:
         family = family_of(config)
@@ -377,7 +377,7 @@ def read_config(
         hint = ""
         if "auto_map" in config and base_model_type(model_type) not in {
             *FAMILIES,
-            *NEWER,
+            *UNAVAILABLE,
             *REFUSED,
         }:
             hint = (

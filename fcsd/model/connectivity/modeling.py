@@ -25,6 +25,7 @@ from fcsd.model.families import (
     base_model_type,
     check_not_refused,
 )
+from fcsd.model.families.refused import BROKEN
 
 MODELING_FILE = "modeling_farskip.py"
 
@@ -52,7 +53,7 @@ _NEEDS = (
     "modeling_farskip.py: this checkpoint ({model_type}) needs transformers {range};"
     f" {{transformers.__version__}} is installed: pip install -U 'transformers{range}'"
 )
-if tuple(map(int, transformers.__version__.split(".")[:2])) < {lowest}:
+if tuple(map(int, transformers.__version__.split(".")[:2])) < {lowest}{or_broken}:
     raise ImportError(_NEEDS)
 try:
     from transformers.conversion_mapping import (
@@ -173,6 +174,7 @@ def modeling_source(family: Family) -> str:
     torch and transformers only.
     """
     rewiring, values = rewiring_source(), asdict(family)
+    broken = BROKEN.get(family.model_type, {})
     read = set(re.findall(r"\bfamily\.(\w+)", rewiring))
     names = "\n".join(
         f"    {name}={value!r}," for name, value in values.items() if name in read
@@ -186,6 +188,7 @@ def modeling_source(family: Family) -> str:
     footer = _FOOTER.format(
         range=supported_transformers(family),
         lowest=tuple(map(int, family.since.split("."))),
+        or_broken=f" or transformers.__version__ in {tuple(broken)}" if broken else "",
         names=names,
         imports="" if family.like else _imports(family, classes),
         own=_own_classes(family),
@@ -225,7 +228,8 @@ def supported_transformers(family: Family) -> str:
     """Return the versions of transformers that load a FarSkip checkpoint; `make
     test-transformers` tries the lowest.
     """
-    return f">={family.since},<6"
+    without = "".join(f"!={broken}," for broken in BROKEN.get(family.model_type, {}))
+    return f">={family.since},{without}<6"
 
 
 def modeling_module(family: Family) -> ModuleType:

@@ -21,14 +21,14 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.model.families import adapted, multimodal, standard
 from fcsd.model.families.family import MOE_LAYERS, Family, moe_mask, text_config
-from fcsd.model.families.refused import REFUSED
+from fcsd.model.families.refused import BROKEN, REFUSED
 
 __all__ = [
     "ALIASES",
     "FAMILIES",
-    "NEWER",
     "REFUSED",
     "SERVED",
+    "UNAVAILABLE",
     "Family",
     "base_model_type",
     "check_not_refused",
@@ -58,15 +58,31 @@ def _release(version: str) -> list[int]:
 
 _INSTALLED = _installed_transformers()
 
-NEWER: dict[str, Family] = {
-    row.model_type: row
-    for row in _ROWS
-    if _INSTALLED is not None and _release(row.since) > _release(_INSTALLED)
+
+def _unavailable(row: Family) -> str | None:
+    """Say which transformers a family needs, where it is not the installed one."""
+    if _INSTALLED is None:
+        return None
+    if _release(row.since) > _release(_INSTALLED):
+        return (
+            f"needs transformers {row.since} or newer; installed is {_INSTALLED}:"
+            " pip install -U transformers"
+        )
+    if (fault := BROKEN.get(row.model_type, {}).get(_INSTALLED)) is not None:
+        return (
+            f"needs another transformers than {_INSTALLED}, in which {fault}:"
+            f" pip install 'transformers!={_INSTALLED},>={row.since}'"
+        )
+    return None
+
+
+UNAVAILABLE: dict[str, str] = {
+    row.model_type: reason for row in _ROWS if (reason := _unavailable(row)) is not None
 }
-"""Families that need a newer transformers than the installed one."""
+"""Families that the installed transformers does not have or breaks -> what they need."""
 
 FAMILIES: dict[str, Family] = {
-    row.model_type: row for row in _ROWS if row.model_type not in NEWER
+    row.model_type: row for row in _ROWS if row.model_type not in UNAVAILABLE
 }
 
 _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"
@@ -174,14 +190,11 @@ def row_width(config: Any) -> int:
 
 
 def check_not_refused(model_type: str) -> None:
-    """Raise UserError for a model type in `REFUSED`, with the reason, or in `NEWER`,
-    with the version that it needs.
+    """Raise UserError for a model type in `REFUSED`, with the reason, or in
+    `UNAVAILABLE`, with the transformers that it needs.
     """
-    if (row := NEWER.get(base_model_type(model_type))) is not None:
-        raise UserError(
-            f"model type '{model_type}' needs transformers {row.since} or newer;"
-            f" installed is {_INSTALLED}: pip install -U transformers"
-        )
+    if (needs := UNAVAILABLE.get(base_model_type(model_type))) is not None:
+        raise UserError(f"model type '{model_type}' {needs}")
     if (reason := REFUSED.get(base_model_type(model_type))) is not None:
         raise UserError(
             f"model type '{model_type}' cannot be converted: {reason}; {_SEE}"

@@ -141,7 +141,7 @@ class Family:
     since: str = "5.23"
     """Lowest transformers with which a FarSkip checkpoint has been loaded and followed
     the original's equations; older ones may lack the family or compute something else.
-    With an older one installed, the row is in `NEWER` instead of `FAMILIES`."""
+    With an older one installed, the family is in `UNAVAILABLE` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
         name = self.config.removesuffix("Config")

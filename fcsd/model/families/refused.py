@@ -71,3 +71,13 @@ REFUSED: dict[str, str] = {
     ),
 }
 """Model type -> reason, a clause that follows "it is refused: "."""
+
+BROKEN: dict[str, dict[str, str]] = {
+    "llama4": {
+        "5.24.0": "the model fails in its forward pass: it reads a field, image_outputs,"
+        " that its text model's output does not have"
+    },
+}
+"""Model type -> release of transformers -> what fails there. A family is refused in a
+release that breaks it; the release itself is not.
+"""

@@ -8,25 +8,25 @@ import sys
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 from transformers import AutoConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import register
-from fcsd.model.connectivity.modeling import modeling_module
+from fcsd.model.connectivity.modeling import modeling_module, modeling_source
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     FAMILIES,
-    NEWER,
     base_model_type,
     expert_counts,
     family_of,
     moe_mask,
+    multimodal,
     read_field,
     text_config,
 )
+from fcsd.model.families.refused import BROKEN
 from fcsd.model.families.structure import LOGIT_SCALES
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 
@@ -154,7 +154,16 @@ def test_a_config_counts_its_experts_by_one_number_and_scales_its_logits_by_one_
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("dbrx", (8, 2)), ("gemma4", (8, 2)), ("deepseek_v3", (8, 2)), ("llama4", (4, 1))],
+    [
+        (name, counts)
+        for name, counts in {
+            "dbrx": (8, 2),
+            "gemma4": (8, 2),
+            "deepseek_v3": (8, 2),
+            "llama4": (4, 1),
+        }.items()
+        if name in FAMILIES
+    ],
 )
 def test_experts_are_counted_from_the_fields_of_the_config(name, expected):
     config = text_config(tiny_config(name), FAMILIES[name])
@@ -189,15 +198,16 @@ def test_registering_an_unsupported_family_is_refused():
         register("farskip_jamba9")
 
 
-OLDER = """
+OTHER = """
 import importlib.metadata, json, pathlib, sys
-importlib.metadata.version = lambda _: "5.23.1"
+importlib.metadata.version = lambda _: sys.argv[2]
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.checkpoint import read_config
-from fcsd.model.families import FAMILIES, NEWER, family_of
-assert {row.since for row in NEWER.values()} == {"5.24"} and not NEWER.keys() & FAMILIES.keys()
+from fcsd.model.families import FAMILIES, UNAVAILABLE, family_of
+assert not UNAVAILABLE.keys() & FAMILIES.keys()
 folder = pathlib.Path(sys.argv[1])
-for name, keys in (("lara_mini", {}), ("farskip_lara_mini", {"farskip": {}})):
+family = sys.argv[3]
+for name, keys in ((family, {}), (f"farskip_{family}", {"farskip": {}})):
     (folder / "config.json").write_text(json.dumps({"model_type": name, "num_experts": 8, "auto_map": {}} | keys))
     for ask in (lambda: family_of({"model_type": name}), lambda: read_config(folder, any_family=True)):
         try:
@@ -207,20 +217,66 @@ for name, keys in (("lara_mini", {}), ("farskip_lara_mini", {"farskip": {}})):
 """
 
 
-def test_a_family_that_a_newer_transformers_has_is_refused_with_its_version(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "installed", "needs"),
+    [
+        (
+            "lara_mini",
+            "5.23.1",
+            "needs transformers 5.24 or newer; installed is 5.23.1: pip install -U"
+            " transformers",
+        ),
+        (
+            "llama4",
+            "5.24.0",
+            "needs another transformers than 5.24.0, in which the model fails in its"
+            " forward pass: it reads a field, image_outputs, that its text model's"
+            " output does not have: pip install 'transformers!=5.24.0,>=5.23'",
+        ),
+    ],
+)
+def test_a_family_that_the_installed_transformers_lacks_or_breaks_is_refused_by_name(
+    tmp_path, family, installed, needs
+):
     done = subprocess.run(
-        [sys.executable, "-c", OLDER, tmp_path],
+        [sys.executable, "-c", OTHER, tmp_path, installed, family],
         capture_output=True,
         text=True,
         check=True,
     )
-    needs = (
-        "needs transformers 5.24 or newer; installed is 5.23.1: pip install -U"
-        " transformers"
-    )
     assert done.stdout.splitlines() == [
         f"model type '{name}' {needs}"
-        for name in ("lara_mini", "farskip_lara_mini")
+        for name in (family, f"farskip_{family}")
         for _ in range(2)
     ]
-    assert not NEWER or Version(transformers.__version__) < Version("5.24")
+
+
+def test_a_checkpoint_of_a_family_names_the_releases_that_break_it():
+    text = modeling_source(
+        next(row for row in multimodal.ROWS if row.model_type == "llama4")
+    )
+    assert "or transformers.__version__ in ('5.24.0',)" in text
+    assert "transformers>=5.23,!=5.24.0,<6" in text
+    assert "__version__ in" not in modeling_source(FAMILIES["llama4_text"])
+
+
+@pytest.mark.skipif(
+    transformers.__version__ not in BROKEN["llama4"],
+    reason="the installed transformers runs Llama 4",
+)
+def test_llama4_really_fails_in_the_release_that_is_said_to_break_it():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+    text = {
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "intermediate_size_mlp": 32,
+        "num_local_experts": 2, "vocab_size": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    vision = {
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 32,
+        "projector_input_dim": 32, "projector_output_dim": 32,
+    }  # fmt: skip
+    config = transformers.Llama4Config(
+        text_config=sizes | text, vision_config=sizes | vision
+    )
+    model = transformers.Llama4ForConditionalGeneration(config)
+    with pytest.raises(AttributeError, match="image_outputs"):
+        model(input_ids=torch.tensor([[1, 2, 3]]))

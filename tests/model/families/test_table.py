@@ -22,7 +22,7 @@ def test_json_has_every_family_and_every_refusal():
         rows["granitemoe_swa"]["shared_experts"]
         and rows["granitemoe_swa"]["dense_layers"] == []
     )
-    assert rows["llama4"]["multimodal"] and rows["llama4"]["model_class"].endswith(
+    assert rows["aria"]["multimodal"] and rows["aria"]["model_class"].endswith(
         "ConditionalGeneration"
     )
     assert not rows["afmoe"]["additive"] and not rows["mellum"]["shared_experts"]

@@ -8,14 +8,14 @@ import transformers
 from transformers import AutoConfig
 
 from fcsd.model.connectivity.modeling import register
-from fcsd.model.families import FAMILIES, NEWER
+from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.pipeline.tiny.models import randomise
 from tests.reference.tiny import adapted, multimodal, standard
 
 TINY: dict[str, dict[str, Any]] = {
     name: fields
     for name, fields in {**standard.TINY, **adapted.TINY, **multimodal.TINY}.items()
-    if name not in NEWER
+    if name not in UNAVAILABLE
 }
 """Model type -> config fields that the tiny configuration of each family adds to the
 common sizes.
