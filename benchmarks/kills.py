@@ -318,7 +318,7 @@ class Commands:
                 f"--set={setting.format(folder)}"
                 for setting in ("output_dir={}", *settings)
             )
-            return fcsd([command, str(recipe), *changes])
+            return fcsd([*command.split(), str(recipe), *changes])
 
         return run
 
@@ -348,7 +348,12 @@ class Commands:
             ),
             tree,
         )
-        yield Job("tokenize", 1, self.stage(self.recipe("tokens"), "tokenize"), tree)
+        yield Job(
+            "tokenize",
+            1,
+            self.stage(self.recipe("tokens"), "run --only=tokenize"),
+            tree,
+        )
         cached = self.recipe("cached", teacher={"backend": "cache", "cache": "cache"})
         sweep = {
             "batch_size_tokens": [128],
@@ -371,7 +376,9 @@ class Commands:
             yield Job(
                 "cache-teacher",
                 ranks,
-                self.stage(cached, "cache-teacher", "teacher.cache={}/cache"),
+                self.stage(
+                    cached, "run --only=cache-teacher", "teacher.cache={}/cache"
+                ),
                 tree,
             )
             yield Job("sweep", ranks, self.stage(swept, "sweep"), tree)

@@ -13,21 +13,12 @@ from fcsd.base.files import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.launch import join_launch
+from fcsd.recipe import layout
 from fcsd.recipe.load_recipe import check_recipe
 from fcsd.recipe.load_recipe import load_recipe as load_file
 from fcsd.recipe.recipe import Recipe
 
-STAGES = (
-    "pretrain",
-    "convert",
-    "calibrate",
-    "sweep",
-    "distill",
-    "evaluate",
-    "report",
-    "publish",
-    "run",
-)
+STAGES = (*layout.STAGES, "run")
 
 
 def load_recipe(
@@ -80,14 +71,14 @@ def run_stage(
     expert_parallel: int = 1,
     overlap: Overlap | None = None,
 ) -> Path:
-    """Run one stage of a recipe, or all of them ("run"), as the command of that name
-    does; finished stages are not rerun.
+    """Run one stage of a recipe, or all of them ("run"), as `fcsd run RECIPE
+    --only STAGE` and `fcsd run RECIPE` do; finished stages are not rerun.
 
     Args:
-        stage: pretrain, convert, calibrate, sweep, distill, evaluate (every model that
-            exists), report, publish or run.
+        stage: tokenize, pretrain, convert, calibrate, cache-teacher, sweep, distill,
+            evaluate (every model that exists), layers, report, publish or run.
         recipe: a recipe, its path or shipped name, or the content of its file.
-        variant: one of the recipe's variants, for "distill" and "pretrain".
+        variant: one of the recipe's variants, for pretrain, cache-teacher and distill.
         expert_parallel: number of ranks that share the experts of an MoE layer.
         overlap: how much of their communication overlaps computation: full, forward or
             off; None: full where the model supports it.
@@ -102,7 +93,7 @@ def run_stage(
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
-    if variant is not None and stage not in ("distill", "pretrain"):
+    if variant is not None and stage not in layout.VARIANT_STAGES:
         raise UserError(
             f"run_stage: stage {stage!r} has no variants; leave variant out"
         )
@@ -118,33 +109,16 @@ def run_stage(
         )
         recipe = load_recipe(recipe)
     from fcsd.pipeline.context import Run
+    from fcsd.pipeline.run import run_all, run_only
 
     launch = join_launch(expert_parallel=expert_parallel, overlap=overlap)
     try:
-        return _run(stage, Run(recipe, launch), variant)
+        run = Run(recipe, launch)
+        if stage != "run":
+            return run_only(run, stage, variant)
+        run_all(run)
+        return recipe.folder
     finally:
         # A script may go on after the stage, unlike a command, whose process ends.
         stop_watching()
         release_folders()
-
-
-def _run(stage: str, run: Any, variant: str | None) -> Path:
-    from fcsd.pipeline.calibrate import calibrate
-    from fcsd.pipeline.distill import distill, sweep
-    from fcsd.pipeline.pretrain import pretrain
-    from fcsd.pipeline.run import convert, evaluate_models, publish, report, run_all
-
-    if stage in ("pretrain", "distill"):
-        training = pretrain if stage == "pretrain" else distill
-        return Path(training(run, variant).folder)
-    if stage in ("convert", "calibrate", "sweep"):
-        stages = {"convert": convert, "calibrate": calibrate, "sweep": sweep}
-        return Path(stages[stage](run).folder)
-    if stage in ("report", "publish"):
-        steps = {"report": report, "publish": publish}
-        # Only the first rank writes a report; the others get its path.
-        return Path(run.launch.ranks.from_first(lambda: str(steps[stage](run))))
-    {"evaluate": evaluate_models, "run": run_all}[stage](run)
-    return Path(
-        run.recipe.folder / "evaluate" if stage == "evaluate" else run.recipe.folder
-    )

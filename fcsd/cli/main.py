@@ -42,6 +42,9 @@ COMMANDS: dict[str, Command] = {
 # They go with the next release.
 MOVED_COMMANDS: dict[str, str] = {
     "recipe": "fcsd run RECIPE --show",
+    "tokenize": "fcsd run RECIPE --only tokenize",
+    "cache-teacher": "fcsd run RECIPE --only cache-teacher",
+    "report": "fcsd run RECIPE --only report",
 }
 
 

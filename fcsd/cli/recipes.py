@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import shutil
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from fcsd.cli.options import (
     quiet_transformers,
     recipe_arguments,
 )
+from fcsd.recipe.layout import STAGES, VARIANT_STAGES
 
 if TYPE_CHECKING:
     from fcsd.pipeline.context import Run
@@ -72,26 +72,6 @@ def _estimate(arguments: Namespace) -> None:
     print_result(arguments, facts, estimate_table)
 
 
-def _tokenize(arguments: Namespace) -> None:
-    if arguments.show is not None:
-        from fcsd.data.show import check_number
-
-        check_number(arguments.show, "--show")
-    run = _run(arguments)
-    from fcsd.data.counts import tell_examples
-    from fcsd.data.show import print_rows
-    from fcsd.pipeline.rows import tokenize
-
-    for key, (rows, tokenizer) in tokenize(run).items():
-        print(
-            f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in"
-            f" {rows.path.parent}"
-        )
-        tell_examples(rows, key)
-        if arguments.show is not None:
-            print_rows(rows, tokenizer, arguments.show)
-
-
 def _pretrain(arguments: Namespace) -> None:
     run = _run(arguments)
     from fcsd.pipeline.pretrain import pretrain
@@ -113,33 +93,54 @@ def _distill(arguments: Namespace) -> None:
     distill(run, arguments.variant)
 
 
-def _report(arguments: Namespace) -> None:
-    run = _run(arguments)
-    from fcsd.pipeline.run import report
-
-    report(run, as_json=arguments.json)
-
-
 def _run_all(arguments: Namespace) -> None:
+    _check_run_options(arguments)
     if arguments.show:
         from fcsd.recipe.recipe import to_yaml
 
         print(to_yaml(_load_recipe(arguments).dump()), end="")
         return
     run = _run(arguments)
-    from fcsd.pipeline.run import run_all
+    from fcsd.pipeline.run import run_all, run_only
 
-    run_all(run, as_json=arguments.json)
-
-
-def _cache_teacher(arguments: Namespace) -> None:
-    run = _run(arguments)
-    from fcsd.pipeline.distill import cache_teacher
-
-    folder = cache_teacher(
-        run, arguments.variant, arguments.output, verify=arguments.verify
+    if arguments.only is None:
+        run_all(run, as_json=arguments.json)
+        return
+    folder = run_only(
+        run,
+        arguments.only,
+        arguments.variant,
+        as_json=arguments.json,
+        num_rows_shown=arguments.show_rows or 0,
+        verify=arguments.verify,
     )
-    print(folder)
+    if arguments.only == "cache-teacher" and run.launch.first:
+        print(folder)
+
+
+def _check_run_options(arguments: Namespace) -> None:
+    """Refuse options of `fcsd run` that would have no effect."""
+    if arguments.show and arguments.only is not None:
+        raise UserError("--show and --only are both given; leave one out")
+    stages_of = {
+        "variant": VARIANT_STAGES,
+        "show_rows": ("tokenize",),
+        "verify": ("cache-teacher",),
+    }
+    for name, stages in stages_of.items():
+        is_given = getattr(arguments, name) not in (None, False)
+        if is_given and arguments.only not in stages:
+            raise UserError(
+                f"--{name.replace('_', '-')} has no meaning here; it belongs to"
+                f" {' or '.join(f'--only {stage}' for stage in stages)}"
+            )
+    writes_report = arguments.only in (None, "report", "publish")
+    if arguments.json and (arguments.show or not writes_report):
+        raise UserError("--json prints the report, which is not written here")
+    if arguments.show_rows is not None:
+        from fcsd.data.show import check_number
+
+        check_number(arguments.show_rows, "--show-rows")
 
 
 def _trace(arguments: Namespace) -> None:
@@ -183,56 +184,43 @@ def _estimate_options(parser: ArgumentParser) -> None:
     json_argument(parser)
 
 
-def _tokenize_options(parser: ArgumentParser) -> None:
-    recipe_arguments(parser)
-    parser.add_argument(
-        "--show",
-        metavar="N",
-        type=int,
-        help=(
-            "print the text of the first N rows: special tokens written out, padding"
-            " left out, what carries loss in [[double brackets]], or in reverse video"
-            " on a terminal"
-        ),
-    )
-
-
 def _sweep_options(parser: ArgumentParser, *, with_variant: bool = False) -> None:
     recipe_arguments(parser, with_variant=with_variant)
     expert_parallel_argument(parser)
 
 
-def _cache_teacher_options(parser: ArgumentParser) -> None:
-    recipe_arguments(parser, with_variant=True)
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help=(
-            "folder of the cache (default: the recipe's teacher.cache, else"
-            " output_dir/teacher-cache)"
-        ),
-    )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="read the finished cache once more and check its checksums",
-    )
-
-
-def _report_options(
-    parser: ArgumentParser, recipe: Callable[..., None] = recipe_arguments
-) -> None:
-    recipe(parser)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-
-
 def _run_options(parser: ArgumentParser) -> None:
-    _report_options(parser, recipe=_sweep_options)
+    _sweep_options(parser, with_variant=True)
+    parser.add_argument(
+        "--only",
+        metavar="STAGE",
+        choices=STAGES,
+        help=f"run one stage: {', '.join(STAGES)}",
+    )
     parser.add_argument(
         "--show",
         action="store_true",
         help="print the recipe with every default filled in, and run nothing",
     )
+    parser.add_argument(
+        "--show-rows",
+        metavar="N",
+        type=int,
+        help=(
+            "with --only tokenize: print the text of the first N rows: special tokens"
+            " written out, padding left out, what carries loss in [[double brackets]],"
+            " or in reverse video on a terminal"
+        ),
+    )
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help=(
+            "with --only cache-teacher: read the finished cache once more and check its"
+            " checksums"
+        ),
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _trace_options(parser: ArgumentParser) -> None:
@@ -274,17 +262,6 @@ COMMANDS = {
         _estimate,
         "Nothing is loaded; only config.json is fetched from the Hub.",
     ),
-    "tokenize": Command(
-        "Tokenize the training data of a recipe, once for all its trainings; needs no"
-        " GPU.",
-        _tokenize_options,
-        _tokenize,
-        "Every other stage does it when it needs the tokens. One process runs on each"
-        " core, eight at most; the same command continues where it was cut off. `fcsd"
-        " estimate` says how long it takes and which disk it needs. The command counts"
-        " the examples that were read, cut and left out; `--show 3` prints the text of"
-        " three rows.",
-    ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
         partial(recipe_arguments, with_variant=True),
@@ -303,32 +280,18 @@ COMMANDS = {
         _distill,
         f"{SEVERAL.format('distill')} The same command continues where it was cut off.",
     ),
-    "cache-teacher": Command(
-        "Run the teacher once over a recipe's training rows and keep its final hidden"
-        " states on disk.",
-        _cache_teacher_options,
-        _cache_teacher,
-        "With `teacher: {backend: cache, cache: FOLDER}` trainings then read them:"
-        " no teacher in memory, and about the cost of plain fine-tuning. It pays when"
-        " rows are seen several times: a sweep, variants, epochs. Needs hidden size x"
-        " 2 bytes (bfloat16) for each token with loss; the need is printed before it"
-        f" starts. {SEVERAL.format('cache-teacher')} The same command continues where"
-        " it was cut off and computes no row twice.",
-    ),
-    "report": Command(
-        "Write the report of a run from the results of its stages.",
-        _report_options,
-        _report,
-    ),
     "run": Command(
-        "Run all stages of a recipe, one after the other.",
+        "Run all stages of a recipe, one after the other, or one of them.",
         _run_options,
         _run_all,
-        "The stages are pretrain, convert, sweep, distill, the variants, the"
+        "The stages are pretrain, convert, calibrate, sweep, distill, the variants, the"
         " evaluation of every model, the layer study, report and publish, as far as"
         " the recipe has them; each leaves a folder in the recipe's output_dir. A"
         " finished stage is not run again, one that was cut off continues; one whose"
-        " settings changed is refused with the difference shown."
+        " settings changed is refused with the difference shown. --only tokenize writes"
+        " the tokens of all trainings ahead, without a GPU; --only cache-teacher keeps"
+        " the teacher's hidden states on disk, for trainings with `teacher: {backend:"
+        " cache, cache: FOLDER}` (docs/distil.md)."
         f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
     ),
     "trace": Command(

@@ -99,10 +99,10 @@ class AdapterOffTeacherConfig(Strict):
 
 
 class CachedTeacherConfig(_OfACheckpoint):
-    """Read the folder that `fcsd cache-teacher` wrote; the teacher is not run."""
+    """Read the hidden states that the stage cache-teacher wrote; no teacher is run."""
 
     backend: Literal["cache"]
-    cache: str = Field(description="the folder that `fcsd cache-teacher` wrote")
+    cache: str = Field(description="the folder of the stage cache-teacher")
     # Rows that are compared with the loaded teacher before training starts; 0: it is
     # never loaded.
     spot_check_rows: int = Field(4, ge=0)

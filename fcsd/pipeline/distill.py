@@ -172,7 +172,7 @@ def _copy_or_link(source: str, destination: str) -> None:
 
 
 def cache_teacher(
-    run: Run, variant: str | None, output: Path | None, *, verify: bool = False
+    run: Run, variant: str | None = None, *, verify: bool = False
 ) -> Path:
     """Fill the teacher cache of a recipe's sweep and main distillation, or of one of
     its variants; return its folder.
@@ -186,7 +186,7 @@ def cache_teacher(
             f"objective {recipe.objective.name!r} compares with no teacher; there is"
             " nothing to cache"
         )
-    folder = output or Path(recipe.teacher.cache or run.layout.teacher_cache)
+    folder = Path(recipe.teacher.cache or run.layout.teacher_cache)
     rows = training_rows(recipe.data, run.tokenizer, run)
     if run.launch.first:
         tell_examples(rows, "data")

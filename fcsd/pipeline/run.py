@@ -3,11 +3,15 @@ conversion, report, publication.
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.data.counts import tell_examples
+from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
@@ -15,7 +19,7 @@ from fcsd.model.connectivity import convert_checkpoint
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.distill import distill, sweep
+from fcsd.pipeline.distill import cache_teacher, distill, sweep
 from fcsd.pipeline.pretrain import pretrain
 from fcsd.pipeline.progress import (
     CALIBRATION,
@@ -28,6 +32,7 @@ from fcsd.pipeline.progress import (
     pretraining,
     run_progress,
 )
+from fcsd.pipeline.rows import tokenize
 from fcsd.pipeline.steer import steer
 from fcsd.planning.layers.settings import Study
 from fcsd.planning.layers.study import study_layers
@@ -136,6 +141,82 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
             " the model, and this launch shards the weights; `fcsd run` of the same"
             " recipe in one process, or on copies, adds it to the report",
             file=sys.stderr,
+        )
+
+
+def run_only(
+    run: Run,
+    stage: str,
+    variant: str | None = None,
+    *,
+    as_json: bool = False,
+    num_rows_shown: int = 0,
+    verify: bool = False,
+) -> Path:
+    """Run one stage of a recipe and return its output folder. All ranks call this.
+
+    stage: of `fcsd.recipe.layout.STAGES`. variant: for `VARIANT_STAGES`. as_json: print
+    the whole report, for report and publish. num_rows_shown: print this many rows of
+    the tokens, for tokenize. verify: read the finished cache again, for cache-teacher.
+
+    Raises:
+        UserError: the recipe does not have this stage; as the stage.
+    """
+    ranks, layout = run.launch.ranks, run.layout
+    # Only the first rank writes the report and the publication.
+    written: dict[str, Callable[..., Path]] = {"report": report, "publish": publish}
+    if stage in written:
+        return Path(ranks.from_first(lambda: str(written[stage](run, as_json=as_json))))
+    if stage == "tokenize":
+        _tokenize(run, num_rows_shown)
+        return layout.tokens
+    if stage == "cache-teacher":
+        return cache_teacher(run, variant, verify=verify)
+    if stage == "evaluate":
+        evaluate_models(run)
+        return layout.root / "evaluate"
+    if stage == "pretrain":
+        # Expert parallelism loads its model from a checkpoint, which does not exist yet.
+        copies = replace(run, launch=run.launch.with_copies())
+        return Path(pretrain(copies, variant).folder)
+    if stage == "distill":
+        return Path(distill(run, variant).folder)
+    if stage == "layers":
+        _check_layer_study(run)
+    others = {
+        "convert": convert,
+        "calibrate": calibrate,
+        "sweep": sweep,
+        "layers": layers,
+    }
+    return Path(others[stage](run).folder)
+
+
+def _tokenize(run: Run, num_rows_shown: int) -> None:
+    """Write the tokens of all trainings of a recipe, and print what they are."""
+    for key, (rows, tokenizer) in tokenize(run).items():
+        if not run.launch.first:
+            continue
+        print(
+            f"{key}: {len(rows):,} rows of {rows.layout.max_length} tokens, in"
+            f" {rows.path.parent}"
+        )
+        tell_examples(rows, key)
+        if num_rows_shown:
+            print_rows(rows, tokenizer, num_rows_shown)
+
+
+def _check_layer_study(run: Run) -> None:
+    """Raise UserError where the layer study cannot run, alone, in this launch."""
+    if run.recipe.evaluation.layer_study is None:
+        raise UserError(
+            f"recipe {run.recipe.name}: has no `evaluation.layer_study`; add one, or"
+            " use `fcsd layers MODEL`"
+        )
+    if not run.studies_layers:
+        raise UserError(
+            "layers: the study rewires whole copies of the model, and this launch"
+            " shards the weights; run it in one process, or on copies"
         )
 
 

@@ -7,7 +7,7 @@ tokens/              tokens of the training data, and which of them share a row
 sweep/               batch size and learning rate
 distill/             the main distillation
 variants/NAME/       further distillations
-teacher-cache/       hidden states of the teacher (`fcsd cache-teacher`)
+teacher-cache/       hidden states of the teacher (`fcsd run RECIPE --only cache-teacher`)
 evaluate/NAME/       results of every model, on the same items
 router-bias/MODEL/   tables that steer the routers of a model, NAME.safetensors
 layers/              untrained KL against the rewired layers
@@ -16,6 +16,22 @@ publish/             the folder that goes to the Hub
 """
 
 from pathlib import Path
+
+STAGES = (
+    "tokenize",
+    "pretrain",
+    "convert",
+    "calibrate",
+    "cache-teacher",
+    "sweep",
+    "distill",
+    "evaluate",
+    "layers",
+    "report",
+    "publish",
+)
+"""The stages that can be run alone (`fcsd run RECIPE --only STAGE`), in their order."""
+VARIANT_STAGES = ("pretrain", "cache-teacher", "distill")  # those of a variant, too
 
 MAIN = "fcsd"  # name of the main distillation in results and report
 _TRAINED_IN = {

@@ -247,7 +247,7 @@ class Recipe(Strict):
     sweep: SweepConfig | None = None
     # Further distillations of the same model; each is this recipe with some dotted keys
     # replaced: {sft: {objective.name: sft}, last-50: {connectivity.layers: {last:
-    # 50%}}}. Of a recipe that only pre-trains, further pre-trainings.
+    # 50%}}}. In a recipe that only pre-trains they are further pre-trainings.
     variants: dict[Name, dict[str, Any]] = Field(default_factory=dict)
     evaluation: EvaluationConfig = EvaluationConfig()
     publication: PublicationConfig = PublicationConfig()

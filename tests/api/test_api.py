@@ -302,11 +302,14 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(
     results = [read_json(each / "manifest.json")["results"] for each in (folder, again)]
     assert results[0]["last_loss"] == results[1]["last_loss"]
     assert fcsd.run_stage("convert", plain) == bench.folder / "plain" / "convert"
+    assert fcsd.run_stage("tokenize", plain) == bench.folder / "plain" / "tokens"
+    with pytest.raises(UserError, match=r"has no `evaluation\.layer_study`; add one"):
+        fcsd.run_stage("layers", plain)
     with pytest.raises(
         UserError,
         match=(
-            "run_stage: no stage 'destill'; allowed: pretrain, convert, calibrate,"
-            " sweep"
+            "run_stage: no stage 'destill'; allowed: tokenize, pretrain, convert,"
+            " calibrate, cache-teacher, sweep"
         ),
     ):
         fcsd.run_stage("destill", path)

@@ -48,7 +48,7 @@ def test_every_command_explains_itself_and_its_arguments(
 def test_the_commands_are_these() -> None:
     assert set(commands()) == {
         "convert", "unconvert", "calibrate", "families",
-        "tokenize", "pretrain", "sweep", "distill", "cache-teacher", "report", "run",
+        "pretrain", "sweep", "distill", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
         "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
         "export", "dequantize", "quantize",
@@ -573,6 +573,29 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in text for name in FAMILIES)
     assert main(["families", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--variant sft",
+            "--variant has no meaning here; it belongs to --only pretrain",
+        ),
+        ("--only convert --verify", "--verify .* belongs to --only cache-teacher"),
+        ("--show-rows 3", "--show-rows has no meaning here; .* --only tokenize"),
+        ("--show --only convert", "--show and --only are both given; leave one out"),
+        (
+            "--only convert --json",
+            "--json prints the report, which is not written here",
+        ),
+        ("--show --json", "--json prints the report, which is not written here"),
+    ],
+)
+def test_an_option_that_the_stage_does_not_have_is_refused(
+    bench: Bench, refused: Refused, options: str, message: str
+) -> None:
+    refused("run", str(bench.recipe("r")), *options.split(), message=message)
 
 
 def test_the_resolved_recipe_loads_again(

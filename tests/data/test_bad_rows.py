@@ -261,7 +261,7 @@ def test_a_recipe_names_the_row_whose_token_the_model_does_not_know(
             fcsd.run_stage(stage, recipe)
         error = str(caught.value)
     else:
-        assert main([stage, str(recipe)]) == 2
+        assert main(["run", str(recipe), "--only", stage]) == 2
         error = capsys.readouterr().err.strip().splitlines()[-1]
     said = (
         f"data set {file}, row 41: token id 300 at position 1 is not in the model's"

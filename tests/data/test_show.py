@@ -161,10 +161,10 @@ def test_tokenize_shows_rows_after_its_own_lines_also_when_the_tokens_are_there(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(bench.recipe("r"))
-    assert main(["tokenize", recipe]) == 0
+    assert main(["run", recipe, "--only", "tokenize"]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     for _ in range(2):
-        assert main(["tokenize", recipe, "--show", "2"]) == 0
+        assert main(["run", recipe, "--only", "tokenize", "--show-rows", "2"]) == 0
         first, *shown = capsys.readouterr().out.splitlines()
         assert first == line and [
             text[:6] for text in shown if text.startswith("row ")
@@ -173,5 +173,7 @@ def test_tokenize_shows_rows_after_its_own_lines_also_when_the_tokens_are_there(
             "row 2 ",
         ]
         assert len(re.findall(r"\[\[\d+ is it", "\n".join(shown))) >= 2
-    assert main(["tokenize", recipe, "--show", "0"]) == 2
-    assert "--show: 0: a number of rows from 1 is needed" in capsys.readouterr().err
+    assert main(["run", recipe, "--only", "tokenize", "--show-rows", "0"]) == 2
+    assert (
+        "--show-rows: 0: a number of rows from 1 is needed" in capsys.readouterr().err
+    )

@@ -340,7 +340,9 @@ def test_a_spread_teacher_fills_a_cache_that_one_process_and_two_train_on_alike(
     two, one = (
         str(bench.recipe(name, teacher=teacher, train=train)) for name in ("two", "one")
     )
-    assert launch(f"cpu_2_{engine}", ["cache-teacher", two], ["distill", two]) == [0, 0]
+    assert launch(
+        f"cpu_2_{engine}", ["run", two, "--only", "cache-teacher"], ["distill", two]
+    ) == [0, 0]
     assert main(["distill", one, "--set", "teacher.spot_check_rows=60"]) == 0
     compare(bench, "one", "two")
 

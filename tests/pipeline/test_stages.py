@@ -181,7 +181,7 @@ def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
 def test_the_report_is_printed_as_json_on_request(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", str(recipe), "--json"]) == 0
+    assert main(["run", str(recipe), "--only", "report", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed["models"]) == {"original", "converted", "fcsd", "sft", "last-50"}
     assert printed == json.loads(

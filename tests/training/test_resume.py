@@ -485,7 +485,7 @@ def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused
         "max_length": 32,
     }
     command = ["distill", str(bench.recipe("r", model={"path": str(base)}, data=data))]
-    assert main(["tokenize", *command[1:]]) == 0
+    assert main(["run", *command[1:], "--only", "tokenize"]) == 0
 
     def killed() -> int:
         monkeypatch.setattr(run_module, "_leave_model", die)

@@ -396,7 +396,7 @@ def test_a_recipe_counts_also_the_examples_of_rows_that_were_there(
     )
     sentence = "60 examples read: 60 cut, 0 without loss, 0 left out"
     for _ in range(2):
-        assert main(["tokenize", recipe]) == 0
+        assert main(["run", recipe, "--only", "tokenize"]) == 0
         assert (
             f"data: {sentence}\ndata: warning: 60 of 60 examples (100 %) are cut"
             in capsys.readouterr().err

@@ -35,7 +35,8 @@ from fcsd.data.batches import next_token_targets
 from fcsd.training.teachers.base import Batch, Teacher
 
 FORMAT = "fcsd-teacher-cache-2"  # 1 had no checksum for each row
-REPAIR = "fcsd cache-teacher RECIPE"  # the command that fills a cache, for messages
+# the command that fills a cache, for messages
+REPAIR = "fcsd run RECIPE --only cache-teacher"
 TEACHER, MANIFEST = "teacher.json", "cache.json"
 _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time

@@ -184,8 +184,8 @@ def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     )
     if size + _FREE_BYTES > free:
         raise UserError(
-            f"teacher cache: {room_text}; give another folder with --output, or less"
-            " data (data.train.N.max_examples)"
+            f"teacher cache: {room_text}; set teacher.cache to another"
+            " folder, or use less data (data.train.N.max_examples)"
         )
     print(f"teacher cache: {room_text}", file=sys.stderr)
 

@@ -68,7 +68,7 @@ def filled(
 ) -> Path:
     """Return the folder of a whole cache of several shards for the recipe `cached`."""
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
-    assert main(["cache-teacher", str(cached(bench))]) == 0
+    assert main(["run", str(cached(bench)), "--only", "cache-teacher"]) == 0
     capfd.readouterr()
     return bench.folder / "cache"
 
@@ -214,7 +214,12 @@ def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
 ) -> None:
     data = {"train": [{"path": str(bench.rows)}], "max_length": 32}
     path = cached(bench, data=data)
-    assert main(["cache-teacher", str(path), "--set", "train.max_steps=17"]) == 0
+    assert (
+        main(
+            ["run", str(path), "--only", "cache-teacher", "--set", "train.max_steps=17"]
+        )
+        == 0
+    )
     # 17 steps of 4 rows: more than the stream's 60, whose second epoch comes in another
     # order but the same rows
     assert read_json(bench.folder / "cache" / "cache.json")["rows"] >= 60
@@ -237,7 +242,9 @@ def of_a_rank(rank: int, *commands: list[str]) -> list[int]:
 @pytest.mark.breadth
 def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> None:
     path = str(cached(bench))
-    assert run_ranks(of_a_rank, 2, ["cache-teacher", path], ["distill", path]) == [
+    assert run_ranks(
+        of_a_rank, 2, ["run", path, "--only", "cache-teacher"], ["distill", path]
+    ) == [
         [0, 0],
         [0, 0],
     ]
@@ -254,7 +261,7 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
-    command = ["cache-teacher", str(cached(bench))]
+    command = ["run", str(cached(bench)), "--only", "cache-teacher"]
     write = cache_stage.write_shard
     written: list[int] = []
 
@@ -278,7 +285,7 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
     assert len(kept) == 2 and len(list(folder.glob(".hidden-*"))) == 1
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        "the teacher cache is not finished; `fcsd cache-teacher RECIPE` continues where"
+        "the teacher cache is not finished; `fcsd run RECIPE --only cache-teacher` continues where"
         " it was cut off" in error
     )
     computed: list[int] = []
@@ -345,9 +352,9 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
         "fcsd.training.teachers.load.load_for_launch",
         lambda *args, **kwargs: pytest.fail("the teacher was loaded"),
     )
-    error = error_of(["cache-teacher", str(cached(bench))], capfd)
+    error = error_of(["run", str(cached(bench)), "--only", "cache-teacher"], capfd)
     assert re.search(
-        r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*--output",
+        r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*set teacher\.cache to another",
         error,
     )
 
@@ -368,8 +375,8 @@ def test_other_rows_are_counted_and_added_by_filling_again(
         r" data",
         error,
     )
-    assert "`fcsd cache-teacher RECIPE` adds what is missing" in error
-    assert main(["cache-teacher", *longer]) == 0
+    assert "`fcsd run RECIPE --only cache-teacher` adds what is missing" in error
+    assert main(["run", *longer, "--only", "cache-teacher"]) == 0
     assert main(["distill", *longer]) == 0
 
 
@@ -419,18 +426,21 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
 def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train, fill = ["distill", str(cached(bench))], ["cache-teacher", str(cached(bench))]
+    train, fill = (
+        ["distill", str(cached(bench))],
+        ["run", str(cached(bench)), "--only", "cache-teacher"],
+    )
     shard = sorted(filled.glob("hidden-*"))[0]
     whole = shard.read_bytes()
     shard.unlink()
     error = error_of(train, capfd)
     assert (
-        f"{shard}: no such file, but cache.json names this shard; `fcsd cache-teacher"
-        " RECIPE`" in error
+        f"{shard}: no such file, but cache.json names this shard; `fcsd run RECIPE"
+        " --only cache-teacher`" in error
     )
     shard.write_bytes(whole[:-100])
     assert (
-        "a damaged shard; `fcsd cache-teacher RECIPE` computes its rows again"
+        "a damaged shard; `fcsd run RECIPE --only cache-teacher` computes its rows again"
         in error_of(train, capfd)
     )
     assert main([*fill, "--verify"]) == 0  # removed, its rows computed again
@@ -479,7 +489,7 @@ def test_a_folder_that_is_no_cache_is_named(
 ) -> None:
     path = str(cached(bench))
     assert (
-        "holds no teacher cache; fill it with `fcsd cache-teacher RECIPE`"
+        "holds no teacher cache; fill it with `fcsd run RECIPE --only cache-teacher`"
         in error_of(["distill", path], capfd)
     )
     (bench.folder / "cache").mkdir()
@@ -487,14 +497,23 @@ def test_a_folder_that_is_no_cache_is_named(
     # nobody's.
     for name in (".teacher.json.0a1b2c3d-17-0123abcd.tmp", ".DS_Store"):
         (bench.folder / "cache" / name).touch()
-    assert main(["cache-teacher", path]) == 0
+    assert main(["run", path, "--only", "cache-teacher"]) == 0
     shutil.rmtree(bench.folder / "cache")
     (bench.folder / "cache").mkdir()
     (bench.folder / "cache" / "mine.txt").write_text("mine")
-    error = error_of(["cache-teacher", path], capfd)
+    error = error_of(["run", path, "--only", "cache-teacher"], capfd)
     assert "is not empty and holds no teacher cache; choose another folder" in error
     error = error_of(
-        ["cache-teacher", path, "--set", "teacher=null", "--set", "objective.name=sft"],
+        [
+            "run",
+            path,
+            "--only",
+            "cache-teacher",
+            "--set",
+            "teacher=null",
+            "--set",
+            "objective.name=sft",
+        ],
         capfd,
     )
     assert "objective 'sft' compares with no teacher" in error
@@ -524,7 +543,7 @@ def test_another_checkpoint_may_be_the_teacher_of_any_width_if_its_tokenizer_is_
             },
         )
     )
-    assert main(["cache-teacher", path]) == 0
+    assert main(["run", path, "--only", "cache-teacher"]) == 0
     assert main(["distill", path]) == 0
     assert losses(bench, "r") == pytest.approx(losses(bench, "live"), rel=1e-5)
     assert (
@@ -570,7 +589,10 @@ def test_a_farskip_checkpoint_is_distilled_further_from_its_original_and_never_f
             "is a FarSkip checkpoint, and as its own teacher it would teach nothing;"
             " set teacher.path" in error
         )
-    error = error_of(["cache-teacher", str(live(bench, "itself", model=model))], capfd)
+    error = error_of(
+        ["run", str(live(bench, "itself", model=model)), "--only", "cache-teacher"],
+        capfd,
+    )
     assert "as its own teacher it would teach nothing" in error
     # the connectivity goes, the weights stay trained
     regular = str(bench.folder / "regular")
