@@ -242,7 +242,10 @@ class Exchange:
                 experts.expects_unquantized_inputs,
             )
         )
-        self.output = torch.empty_like(call["hidden_states"])
+        # Since 0.33 experts may drop the padding of hidden states.
+        rows = call["hidden_states"]
+        width = getattr(experts, "output_hidden_dim", int)(rows.shape[-1])
+        self.output = rows.new_empty((*rows.shape[:-1], width))
         return self.output
 
     def _at_once_if_small(self, begun: Any) -> Any:

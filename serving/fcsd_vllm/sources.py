@@ -21,7 +21,7 @@ from typing import Any
 
 FILE = Path(__file__).with_name("sources.json")
 SOURCES: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
-"""Verified version -> function -> digest."""
+"""Version that was verified or read -> function -> digest."""
 # not in every Python's syntax trees
 _VERSIONED = ("kind", "type_comment", "type_params")
 
@@ -48,7 +48,7 @@ def digests(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
 
 
 def changed(installed: Mapping[str, str]) -> dict[str, str]:
-    """Return those digests that no verified version has."""
+    """Return those digests that no version in `SOURCES` has."""
     return {
         name: now
         for name, now in installed.items()

@@ -8,7 +8,11 @@ from typing import Any
 
 from fcsd_vllm.sources import SOURCES, changed, digests, seal
 
-VERIFIED = tuple(SOURCES)
+READ = ("0.33.0",)
+"""Versions of vLLM in which every function that has changed was read, and the plugin
+adapted, but which have not run FarSkip models: there is no build for CPUs.
+"""
+VERIFIED = tuple(version for version in SOURCES if version not in READ)
 """Versions of vLLM whose models were compared with fcsd's: ids, log-probabilities,
 order of collectives.
 """
@@ -100,8 +104,9 @@ def unverified(version: str) -> str | None:
     """
     if release(version) in VERIFIED:
         return None
+    read = ", its source was only read" if release(version) in READ else ""
     return (
-        f"fcsd-serving: vLLM {version} is not verified ({', '.join(VERIFIED)} is):"
+        f"fcsd-serving: vLLM {version} is not verified{read} ({', '.join(VERIFIED)} is):"
         " compare the log-probabilities of a few prompts with load_model(...) before"
         " you rely on it"
     )

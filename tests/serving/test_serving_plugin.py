@@ -409,6 +409,16 @@ def test_a_verified_engine_is_silent_and_another_warns_with_the_list(
     )
 
 
+def test_an_engine_that_was_only_read_is_known_by_its_sources_and_warned_about(
+    plugin: Any,
+) -> None:
+    sources, (read,) = plugin.sources.SOURCES, plugin.versions.READ
+    assert read not in plugin.versions.VERIFIED
+    assert sources[read].keys() == sources[plugin.versions.VERIFIED[0]].keys()
+    assert "not verified, its source was only read" in plugin.versions.unverified(read)
+    assert plugin.sources.changed(sources[read]) == {}
+
+
 def test_a_missing_internal_is_an_error_that_names_the_verified_versions(
     plugin: Any,
 ) -> None:
