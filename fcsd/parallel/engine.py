@@ -174,6 +174,7 @@ def _replicas(world: int) -> int:
     """Return dp_replicate_size of accelerate's `parallelism_config`; 1 without one."""
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
+    # `accelerate launch` passes each size on as PARALLELISM_CONFIG_NAME.
     sizes = {
         name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
         for name in (

@@ -154,6 +154,7 @@ def _check_no_state(folder: Path) -> None:
     """Raise UserError where a training has left its states in a folder, or its model in
     a folder below.
     """
+    # transformers' Trainer puts its state beside a model: what can be read counts.
     if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
         return
     if (folder / "model" / CONFIG).is_file():
@@ -186,6 +187,8 @@ def source_folder(config: Any) -> Path | None:
         LocalEntryNotFoundError,
     )
 
+    # transformers notes what it loaded, and from the Hub the commit, too. A snapshot is
+    # only looked up: nothing is fetched for a model that is in memory already.
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name or (folder := Path(name)).is_dir():
         return folder if name and (folder / CONFIG).is_file() else None
@@ -395,6 +398,7 @@ def read_config(
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
     """Raise UserError where a config or a section of it has a `model_type` that is no text."""
+    # transformers builds a section (`text_config`) as its own type says.
     sections = [
         ("", config),
         *(
@@ -509,6 +513,7 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     )
     if quantisation is None or not is_left_over(quantisation, checkpoint.dtypes):
         return replace(checkpoint, quantisation=quantisation)
+    # Whoever dequantises weights often leaves the fields; only the tensors can tell.
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
     _tell_once(
         f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is quantised"

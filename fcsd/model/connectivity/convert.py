@@ -108,6 +108,7 @@ def _family(model: Any) -> Family:
         )
     family = family_of(config)
     names = (family.causal_lm, f"FarSkip{family.causal_lm}")
+    # FSDP2 makes a subclass of each module's class, which `isinstance` would accept.
     if (
         not isinstance(model, base_model_class(family))
         or type(model).__name__ not in names

@@ -191,6 +191,7 @@ def _checked(
         checkpoint = read_checkpoint(folder)
         extra = check_tensors(checkpoint, *config_and_class(checkpoint))
     else:
+        # Without tensors to compare, building the model is what checks the config.
         checkpoint, extra = read_without_weights(folder), set()
         build_on_meta(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None

@@ -203,6 +203,8 @@ def _source(model: Any) -> Checkpoint:
         gone = f"the checkpoint that the model was loaded from is gone: {path}"
         raise UserError(gone if path else "the model was not loaded from a checkpoint")
     checkpoint = read_checkpoint(folder)
+    # Another model may have been written to the folder since. Sizes and type are
+    # compared, not values: a training has changed those.
     original_config = checkpoint.config.get("text_config") or checkpoint.config
     converted_config = config.get_text_config()
     differing = [
@@ -220,6 +222,8 @@ def _source(model: Any) -> Checkpoint:
         checkpoint.quantisation is not None
         and said_quantisation(config.to_dict()) is None
     ):
+        # The model was dequantised while it was loaded; packed tensors would look like
+        # ones that it does not load.
         differing = [FIELD]
     if differing:
         raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
@@ -241,6 +245,7 @@ def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
     weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values()))
     total = len(files) + len(shards)
+    # The number of files is in each name, so those that are there are renamed, too.
     names = [
         f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)
     ]

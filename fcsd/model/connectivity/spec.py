@@ -67,6 +67,8 @@ class Connectivity:
     mlp: MlpInput = "outdated"
 
     def __post_init__(self) -> None:
+        # The class is frozen. In their normal form equal selections are equal
+        # connectivities.
         object.__setattr__(self, "layers", parse_selection(self.layers))
         object.__setattr__(self, "mlp", parse_mlp(self.mlp))
         if self.attention not in ("partial", "full"):
@@ -209,6 +211,8 @@ def connectivity_of(
     """
     if layers is not None and not isinstance(layers, Connectivity):
         return Connectivity(layers, attention, mlp)
+    # Without layers, or beside the sides of a `Connectivity`, they would change
+    # nothing.
     if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
         raise UserError(
             "attention, mlp: are sides of the layers to rewire; give layers, too"
@@ -290,6 +294,7 @@ def _parse_text(text: str, name: str) -> Selection:
             raise UserError(
                 f"{name}: '{part.strip()}' runs backwards; write {high}-{low}"
             )
+        # A slip in the number of digits must not fill the memory with indices.
         if high - low > 10_000:
             raise UserError(f"{name}: '{part.strip()}' has more than 10000 layers")
         indices.extend(range(low, high + 1))

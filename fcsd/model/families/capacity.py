@@ -245,6 +245,7 @@ def _arguments(experts: Any) -> list[str]:
 
 def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
     router, kind = dropping.routers[number], owner.config.model_type
+    # Experts that choices and weights are passed to lie beside their router.
     experts = dict(owner.named_modules()).get(
         f"{router.name.rpartition('.')[0]}.experts"
     )

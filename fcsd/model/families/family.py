@@ -187,6 +187,8 @@ def wrapper(
         causal_lm=causal_lm or f"{name}ForConditionalGeneration",
         base_model=base_model,
         auto_model="",
+        # What was found out about the text stack does not hold for the wrapper: these
+        # three begin at their defaults.
         reference="written",
         since=Family.since,
     )

@@ -94,6 +94,7 @@ def _local(folder: Path) -> Source:
     }
     missing = tuple(name for name in names if name not in sizes)
     stale = stale_index(folder, weights.passed_over) if weights is not None else ""
+    # Headers can be read only where all files are.
     complete = folder if sizes and not missing else None
     quantisation = said_quantisation(config, folder)
     return Source(

@@ -200,6 +200,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
 
     model_type = str(raw["model_type"])
     try:
+        # No row has this type, so this refuses, and tells how it fits in.
         family_of(raw)
         reason = None
     except UserError as error:

@@ -107,6 +107,8 @@ def _begin(checkpoint: Checkpoint, partial: Path, name: str) -> None:
         tensor: [checkpoint.dtypes[tensor], list(shape)]
         for tensor, shape in sorted(checkpoint.shapes.items())
     }
+    # Headers and states of the files, not their bytes: hashing these would take as long
+    # as the copy.
     states = [file_state(checkpoint.folder / file) for file in checkpoint.weight_files]
     text = json.dumps([facts, states, checkpoint.config], sort_keys=True)
     record = {"source": hashlib.sha256(text.encode()).hexdigest()}
@@ -195,6 +197,7 @@ def _write_shards(copy: Copy, folder: Path, shard_bytes: int) -> None:
             bar.update()
 
         for file, names in shards.items():
+            # A shard gets its name when it is whole, so one that is there is finished.
             if (folder / file).is_file():
                 bar.update(len(names))
                 continue
@@ -211,6 +214,7 @@ def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[s
     """Return file -> names of its tensors."""
     shards: list[list[str]] = [[]]
     size = 0
+    # The same order in every call: a continued copy relies on the same shards.
     for name in sorted(tensors):
         if shards[-1] and size + tensors[name].num_bytes > shard_bytes:
             shards.append([])

@@ -82,6 +82,7 @@ def said_quantisation(
     """
     for section, settings in quantisation_fields(config):
         named = isinstance(settings, Mapping)
+        # Cut short, because messages quote it and a file may hold anything.
         method = str(settings.get("quant_method") if named else None)[:80]
         algorithm = (
             settings.get("quant_algo") or settings.get("format") if named else None

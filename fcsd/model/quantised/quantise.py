@@ -204,9 +204,11 @@ def _quantised(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield values and scales of a weight, some rows of blocks at a time."""
     num_rows, width = weight.get_shape()
+    # Whole blocks, each of which shares a scale.
     step = SIDE * max(1, CHUNK_VALUES // (SIDE * width))
     for begin in range(0, num_rows, step):
         rows = weight[begin : begin + step]
+        # The scale is the largest value of a block: one infinity would spoil them all.
         if not rows.isfinite().all():
             raise UserError(
                 f"{weight.file}: tensor '{name}': has values that are NaN or infinite;"

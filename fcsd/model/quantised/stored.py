@@ -215,6 +215,8 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
             f"{checkpoint.folder}: tensor '{name}' has no '{base}_scale'; fetch the"
             " checkpoint again"
         )
+    # The dtype tells integers from E2M1 values; both are called `_packed`. How many
+    # integers a row has, only `_shape` says: the last int32 may be partly used.
     if checkpoint.dtypes[name] == "I32":
         if "shape" not in parts:
             raise UserError(
