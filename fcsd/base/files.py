@@ -50,6 +50,7 @@ def read_text(path: Path, expected: str = "a text file", hint: str = "") -> str:
     advice = hint and f"; {hint}"
     try:
         check_regular(path, hint)
+        # Windows editors begin a file with a byte order mark, which is no text.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file{advice}") from None

@@ -42,6 +42,7 @@ def _room(folder: Path) -> int | None:
 
     Cached pages of files count as free: the kernel drops them when memory is needed.
     """
+    # Files of cgroup version 2, and of version 1.
     names = (
         ("memory.max", "memory.current", "file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "cache"),

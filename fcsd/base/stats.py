@@ -20,6 +20,7 @@ def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     n = len(sums)
     if sum(count > 0 for count in counts) < 2:
         return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
+    # Rows are the independent units, not tokens: those of a row depend on each other.
     residuals = math.fsum(
         (total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True)
     )
@@ -113,6 +114,7 @@ def interval(differences: Sequence[float]) -> Interval | None:
 
     count = len(differences)
     if all(difference in (-1, 0, 1) for difference in differences):
+        # Under the root: the sum of squares of the n + 2 values about their mean.
         gained, lost = (sum(d == sign for d in differences) + 1 for sign in (1, -1))
         centre = (gained - lost) / (count + 2)
         error: float | None = math.sqrt(gained + lost - (gained - lost) * centre) / (

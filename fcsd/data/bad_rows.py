@@ -36,18 +36,10 @@ class BadRows:
             f"{where}: {reason}"
             for where, reason in list(self._listed.items())[:_SHOWN]
         ]
-        remainder = (
-            [f"and {self.num_bad - len(listed)} more"]
-            if self.num_bad > len(listed)
-            else []
-        )
-        return "\n".join(
-            [
-                f"{self.num_bad} of {self.num_examples} examples left out",
-                *listed,
-                *remainder,
-            ]
-        )
+        lines = [f"{self.num_bad} of {self.num_examples} examples left out", *listed]
+        if self.num_bad > len(listed):
+            lines.append(f"and {self.num_bad - len(listed)} more")
+        return "\n".join(lines)
 
     def add(self, examples: Sequence[tuple[str, str]], num_read: int = 0) -> None:
         """Record bad examples, as (location, reason), among `num_read` that were read;

@@ -177,6 +177,8 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
             f"{tokenizer_name(tokenizer)}: no end-of-sequence token, needed after each"
             " text"
         )
+    # A text that was written with this template may end with the end of a turn, and
+    # then needs no other.
     form = (
         _Chat(tokenizer, None, [], 0).turn_form()
         if tokenizer.chat_template

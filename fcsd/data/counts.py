@@ -130,6 +130,8 @@ def no_rows(
     has an answer, or no example is left.
     """
     names = ", ".join(source.path for source in sources)
+    # The likeliest cause first: one example with a response behind `max_length` shows
+    # that the columns are right.
     if counts.cut_away:
         reason = (
             f"not one of {counts.read} examples has a response token within max_length:"

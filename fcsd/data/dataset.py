@@ -218,6 +218,7 @@ def _no_data(data: Any, name: str) -> UserError:
         f" packed rows with {', '.join(ROW_FEATURES)}"
     )
     hint = ""
+    # What people pass most often instead has its way out named.
     if isinstance(data, str | Path):
         hint = (
             "; datasets.load_dataset reads files and the Hub: load_dataset('json',"

@@ -235,16 +235,15 @@ class Decontaminator:
         left out, by task and by source.
         """
         by_source = Counter(overlap.source for overlap in self._overlaps.values())
+        by_task = Counter(overlap.task for overlap in self._overlaps.values())
+        # A plus before a Counter drops the tasks whose count is 0.
+        too_short = +self.index.unchecked
         return {
             "ngram": self.index.ngram,
             "num_items": len(self.index.items),
-            "num_items_too_short": dict(sorted((+self.index.unchecked).items())),
+            "num_items_too_short": dict(sorted(too_short.items())),
             "num_left_out": len(self._overlaps),
-            "by_task": dict(
-                sorted(
-                    Counter(overlap.task for overlap in self._overlaps.values()).items()
-                )
-            ),
+            "by_task": dict(sorted(by_task.items())),
             "by_source": {
                 source: {"num_examples": number, "num_left_out": by_source[source]}
                 for source, number in sorted(self.num_examples.items())

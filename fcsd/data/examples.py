@@ -215,6 +215,7 @@ def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Compl
             f" text or both lists of messages, got {short(completion)}; as `response`"
             " such a list is the answer to a prompt that is text"
         )
+    # No template is applied to these two texts, so nothing would read the columns.
     for name in ("tools", "system", "chat_template_kwargs"):
         if name in columns and example.get(columns[name]):
             raise BadExample(

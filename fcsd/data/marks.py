@@ -187,7 +187,7 @@ class MarkedChat:
             )
         try:
             text = self._render(messages, False)
-        except UserError:
+        except UserError:  # a template may look at its texts, and refuse marks in them
             return messages, None
         marks = {mark for leaf in leaves for _, mark in leaf.marks}
         if (

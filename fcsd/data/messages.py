@@ -119,17 +119,14 @@ def _joined(content: str | list, column: str) -> str:
         return content
     texts = []
     for part in content:
-        kind = (
-            part.get("type", "text" if "text" in part else None)
-            if isinstance(part, Mapping)
-            else None
-        )
+        kind = None
+        if isinstance(part, Mapping):
+            # Some data sets leave the type out where there is only text.
+            kind = part.get("type", "text" if "text" in part else None)
         if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            description = (
-                short(kind)
-                if kind is not None and kind not in _TEXT_PARTS
-                else short(part)
-            )
+            # The type tells most; a part without one, or a text that is none, is shown.
+            is_other_kind = kind is not None and kind not in _TEXT_PARTS
+            description = short(kind) if is_other_kind else short(part)
             raise BadExample(
                 f"column {column!r}: a content with a part {description}; parts of type"
                 f" {', '.join(map(repr, _TEXT_PARTS))} with a 'text' are allowed:"

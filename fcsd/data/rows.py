@@ -413,6 +413,7 @@ class _Order:
                 if self.layout.shuffle
                 else np.arange(len(is_bad))
             )
+            # Left out behind the shuffle, so that a bad example moves no other.
             orders.append(begin + order[~is_bad[order]])
             begin += len(is_bad)
         # A single source is read once, without drawing.

@@ -211,6 +211,7 @@ class WrittenChat:
         )
         if self.stop is not None:
             self.text += self.stop
+            # Loss on it, too: the model has to learn where its answer ends.
             self.spans[-1] = self.spans[-1][0], len(self.text)
 
     def _spans(self, index: int) -> list[tuple[int, int]]:
