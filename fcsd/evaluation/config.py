@@ -230,6 +230,8 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
     suite = validate(SuiteConfig, read_yaml(path), str(path))
+    # A field of the record and no key of a file: only here is it known where a suite
+    # lies.
     if "folder" in suite.model_fields_set:
         raise UserError(f"{path}: folder: unknown key")
     return suite.model_copy(update={"folder": str(path.parent)})
@@ -265,6 +267,8 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
             for key, value in changes.items()
             if key != "thinking" or row.kind != "likelihood"
         }
+        # Only what was set, so that the rules of each kind see a row as a file would
+        # have it.
         rows.append(row.model_dump(mode="json", exclude_unset=True) | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"

@@ -137,6 +137,8 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
     root = Path(server.root).resolve()
     if not server.root or root == model.folder.resolve() or not weight_files(root):
         return
+    # A converted checkpoint has the weights of its original: the connectivity counts,
+    # too.
     served = weights_fingerprint(root), read_json(root / "config.json").get("farskip")
     if served != (
         model.weights,

@@ -165,6 +165,7 @@ def _refuse_foreign(output: Path) -> None:
             "suite"
         ]
     except (OSError, ValueError, KeyError, TypeError):
+        # What cannot be read as a result is something else.
         earlier = ""
     if not output.is_dir() or (
         not is_empty(output) and not str(earlier).startswith(_SUITE)

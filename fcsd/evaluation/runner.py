@@ -169,6 +169,7 @@ def _prepare_task(
     """
     if row.kind == "code":
         problems = load_problems(row, data_root)
+        # For its errors alone, before a model is asked: no chat template, say.
         prompts(tokenizer, problems[:1], row)
         return problems[:limit], {
             "num_items_total": len(problems),

@@ -46,6 +46,7 @@ class ServedBackend:
     ):
         self.server, self.model, self.tokenizer = server, model, tokenizer
         self.config = model.load_config(any_family=model.config.trust_remote_code)
+        # The same two sources as `from_pretrained` has for a model in memory.
         if (model.folder / "generation_config.json").is_file():
             self.generation = GenerationConfig.from_pretrained(model.folder)
         else:
@@ -71,6 +72,7 @@ class ServedBackend:
             bodies = [
                 {"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows
             ]
+            # A journal of its own: these answers belong to no task.
             return [
                 logprobs
                 for logprobs, _ in self.ask(
@@ -260,6 +262,8 @@ class ServedBackend:
             raise ValueError(
                 f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens"
             )
+        # The first token has no log-probability. An entry names the prompt's token, and
+        # perhaps likelier ones beside it.
         tokens = [
             entry[str(token)]
             for entry, token in zip(

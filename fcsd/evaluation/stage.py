@@ -179,6 +179,7 @@ class Evaluation:
     def inputs(self) -> dict[str, Any]:
         """Return the fingerprints of all inputs; no path is part of them."""
         model, reference, heldout = self.checkpoint, self.reference, None
+        # Weights do not tell it: a converted checkpoint has those of its original.
         fingerprints = {
             **model.fingerprints("model"),
             "connectivity": str(

@@ -75,6 +75,8 @@ class Speaker:
             options |= thinking_options(self.tokenizer, thinking=False)
         with template_errors(self.name, "the conversation"):
             inputs: Any = self.tokenizer.apply_chat_template(self.messages, **options)
+        # Most models compute on beyond their positions, without an error and without
+        # sense.
         length, positions = inputs["input_ids"].shape[1], self.positions
         if positions is not None and length >= positions:
             raise UserError(
@@ -97,6 +99,7 @@ class Speaker:
         if generation.do_sample and not greedy:
             names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
             values = {name: getattr(generation, name, None) for name in names}
+            # Values at which a setting changes nothing are not told.
             neutral = {"temperature": None, "repetition_penalty": 1.0}
             parts = [
                 f"{k} {v:g}"

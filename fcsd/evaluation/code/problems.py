@@ -148,6 +148,7 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
             raise UserError(f"{path}: no such file")
         if not local.stat().st_size:
             raise UserError(f"{path}: the file is empty")
+        # A single file has no layout that names its split.
         builder = "parquet" if local.suffix == ".parquet" else "json"
         options = {"path": builder, "data_files": {split: path}}
     elif local.is_absolute() and not local.is_dir():
@@ -156,6 +157,7 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
         with quiet(), fresh_cache(local):
             return datasets.load_dataset(**options, split=split)
     except Exception as error:
+        # datasets names the file at fault in few of its errors.
         message = (
             damaged_file(path)
             or f"{path}: cannot read split {split!r} of this data set: {first_line(error)}"
@@ -212,6 +214,7 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         raise UserError(
             f"{where}: a HumanEval+ row has no visible tests; leave tests: visible out"
         )
+    # The prompt is the head of a function, which the canonical solution continues.
     head = row["prompt"].strip() + "\n"
     entry_point = row["entry_point"]
     graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
@@ -219,6 +222,7 @@ def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         task_id=str(row["task_id"]),
         prompt=row["prompt"],
         canonical=head + row["canonical_solution"],
+        # HumanEval's tests define `check` and leave the call to whoever runs them.
         tests=graded.plus if graded else (row["test"], f"check({entry_point})"),
         prefix=head,
         base_tests=graded.base if graded else (),

@@ -109,6 +109,7 @@ def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
     """
     if defines(block, entry_point):
         return None
+    # Lines outside the block, because its own have been read already.
     block_lines = set(_lines(block))
     lines = (
         line for line in _lines(text) if entry_point in line and line not in block_lines

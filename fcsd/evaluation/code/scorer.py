@@ -134,6 +134,7 @@ class CodeScorer:
             raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
         self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
         self.timeout_s, self.memory_bytes = timeout_s, memory_bytes
+        # No server is started here, but in the `with` block, which ends them all.
         self.layers: dict[str, Any] = {}
         self._canonical_s: dict[tuple[str, str], float] = {}
         self._servers: list[SandboxServer] = []
@@ -168,6 +169,7 @@ class CodeScorer:
             self._refuse_weak()
 
     def _refuse_weak(self) -> None:
+        # Only these two are required; a result records which of the others there were.
         missing = [
             text
             for key, text in (

@@ -157,11 +157,13 @@ def _leaf(name: str, index: dict[str, Any]) -> Any:
     """Return the first task of a group, of its first group and so on."""
     entry = index.get(name)
     members = (entry.cfg or {}).get("task") if entry is not None else None
+    # lm-eval's index has tags, too, which have no file but the names of their tasks.
     if entry is not None and entry.yaml_path is None:
         return _leaf(sorted(entry.tags)[0], index)
     if not isinstance(members, list):
         return entry
     first = members[0]
+    # A task that is written out inside its group has no entry of its own.
     if isinstance(first, dict) and "dataset_path" in first:
         return entry
     return _leaf(

@@ -79,6 +79,7 @@ class ServedModel(LanguageModel):
         self.check_answers(requests)
         bodies = []
         for _, prompt, answer in requests:
+            # One more, because a server generates at least one token for each request.
             self._require_room(min(len(prompt) + len(answer), self.max_length) + 1)
             bodies.append(
                 {
@@ -86,6 +87,7 @@ class ServedModel(LanguageModel):
                     "answer_tokens": len(answer),
                 }
             )
+        # Only the lengths are looked at now; the server is asked later.
         if self._looking:
             return [(0.0, False)] * len(bodies)
         return [

@@ -246,6 +246,7 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
     if isinstance(row, GenerationTaskConfig):
         limits = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
         settings = {key: value for key, value in limits.items() if value is not None}
+    # What the task's own file says beside these stays as it is.
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 

@@ -188,6 +188,8 @@ def mount_scratch(folder: str) -> None:
 def unmount_scratch(folder: str) -> None:
     """End the tmpfs over `folder` with all that it holds; OSError where that fails."""
     detach = 2  # out of everybody's sight, though something still holds it
+    # Offsets of arguments in the filter are those of a little-endian machine of 64
+    # bits.
     if (
         _libc.umount2(folder.encode(), 0) != 0
         and _libc.umount2(folder.encode(), detach) != 0
@@ -319,6 +321,8 @@ def _filter(machine: str, job: bool) -> bytes:
     )
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
     number, architecture, first_argument, second_argument = 0, 4, 16, 24
+    # An instruction is (code, steps to skip if it holds, steps to skip if not,
+    # constant); loads and returns skip none.
     program: list[tuple[int, int, int, int]] = [
         (load, 0, 0, architecture), (equal, 1, 0, audit), kill_process, (load, 0, 0, number),
     ]  # fmt: skip
