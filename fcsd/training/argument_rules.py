@@ -278,6 +278,7 @@ def refuse_another_cut(
             f" per_device_train_batch_size says {configured_rows}; leave it out, or"
             " make the batch larger"
         )
+    # 1 is the default of transformers, which cannot be told from a 1 that was set.
     if accumulation_steps not in (1, num_micro_batches):
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches}"

@@ -184,6 +184,8 @@ class StopWhenScoreStalls(TrainerCallback):
             state.global_step, state.max_steps
         ):
             self._evaluate(state.global_step)
+            # This score belongs to the last step of the earlier process, so that
+            # `on_step_end` will not look at it.
             control.should_training_stop = (
                 self.stopper.should_stop or state.global_step == state.max_steps
             )

@@ -244,6 +244,7 @@ def _not_scored(
     """
     step, cause = trainer.state.global_step, failure.__cause__
     assert cause is not None
+    # Before the first step there is no training to save, so the error stands alone.
     if step == 0:
         return cause
     if (

@@ -244,6 +244,8 @@ def sweep_table(result: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---|",
     ]
     for row in result["candidates"]:
+        # All batch sizes were tried at one rate, so the rate decides in the second
+        # stage only.
         chosen = row["batch_size_tokens"] == result["batch_size_tokens"] and (
             row["stage"] == "batch_size_tokens"
             or row["learning_rate"] == result["learning_rate"]

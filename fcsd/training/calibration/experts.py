@@ -263,6 +263,8 @@ def _fold_adds(
                 )
             tokens, out = tokens.cpu(), out.double() * experts.factor
             outputs.append((tokens, out.cpu()))
+            # What the expert adds, and what it should add: that and all of the error.
+            # What its map cannot take away is left to the experts after it.
             yield (
                 work.text.held_out[batch_index][tokens],
                 out,
@@ -273,6 +275,7 @@ def _fold_adds(
     if solution.map is None:
         return
     work.models.fold(work.index, experts.writers, solution.map, "writes", number)
+    # The stream has `out` already, so the fold adds out (M - 1).
     change = solution.map.cpu() - torch.eye(work.width, dtype=torch.float64)
     for (tokens, out), error in zip(outputs, errors, strict=True):
         error[tokens] -= (out @ change).to(error.dtype)

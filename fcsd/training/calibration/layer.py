@@ -211,6 +211,7 @@ def _inputs_of(
     stop: end the pass with `Stopped` once all inputs are recorded.
     """
     inputs: dict[str, Tensor] = {}
+    # All modules of a branch read the same input.
     names = [branch.modules[0] for branch in branches]
 
     def recorder(name: str) -> Before:

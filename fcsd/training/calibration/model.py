@@ -125,6 +125,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
         raise UserError(
             f"{type(student).__name__}: is calibrated already; give the original"
         )
+    # A family has several sizes; the maps take the teacher's streams to the student's.
     student_type, teacher_type = (
         base_model_type(model.config.model_type) for model in (student, teacher)
     )
@@ -140,6 +141,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
             f"{type(teacher).__name__}: the teacher has to be the student's original, a"
             f" regular {student_type} of width {widths[0]}"
         )
+    # Maps are folded into whole matrices.
     for model in (student, teacher):
         if is_sharded(model):
             raise UserError(

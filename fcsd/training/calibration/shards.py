@@ -153,6 +153,8 @@ class Layerwise(Models):
         owners = {
             name: self.model.get_submodule(name.rpartition(".")[0]) for name in names
         }
+        # A tied weight is in the files under its other name, and is tied when that is
+        # loaded.
         stored_names = [
             name
             for name, owner in owners.items()
@@ -171,11 +173,14 @@ class Layerwise(Models):
             self._note_dtypes(stored_names, slices)
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
+                # The dtype to compute in; `fold` rounds to that of the files.
                 dtype=torch.float32,
                 weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
             )
             logging.disable_progress_bar()
             convert_and_load_state_dict_in_model(self.model, slices, settings)
+        # transformers notes the conversions of this load alone, by which it would
+        # convert all others back.
         self.model._weight_conversions = None
         for name in stored_names:
             if self.model.get_parameter_or_buffer(name).is_meta:

@@ -209,6 +209,7 @@ def _biases(student: nn.Module) -> list[Tensor]:
     for router in find_routers(student):
         block = owner.get_submodule(router.name.rpartition(".")[0])
         named = [*block.named_buffers(), *block.named_parameters()]
+        # A family names it one way or the other.
         biases = [
             tensor
             for name, tensor in named

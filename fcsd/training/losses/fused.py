@@ -60,6 +60,8 @@ class Kernels:
         if chunk_bytes is not None:
             return max(1, chunk_bytes // bytes_per_token)
         kind = "cpu" if device.type == "cpu" else "accelerator"
+        # A frozen head has no gradient that small chunks would read and write too
+        # often.
         return max(
             FEWEST_TOKENS[kind] if trains_head else 1,
             CHUNK_BYTES[kind] // bytes_per_token,

@@ -270,6 +270,7 @@ class HiddenCache:
             raise UserError(
                 f"{path}: no such file, but {MANIFEST} names this shard{advice}"
             )
+        # Sizes and not hashes, which would read the whole cache before the first step.
         if path.stat().st_size != size:
             raise UserError(
                 f"{path}: is {path.stat().st_size} bytes long, {MANIFEST} says {size}:"

@@ -119,6 +119,8 @@ def fill_cache(
         )
         if launch.first:
             _check_room(folder, size, missing, tokens)
+        # Ranks have all looked before the first one writes, and go on when it has
+        # written.
         launch.wait()
         batches = [
             own_rows[begin : begin + batch_size]

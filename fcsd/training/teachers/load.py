@@ -104,6 +104,7 @@ def _config_hash(config: Any) -> str:
                 for key, item in value.items()
                 if key not in _NOT_COMPUTED
             }
+        # A tuple comes back from a file as a list.
         return (
             [plain(item) for item in value]
             if isinstance(value, list | tuple)
@@ -266,6 +267,7 @@ def fill_teacher_cache(
     _check_is_original(source)
     _check_tokenizer(source)
     rows = source.rows
+    # On one rank, because the fingerprint reads all weights.
     weights = source.launch.ranks.from_first(lambda: source.model.weights)
     teacher_identity = identity(unloaded(source.model), weights)
     fill_cache(
@@ -287,6 +289,7 @@ def _check_is_original(source: TeacherSource) -> None:
     """Raise UserError when the student would be compared with itself, because its
     checkpoint is rewired or trained already.
     """
+    # A path that the user names is taken as meant; this is about the default.
     folder = source.model.folder
     if source.settings.path is not None:
         return
