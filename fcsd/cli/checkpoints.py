@@ -4,6 +4,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.base.artifact import SCHEMA_VERSION, versions
+from fcsd.base.errors import UserError
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
@@ -25,6 +26,9 @@ def _inspect(arguments: Namespace) -> None:
 
 
 def _convert(arguments: Namespace) -> None:
+    if arguments.format is not None:
+        _write_format(arguments)
+        return
     record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
         "schema_version": SCHEMA_VERSION,
         "stage": "convert",
@@ -51,6 +55,20 @@ def _convert(arguments: Namespace) -> None:
         assert checkpoint.connectivity is not None and checkpoint.family is not None
         config, wired = load_config(checkpoint), checkpoint.connectivity
         tell_first_layers(wired, config, checkpoint.family, "--layers", arguments.model)
+    print(arguments.out)
+
+
+def _write_format(arguments: Namespace) -> None:
+    """Write a checkpoint, converted or not, in the keys of another project."""
+    if connectivity_of(arguments) is not None or arguments.config_only:
+        raise UserError(
+            f"--format {arguments.format}: writes the connectivity that MODEL has, with"
+            " its weights; leave --layers, --attention, --mlp and --config-only out,"
+            " and convert MODEL first"
+        )
+    from fcsd.model.connectivity.export import export_checkpoint
+
+    export_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
     print(arguments.out)
 
 
@@ -111,13 +129,6 @@ def _unconvert(arguments: Namespace) -> None:
     print(arguments.out)
 
 
-def _export(arguments: Namespace) -> None:
-    from fcsd.model.connectivity.export import export_checkpoint
-
-    export_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
-    print(arguments.out)
-
-
 def _families(arguments: Namespace) -> None:
     from fcsd.model.families.table import families_facts, families_table
 
@@ -145,6 +156,15 @@ def _convert_options(parser: ArgumentParser) -> None:
             "write config, code and tokenizer and no weights, which MODEL then need not"
             " have and which are not fetched: for servers with dummy weights, to time"
             " the architecture (`fcsd bench serve OUT --against MODEL`)"
+        ),
+    )
+    parser.add_argument(
+        "--format",
+        choices=("amd",),
+        help=(
+            "amd: write the connectivity that MODEL has in AMD's keys, for its code of"
+            " transformers 4.57 and its SGLang (Instella-MoE, DeepSeek-V3 and -V2);"
+            " transformers alone loads that as a regular model"
         ),
     )
 
@@ -198,16 +218,6 @@ def _unconvert_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
 
 
-def _export_options(parser: ArgumentParser) -> None:
-    _unconvert_options(parser)
-    parser.add_argument(
-        "--format",
-        choices=("amd",),
-        required=True,
-        help="the project whose keys are written",
-    )
-
-
 COMMANDS = {
     "inspect": Command(
         "Show what a checkpoint is, which layers would be rewired, and what memory that"
@@ -256,14 +266,6 @@ COMMANDS = {
         " weights.",
         _unconvert_options,
         _unconvert,
-    ),
-    "export": Command(
-        "Write a checkpoint in another project's keys: AMD's, for its code of"
-        " transformers 4.57 and its SGLang.",
-        _export_options,
-        _export,
-        "The format is for Instella-MoE, DeepSeek-V3 and DeepSeek-V2. transformers"
-        " alone loads the result as a regular model.",
     ),
     "families": Command(
         "List the model families that can be converted, and those that are refused.",

@@ -1,9 +1,10 @@
-"""Commands that measure a model on tasks: evaluate, score, compare."""
+"""Commands that measure a model on tasks: evaluate, compare."""
 
 from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 
 def _evaluate(arguments: Namespace) -> None:
+    if arguments.samples is not None:
+        _grade_samples(arguments)
+        return
+    _refuse_given(arguments, _SAMPLES_ONLY, "has no meaning without --samples")
     launch = launch_of(arguments)
     suite = _suite(arguments)
     if arguments.fetch is not None:
@@ -54,6 +59,17 @@ def _evaluate(arguments: Namespace) -> None:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
         print(result_table(arguments.output))
+
+
+# Options of a file of samples alone, and those that a model and a file share.
+_SAMPLES_ONLY = frozenset({"partial", "timeout_s", "scorer", "evalplus_data"})
+_FOR_SAMPLES = frozenset(
+    {
+        *("command", "run", "json", "samples", "output"),
+        *("suite", "tasks", "include_path", "thinking", "data_root"),
+        "allow_weak_sandbox",
+    }
+)
 
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
@@ -142,14 +158,29 @@ def _suite(arguments: Namespace) -> SuiteConfig:
     )
 
 
-def _score(arguments: Namespace) -> None:
+def _grade_samples(arguments: Namespace) -> None:
+    """Grade a file of samples that another program generated."""
+    others = vars(arguments).keys() - _FOR_SAMPLES - _SAMPLES_ONLY
+    reason = "has no meaning with --samples: no model is asked"
+    _refuse_given(arguments, others, reason)
     from fcsd.evaluation.config import Scoring
     from fcsd.evaluation.ready import score_file
     from fcsd.report.table import score_table
 
-    print_result(
-        arguments, score_file(Scoring.from_options(vars(arguments))), score_table
-    )
+    scoring = Scoring.from_options(vars(arguments), dataset=arguments.tasks)
+    print_result(arguments, score_file(scoring), score_table)
+
+
+def _refuse_given(arguments: Namespace, names: Iterable[str], reason: str) -> None:
+    """Raise UserError where an option of these names has another value than its
+    default.
+    """
+    parser = ArgumentParser()
+    _evaluate_options(parser)
+    for name in sorted(names):
+        if getattr(arguments, name) != parser.get_default(name):
+            text = name.upper() if name == "model" else f"--{name.replace('_', '-')}"
+            raise UserError(f"{text} {reason}")
 
 
 def _compare(arguments: Namespace) -> None:
@@ -193,7 +224,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         metavar="A,B,…",
         help=(
             "evaluate these only: rows of the suite, or any task or group of lm-eval,"
-            " with its own shots and metric"
+            " with its own shots and metric; with --samples: the one task of the file,"
+            " or the path of its code data set"
         ),
     )
     field_options(
@@ -217,7 +249,10 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         parser,
         Scoring,
         "thinking",
-        help="let a hybrid model think before it answers (needs room for it)",
+        help=(
+            "let a hybrid model think before it answers (needs room for it); with"
+            " --samples: cut off the thoughts before an answer"
+        ),
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
     parser.add_argument(
@@ -254,7 +289,26 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     )
     _server_arguments(parser)
     field_options(parser, EvaluationConfig, "allow_weak_sandbox")
+    _samples_arguments(parser)
     json_argument(parser)
+
+
+def _samples_arguments(parser: ArgumentParser) -> None:
+    from fcsd.evaluation.config import Scoring
+
+    parser.add_argument(
+        "--samples",
+        type=Path,
+        metavar="FILE",
+        help=(
+            "instead of MODEL: grade a .jsonl or .jsonl.gz file of ready programs or"
+            " answers"
+        ),
+    )
+    for name in sorted(_SAMPLES_ONLY):
+        help = Scoring.model_fields[name].description or ""
+        changes = {"help": f"with --samples: {help}"}
+        field_options(parser, Scoring, name, **changes)
 
 
 def _server_arguments(parser: ArgumentParser) -> None:
@@ -277,16 +331,6 @@ def _server_arguments(parser: ArgumentParser) -> None:
             " serves; the result says so"
         ),
     )
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    from fcsd.evaluation.config import Scoring
-
-    parser.add_argument(
-        "samples", metavar="SAMPLES", type=Path, help=".jsonl or .jsonl.gz file"
-    )
-    field_options(parser, Scoring)
-    json_argument(parser)
 
 
 def _compare_options(parser: ArgumentParser) -> None:
@@ -324,7 +368,7 @@ def _compare_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "evaluate": Command(
-        "Evaluate a checkpoint on a suite of tasks.",
+        "Evaluate a checkpoint on a suite of tasks, or grade a file of samples.",
         _evaluate_options,
         _evaluate,
         "For the original and for the converted model: `fcsd evaluate MODEL --output"
@@ -332,17 +376,11 @@ COMMANDS = {
         " Without a network, --data-root ROOT reads a folder that `fcsd evaluate"
         " --fetch ROOT` has filled. Finished tasks are kept: the same command continues"
         " with the next one. Generated code runs only in a sandbox. On several GPUs:"
-        " accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluate.md).",
-    ),
-    "score": Command(
-        "Grade a file of ready samples, programs or answers to lm-eval's generation"
-        " tasks.",
-        _score_options,
-        _score,
-        "A line is {doc_id, completion}, {task_id, solution}, {task_id, completion}, or"
-        " what `fcsd evaluate` wrote into samples_TASK.jsonl; several samples of a"
-        " problem give pass@k, several answers the mean. Programs run only in the"
-        " sandbox, answers are graded by lm-eval's own filters and metrics.",
+        " accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluate.md)."
+        " With --samples FILE no model runs: a line of the file is {doc_id,"
+        " completion}, {task_id, solution}, {task_id, completion}, or what this command"
+        " wrote into samples_TASK.jsonl; several samples of a problem give pass@k,"
+        " several answers the mean.",
     ),
     "compare": Command(
         "Compare converted models with their original, task by task, with paired"

@@ -45,6 +45,8 @@ MOVED_COMMANDS: dict[str, str] = {
     "tokenize": "fcsd run RECIPE --only tokenize",
     "cache-teacher": "fcsd run RECIPE --only cache-teacher",
     "report": "fcsd run RECIPE --only report",
+    "score": "fcsd evaluate --samples FILE",
+    "export": "fcsd convert MODEL OUT --format amd",
 }
 
 

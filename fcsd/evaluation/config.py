@@ -1,5 +1,5 @@
 """Schemas of a suite (`eval/suites/*.yaml`; docs/evaluate.md has the keys), of a
-recipe's `evaluation`, and of `fcsd score`.
+recipe's `evaluation`, and of `fcsd evaluate --samples`.
 """
 
 import re
@@ -425,12 +425,9 @@ class Scoring(Strict):
     """A file of ready samples, and how it is graded."""
 
     samples: Path
-    dataset: str | None = option(
-        None,
-        "a task of the suite or of lm-eval, or the path of a code data set; without it,"
-        " every line has its `task`",
-        metavar="TASK",
-    )
+    # A task of the suite or of lm-eval, or the path of a code data set (--tasks); null:
+    # every line has its `task`.
+    dataset: str | None = None
     suite: str = option("paper11", "suite whose rows say how a task is graded")
     include_path: Path | None = option(
         None, "your own task definitions (lm-eval YAML)", metavar="DIR"

@@ -1,7 +1,7 @@
-"""`fcsd score`: grade samples that are ready in a file, of code tasks and of those
+"""`fcsd evaluate --samples`: grade samples that are ready in a file, of code tasks and of those
 whose answers lm-eval grades.
 
-A line is a JSON object; `task` names its task where --dataset does not
+A line is a JSON object; `task` names its task where --tasks does not
 (docs/evaluate.md). What `fcsd evaluate` wrote is read for both. Not covered: tasks that
 are scored by likelihood.
 """
@@ -115,8 +115,8 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
         name = line.get("task") if dataset is None else dataset
         if not isinstance(name, str):
             raise UserError(
-                f"{where}: names no task; add a key 'task', or give --dataset for the"
-                " whole file"
+                f"{where}: names no task; add a key 'task', or give --tasks TASK for"
+                " the whole file"
             )
         by_task.setdefault(name, []).append((where, line))
     chosen = chosen_suite(list(by_task), suite, scoring.include_path)
@@ -171,8 +171,8 @@ def _refuse_foreign(output: Path) -> None:
         not is_empty(output) and not str(earlier).startswith(_SUITE)
     ):
         raise UserError(
-            f"{output}: holds something else than a result of `fcsd score`; choose"
-            " another --output"
+            f"{output}: holds something else than a result of `fcsd evaluate"
+            " --samples`; choose another --output"
         )
 
 

@@ -28,7 +28,7 @@ REFUSED = {
         "fcsd-serving: instella_moe: SGLang has no place for its attention gate; serve"
         " it with vLLM and this plugin, or with AMD's fork of SGLang"
         " (github.com/AMD-AGI/FarSkip-Collective), which takes AMD's checkpoints and"
-        " what `fcsd export --format amd` writes"
+        " what `fcsd convert --format amd` writes"
     )
 }
 """Family that is not served here -> the sentence that says so."""

@@ -50,8 +50,8 @@ def test_the_commands_are_these() -> None:
         "convert", "unconvert", "calibrate", "families",
         "pretrain", "sweep", "distill", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
-        "push", "chat", "score", "trace", "bench", "routing", "profile-network", "plan", "bias",
-        "export", "dequantize", "quantize",
+        "push", "chat", "trace", "bench", "routing", "profile-network", "plan", "bias",
+        "dequantize", "quantize",
     }  # fmt: skip
 
 

@@ -412,7 +412,16 @@ def test_a_file_of_samples_that_cannot_be_graded_is_refused_with_its_line(
     file = root.parent / name
     file.write_bytes(content)
     said = error_of(
-        ["score", str(file), "--dataset", "mbpp_plus", "--data-root", str(root)], capsys
+        [
+            "evaluate",
+            "--samples",
+            str(file),
+            "--tasks",
+            "mbpp_plus",
+            "--data-root",
+            str(root),
+        ],
+        capsys,
     )
     assert said.startswith(message.format(file=file))
 
@@ -431,9 +440,10 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     file.write_bytes(gzip.compress(text.encode()))
     out = root.parent / "scored"
     arguments = [
-        "score",
+        "evaluate",
+        "--samples",
         str(file),
-        "--dataset",
+        "--tasks",
         "mbpp_plus",
         "--data-root",
         str(root),
@@ -447,7 +457,8 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     (root.parent / "evaluated/results.json").write_text('{"suite": "paper11"}')
     said = error_of([*arguments[:-1], str(root.parent / "evaluated")], capsys)
     assert said.endswith(
-        "holds something else than a result of `fcsd score`; choose another --output"
+        "holds something else than a result of `fcsd evaluate --samples`; choose another"
+        " --output"
     )
     said = error_of([*arguments, "--timeout-s", "0"], capsys)
     assert said == "--timeout-s: must be above 0, got 0"

@@ -1,4 +1,4 @@
-"""`fcsd score`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
+"""`fcsd evaluate --samples`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
 
 import importlib.util
 import json
@@ -184,7 +184,15 @@ def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": BASE_ONLY[0]})
-    words = ["score", str(path), "--dataset", "mbpp_plus", "--data-root", str(root)]
+    words = [
+        "evaluate",
+        "--samples",
+        str(path),
+        "--tasks",
+        "mbpp_plus",
+        "--data-root",
+        str(root),
+    ]
     assert main(words) == 2
     assert "2 of 3 problems have no sample" in capsys.readouterr().err
     assert main([*words, "--partial"]) == 0
@@ -495,7 +503,7 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
             )
         )
     with pytest.raises(
-        UserError, match=r"line 1: names no task; add a key 'task', or give --dataset"
+        UserError, match=r"line 1: names no task; add a key 'task', or give --tasks"
     ):
         score_file(
             Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root)
@@ -517,7 +525,8 @@ def test_one_file_may_hold_programs_and_answers(
     assert (
         main(
             [
-                "score",
+                "evaluate",
+                "--samples",
                 str(file),
                 "--data-root",
                 str(root),
@@ -533,6 +542,29 @@ def test_one_file_may_hold_programs_and_answers(
     assert result["mean"] == 1 and [row["task"] for row in result["settings"]["rows"]] == [
         "gsm8k", "mbpp_plus",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a/model"], "MODEL has no meaning with --samples: no model is asked"),
+        (["--batch-size", "4"], "--batch-size has no meaning with --samples"),
+        (["--server", "http://x"], "--server has no meaning with --samples"),
+    ],
+)
+def test_what_a_model_needs_is_refused_beside_a_file_of_samples(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": ""})
+    assert main(["evaluate", *words, "--samples", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_file_of_samples_needs_is_refused_without_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["evaluate", "a/model", "--output", "o", "--partial"]) == 2
+    assert "--partial has no meaning without --samples" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def test_an_export_has_amds_keys_for_what_the_model_computes(
             source, tmp_path / "ours", Connectivity(layers, attention, mlp)
         )
         source = tmp_path / "ours"
-    assert main(["export", str(source), str(tmp_path / "amd"), "--format", "amd"]) == 0
+    assert main(["convert", str(source), str(tmp_path / "amd"), "--format", "amd"]) == 0
     capsys.readouterr()
     config = json.loads((tmp_path / "amd" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == (
