@@ -143,6 +143,8 @@ def calibrate(
     rows = _token_rows(rows, tokenizer, max_length)
     check_kind("ridge", ridge, int | float, "a number")
     results = calibrate_model(student, teacher, rows, ridge=ridge)
+    # Told and not raised, even where it rules the result out: the maps are folded in
+    # already. `fcsd calibrate` refuses before it writes.
     if (warning := complaint(results)) is not None:
         print(warning[1], file=sys.stderr)
     return results

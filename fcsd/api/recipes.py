@@ -47,6 +47,7 @@ def load_recipe(
         "a dict of keys to values, or a list of KEY=VALUE,",
     )
     if isinstance(overrides, Mapping):
+        # JSON is YAML, in which the values of `--set` are read.
         overrides = [f"{key}={_json(key, value)}" for key, value in overrides.items()]
     for override in overrides or []:
         check_kind("overrides", override, str, "KEY=VALUE in a list")

@@ -61,6 +61,7 @@ def tokenizer_files(folder: Path) -> dict[str, str]:
     """Return the hashes of the files that a tokenizer or processor is read from, by
     their names.
     """
+    # A set, because a file may match several patterns.
     files = {
         file
         for pattern in TOKENIZER_FILES

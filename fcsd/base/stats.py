@@ -143,16 +143,12 @@ def mean_interval(deltas: Sequence[float], intervals: Sequence[Interval]) -> Int
     """
     count = len(deltas)
     mean = math.fsum(deltas) / count
-    below, above = (
-        math.hypot(
-            *(
-                delta - limits[end]
-                for delta, limits in zip(deltas, intervals, strict=True)
-            )
-        )
-        for end in (0, 1)
-    )
-    return mean - below / count, mean + above / count
+    below: list[float] = []
+    above: list[float] = []
+    for delta, (low, high) in zip(deltas, intervals, strict=True):
+        below.append(delta - low)
+        above.append(high - delta)
+    return mean - math.hypot(*below) / count, mean + math.hypot(*above) / count
 
 
 def clipped(interval: Interval | None, *, shares: bool) -> list[float] | None:

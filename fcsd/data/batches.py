@@ -35,15 +35,13 @@ class Collator:
         self.ahead = ahead
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        batch = {
-            name: torch.stack(
-                [
-                    torch.as_tensor(np.asarray(row[name]), dtype=torch.int64)
-                    for row in rows
-                ]
-            )
-            for name in ROW_FEATURES
-        }
+        batch = {}
+        for name in ROW_FEATURES:
+            values = [
+                torch.as_tensor(np.asarray(row[name]), dtype=torch.int64)
+                for row in rows
+            ]
+            batch[name] = torch.stack(values)
         if self.ahead is not None:
             self.ahead(batch)
         return batch

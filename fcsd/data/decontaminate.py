@@ -129,17 +129,12 @@ class ItemIndex:
 
     def _uncommon(self, ngram_keys: np.ndarray, item_indices: np.ndarray) -> np.ndarray:
         """Return the indices of the n-grams that no more than `COMMON` items of one task have."""
-        tasks = {
-            task: number
-            for number, task in enumerate(dict.fromkeys(task for task, _ in self.items))
-        }
-        task = (
-            np.array([tasks[name] for name, _ in self.items], np.uint64)[item_indices]
-            if len(item_indices)
-            else ngram_keys
-        )
+        names = dict.fromkeys(name for name, _ in self.items)
+        numbers = {name: number for number, name in enumerate(names)}
+        task_of_item = np.array([numbers[name] for name, _ in self.items], np.uint64)
         # Counted per task: a key is mixed with its task, and each item counts once.
-        mixed = ngram_keys * np.uint64(0x9E3779B97F4A7C15) + task
+        tasks = task_of_item[item_indices]
+        mixed = ngram_keys * np.uint64(0x9E3779B97F4A7C15) + tasks
         owned = np.unique(np.stack([mixed, item_indices.astype(np.uint64)]), axis=1)[0]
         keys, counts = np.unique(owned, return_counts=True)
         return np.flatnonzero(~np.isin(mixed, keys[counts > COMMON]))

@@ -274,21 +274,25 @@ def _history(example: Mapping[str, Any], column: str) -> list[dict]:
     are learned, too (LLaMA-Factory).
     """
     turns = example.get(column) or []
-    if not isinstance(turns, list) or not all(
-        isinstance(turn, list | tuple)
-        and len(turn) == 2
-        and all(isinstance(text, str) for text in turn)
-        for turn in turns
-    ):
+    if not isinstance(turns, list) or not all(map(_is_turn, turns)):
         raise BadExample(
             f"column {column!r}: a list of pairs of texts, prompt and response, is"
             f" needed, got {short(turns)}"
         )
-    return [
-        {"role": role, "content": text}
-        for turn in turns
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
+    messages = []
+    for prompt, response in turns:
+        messages.append({"role": "user", "content": prompt})
+        messages.append({"role": "assistant", "content": response})
+    return messages
+
+
+def _is_turn(turn: Any) -> bool:
+    """Tell whether a value is a pair of texts."""
+    return (
+        isinstance(turn, list | tuple)
+        and len(turn) == 2
+        and all(isinstance(text, str) for text in turn)
+    )
 
 
 def _system(

@@ -235,6 +235,8 @@ class Thoughts:
             )
         )
         self.special = frozenset(special.values())
+        # Decoding must not drop the special tokens that mark thoughts; `answer` looks
+        # for them.
         literal = self.markers.literal
         self.marks = {token_id for token_id, text in special.items() if text in literal}
         self.hidden = special.keys() - self.marks

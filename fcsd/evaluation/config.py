@@ -401,7 +401,10 @@ class EvaluationConfig(Strict):
     @field_validator("layer_study", mode="before")
     @classmethod
     def _yes_or_no(cls, value: Any) -> Any:
-        return ({} if value else None) if isinstance(value, bool) else value
+        # `true` is the section with all its defaults, `false` is none.
+        if isinstance(value, bool):
+            return {} if value else None
+        return value
 
     @model_validator(mode="after")
     def _a_bias_knows_its_batches(self) -> "EvaluationConfig":

@@ -52,6 +52,7 @@ class Progress:
         )
         self._label, self._ended = label, ended
         self._began = clock()
+        # Unit -> seconds, and the amount of work that was done in them.
         self._spent: dict[str, tuple[float, float]] = {}
         self._current: tuple[str, float] | None = None
 

@@ -81,6 +81,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
+    # All code tasks ran in this machine's sandbox, so those of any of them will do.
     layers = next(
         (task_layers for *_, task_layers in reversed(graded.values()) if task_layers),
         None,

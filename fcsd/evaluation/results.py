@@ -205,20 +205,16 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     # pass@k needs k samples of every problem.
     count = min(len(sample.get("outcomes") or [0]) for sample in samples)
     if count > 1:
-        passed = [
-            [name == "passed" for name in sample["outcomes"]] for sample in samples
-        ]
-        numbers["pass_at_k"] = {
-            str(k): (
-                math.fsum(
-                    pass_at_k(len(sample_passed), sum(sample_passed), k)
-                    for sample_passed in passed
-                )
-                / len(passed)
-            )
-            for k in (1, 5, 10, 100)
-            if k <= count
-        }
+        numbers["pass_at_k"] = {}
+        for k in (1, 5, 10, 100):
+            if k <= count:
+                estimates = [
+                    pass_at_k(
+                        len(sample["outcomes"]), sample["outcomes"].count("passed"), k
+                    )
+                    for sample in samples
+                ]
+                numbers["pass_at_k"][str(k)] = math.fsum(estimates) / len(estimates)
     return numbers
 
 

@@ -369,12 +369,11 @@ def _store(
             if name not in ("python", "accelerate")
         },
     }
-    data = {
-        row.task: "".join(
-            stage.inputs.get(f"task {row.task}{part}", "") for part in ("", _DEFINITION)
-        )
-        for row in evaluation.suite.tasks
-    }
+    # A kept answer counts as long as the items and how they are asked are the same.
+    data = {}
+    for row in evaluation.suite.tasks:
+        items = stage.inputs.get(f"task {row.task}", "")
+        data[row.task] = items + stage.inputs.get(f"task {row.task}{_DEFINITION}", "")
     return TaskStore(
         Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS,
         identity,

@@ -254,6 +254,7 @@ def refuse_conflicts(args: Any) -> None:
             args, torch.optim.SGD([torch.zeros(1)], lr=1.0), max(args.max_steps, 1)
         )
     except (TypeError, ValueError, ZeroDivisionError) as error:
+        # Python's message begins with the name of a function of transformers.
         reason = str(error).partition("() ")[2] or error
         raise UserError(
             f"FCSDConfig: lr_scheduler_kwargs: the schedule '{schedule}' cannot be made"

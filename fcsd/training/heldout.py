@@ -135,6 +135,8 @@ class HeldoutKL(HeldoutCE):
                 nn.Module.to(self.original(), self.launch.device)
             )
             if self.under_autocast:
+                # Otherwise the KL would begin with the rounding in which the two
+                # differ, not at 0.
                 self.teacher.compute_as(student)
         batches = super()._prepare(student)
         assert self.teacher is not None
@@ -148,6 +150,8 @@ class HeldoutKL(HeldoutCE):
         self.teacher.prepare([batch])
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
+        # The plain KL, whatever the training minimises: scores of different objectives
+        # can be compared.
         hidden = batch["teacher_hidden"]
         return {
             "objective": KLObjectiveConfig(),

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from fcsd.base.errors import UserError
@@ -73,9 +73,16 @@ _SECTIONS: dict[str, list[type[Strict]]] = {
     "connectivity": [ConnectivityConfig],
     "objective": list(OBJECTIVES.values()),
 }
+
+
+def _keys_of(records: Sequence[type[Strict]]) -> str:
+    """Return a pattern of the keys of some records, each once."""
+    keys = dict.fromkeys(key for record in records for key in record.model_fields)
+    return "|".join(keys)
+
+
 _KEYS = "|".join(
-    rf"{name}\.(?:{'|'.join(dict.fromkeys(key for record in records for key in record.model_fields))})"
-    for name, records in _SECTIONS.items()
+    rf"{name}\.(?:{_keys_of(records)})" for name, records in _SECTIONS.items()
 )
 # Keys of a recipe whose argument is named differently.
 _ARGUMENTS = {

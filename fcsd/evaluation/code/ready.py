@@ -165,13 +165,11 @@ def evalplus_outcomes(
                 f"EvalPlus failed with status {finished.returncode}: {last.strip()}"
             )
         verdicts = json.loads(results.read_text(encoding="utf-8"))["eval"]
-    return [
-        [
-            _verdict(problem.task_id, statuses)
-            for statuses in verdicts[f"{prefix}{problem.task_id}"]
-        ]
-        for problem in problems
-    ]
+    outcomes = []
+    for problem in problems:
+        entries = verdicts[f"{prefix}{problem.task_id}"]
+        outcomes.append([_verdict(problem.task_id, statuses) for statuses in entries])
+    return outcomes
 
 
 def _verdict(task_id: str, statuses: Mapping[str, Any]) -> Outcome:

@@ -85,6 +85,7 @@ def longest_block(text: str, least: int = 2) -> str:
             last - first >= least and filled[last] - filled[first] > most and left > 0
         ):
             result = _parse("\n".join(lines[first:last]))
+            # The budget counts lines that were parsed: up to the error, or all.
             left -= result if isinstance(result, int) else last - first
             if isinstance(result, ast.Module):
                 best, most = (first, last), filled[last] - filled[first]
@@ -94,6 +95,8 @@ def longest_block(text: str, least: int = 2) -> str:
             else:  # every longer range has this error, too
                 last = min(last - 1, first + result - 1)
     first, last = best
+    # Blank lines at the end count for nothing above, so a range may have any number of
+    # them.
     while last - first > least and not lines[last - 1].strip():
         last -= 1
     return "\n".join(lines[first:last])

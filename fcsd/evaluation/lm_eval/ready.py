@@ -94,14 +94,12 @@ def grade_answers(
     (`fcsd.data.thoughts`).
     """
     answers, first_lines = _by_document(row, tasks, lines)
-    documents = {
-        name: [
-            number
-            for number in range(len(task.eval_docs))
-            if not partial or (name, number) in answers
+    documents = {}
+    for name, task in tasks.items():
+        numbers = range(len(task.eval_docs))
+        documents[name] = [
+            number for number in numbers if not partial or (name, number) in answers
         ]
-        for name, task in tasks.items()
-    }
     missing = [
         f"{name}/{n}"
         for name, numbers in documents.items()

@@ -140,17 +140,16 @@ def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
             shards, reason = [], str(error)
         yield
         written = set(_weight_map(folder)) | set(model.state_dict())
-        shards = [
-            other_tensors
-            for shard in shards
-            if (
-                other_tensors := {
-                    name: piece for name, piece in shard.items() if name not in written
-                }
-            )
-        ]
-        if shards:
-            _append(folder, shards)
+        extra_shards = []
+        for shard in shards:
+            # The block may have written a tensor of this name itself.
+            pieces = {
+                name: piece for name, piece in shard.items() if name not in written
+            }
+            if pieces:
+                extra_shards.append(pieces)
+        if extra_shards:
+            _append(folder, extra_shards)
         elif (folder / WEIGHTS).is_file():
             # of an earlier model, which had more files
             (folder / INDEX).unlink(missing_ok=True)

@@ -214,13 +214,13 @@ def connectivity_of(
     # Without layers, or beside the sides of a `Connectivity`, they would change
     # nothing.
     if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
-        raise UserError(
-            "attention, mlp: are sides of the layers to rewire; give layers, too"
-            if layers is None
-            else (
-                "attention, mlp: are sides of the Connectivity that is given; set them"
-                " there"
+        if layers is None:
+            raise UserError(
+                "attention, mlp: are sides of the layers to rewire; give layers, too"
             )
+        raise UserError(
+            "attention, mlp: are sides of the Connectivity that is given; set them"
+            " there"
         )
     return layers
 

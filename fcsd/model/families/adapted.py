@@ -45,6 +45,7 @@ _INKLING = Family(
     block_shared="shared_experts",
     additive=False,
     moe_layers="mlp_layer_types",
+    # Its short convolutions reach over the ends of examples.
     packing="leaks",
 )
 
@@ -164,6 +165,7 @@ ROWS: tuple[Family, ...] = (
         layout="post_norm",
         residual="factor",
         residual_names=("attn_alpha_factor", "mlp_alpha_factor"),
+        # The state of its lightning attention runs through the row.
         packing="leaks",
     ),
     Family(

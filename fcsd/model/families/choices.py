@@ -46,13 +46,12 @@ class Recording:
                 raise UserError(
                     f"router {router.name} chose nothing: its layer has not run"
                 )
-        return [
-            Routed(
-                torch.cat([r.experts for r in records]),
-                torch.cat([r.logits for r in records]),
-            )
-            for records in calls
-        ]
+        routed = []
+        for records in calls:
+            experts = torch.cat([record.experts for record in records])
+            logits = torch.cat([record.logits for record in records])
+            routed.append(Routed(experts, logits))
+        return routed
 
     def hooks(self, index: int) -> tuple[Before, After]:
         """Return the hooks for a router: one before its experts, one after itself."""

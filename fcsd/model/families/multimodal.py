@@ -28,6 +28,7 @@ TEXT_ROWS: tuple[Family, ...] = (
         moe_block="Qwen3_5MoeSparseMoeBlock",
         block_shared="shared_expert",
         block_gate="shared_expert_gate",
+        # The state of its gated delta net runs through the row.
         packing="leaks",
         reference="generic",
     ),

@@ -141,6 +141,7 @@ ROWS = (
         moe_block="BailingHybridMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        # The state of its linear attention (delta rule) runs through the row.
         packing="leaks",
         reference="generic",
     ),
@@ -210,6 +211,7 @@ ROWS = (
         layer_shared="shared_mlp",
         residual_multiplier="residual_multiplier",
         moe_layers="num_local_experts",
+        # The state of its Mamba layers runs through the row.
         packing="leaks",
     ),
     Family(
@@ -238,6 +240,7 @@ ROWS = (
         mlp_norm="pre_ff_layernorm",
         moe="feed_forward",
         moe_layers="expert_layer_period",
+        # The state of its Mamba layers runs through the row.
         packing="leaks",
     ),
     Family(
@@ -248,6 +251,7 @@ ROWS = (
         moe_block="KimiLinearMoE",
         block_shared="shared_experts",
         moe_layers="mlp_layer_types",
+        # The state of its linear attention (delta rule) runs through the row.
         packing="leaks",
         reference="generic",
     ),
@@ -280,6 +284,7 @@ ROWS = (
         mlp_norm="ffn_norm",
         moe="feed_forward",
         moe_layers="num_dense_layers",
+        # Its short convolutions reach over the ends of examples.
         packing="leaks",
     ),
     Family(
@@ -325,6 +330,7 @@ ROWS = (
         block_shared="shared_expert",
         block_gate="shared_expert_gate",
         moe_layers="decoder_sparse_step",
+        # The state of its gated delta net runs through the row.
         packing="leaks",
     ),
     Family(

@@ -34,18 +34,20 @@ def families_facts() -> dict[str, Any]:
 
 def families_table(facts: Mapping[str, Any]) -> str:
     """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
-    rows = [
-        [
-            fact["model_type"],
-            fact["model_class"],
-            ("yes" if fact["additive"] else "in flight, too")
-            if fact["shared_experts"]
-            else "no",
-            ", ".join(fact["dense_layers"]) or "none",
-            "written by hand" if fact["reference"] == "written" else "generic",
-        ]
-        for fact in facts["families"]
-    ]
+    rows = []
+    for fact in facts["families"]:
+        shared_experts = "no"
+        if fact["shared_experts"]:
+            shared_experts = "yes" if fact["additive"] else "in flight, too"
+        rows.append(
+            [
+                fact["model_type"],
+                fact["model_class"],
+                shared_experts,
+                ", ".join(fact["dense_layers"]) or "none",
+                "written by hand" if fact["reference"] == "written" else "generic",
+            ]
+        )
     table = markdown(
         ["family", "class", "shared experts", "dense layers by", "reference"],
         rows,

@@ -199,6 +199,7 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
         "memory, 1 GiB = 2^30 bytes; `fcsd estimate RECIPE` tells what training needs"
     ]
     if convert is not None:
+        # Both are unknown where the Hub did not tell the sizes of files.
         shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
         lines.append(
             "convert          below one weight"

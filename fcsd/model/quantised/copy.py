@@ -96,6 +96,7 @@ def write_copy(
         folder.mkdir(exist_ok=True)
         _write_shards(copy, folder, shard_bytes)
         _write_rest(source, checkpoint, folder, copy.config)
+        # Before the rename: a folder of the destination's name is whole and right.
         _check_result(folder)
         os.rename(folder, destination)  # which may be an empty folder
         shutil.rmtree(partial)

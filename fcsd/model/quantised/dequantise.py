@@ -109,6 +109,8 @@ def _decoded(
 def _in_bfloat16(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the copy."""
     config = without_quantisation(config)
+    # transformers 4 wrote `torch_dtype`, 5 writes `dtype`, and a section of a
+    # multimodal model may have its own.
     sections = (value for value in config.values() if isinstance(value, dict))
     for section in (config, *sections):
         for key in ("dtype", "torch_dtype"):

@@ -85,11 +85,13 @@ def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor
     values = _unpacked(parts["weight"][begin:end], bits)[:, :num_columns]
     scale = parts["scale"][begin:end].to(torch.float32)
     num_groups = scale.shape[1]
+    # Columns may be grouped in another order than their own (GPTQ's activation order).
     if "g_idx" in parts:
         group = parts["g_idx"][:].long()
     else:
         group = torch.arange(num_columns) // math.ceil(num_columns / num_groups)
     if "zero_point" in parts:  # packed along the rows
+        # The int32 with the point of row `begin` may hold points of rows before it.
         first = begin * bits // _PACKED_BITS
         rows = parts["zero_point"][first : math.ceil(end * bits / _PACKED_BITS)]
         points = _unpacked(rows.T, bits).T
@@ -151,6 +153,8 @@ def bits_of(num_packed: int, num_columns: int) -> int:
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
     """Return the signed integers of int32 (R, N) as float32 (R, N · 32 / bits)."""
+    # A right shift of int32 repeats the sign, which the mask cuts off. Stored integers
+    # are offset, so that none is negative.
     shifts = torch.arange(_PACKED_BITS // bits, dtype=torch.int32) * bits
     values = (packed[..., None] >> shifts) & (2**bits - 1)
     return (values.flatten(-2) - 2 ** (bits - 1)).to(torch.float32)
@@ -199,6 +203,7 @@ def _spread(
     if len(shape) > 2:  # experts: rows are the second dimension
         grid = numbers(part[begin:end])
         return grid[..., torch.arange(shape[-2]) // height, :][..., columns]
+    # All blocks of which these rows have a part.
     first = begin // height
     grid = numbers(part[first : (end - 1) // height + 1])
     return grid[torch.arange(begin, end) // height - first][:, columns]

@@ -88,14 +88,13 @@ def median_times(steps: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the medians of `exchange_times` over steps, all of which make the same
     exchanges in the same order.
     """
-    return [
-        same_exchange[0]
-        | {
-            name: statistics.median(times[name] for times in same_exchange)
-            for name in ("seconds", "window_s")
-        }
-        for same_exchange in zip(*steps, strict=True)
-    ]
+    medians = []
+    for same_exchange in zip(*steps, strict=True):
+        exchange = dict(same_exchange[0])
+        for name in ("seconds", "window_s"):
+            exchange[name] = statistics.median(times[name] for times in same_exchange)
+        medians.append(exchange)
+    return medians
 
 
 def _keys(kind: str, backward: bool) -> tuple[str, ...]:

@@ -181,6 +181,8 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
                 f" {config.vocab_size} tokens; the rows were made with another"
                 " tokenizer, make them with the model's own"
             )
+        # Residuals do not show this: on few different tokens they are small, and the KL
+        # is not (docs/decisions.md).
         if text.num_distinct < 4 * config.hidden_size:
             raise UserError(
                 f"calibration text: {text.num_distinct} distinct tokens of"

@@ -146,6 +146,8 @@ class Steps:
         """Skip the layers before `index` within the block, and replace the call of that
         one by `kind`.
         """
+        # The classes are changed and not the instances, because calls are looked up on
+        # the class; hooks and weights stay where they are.
         side_output = self.family.side_output
         classes: list[Any] = [type(layer) for layer in self.layers]
         target: nn.Module = self.layers[index]

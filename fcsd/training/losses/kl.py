@@ -283,10 +283,8 @@ def kl_by_row(
     by_row: list[list[tuple[float, int]]] = [[] for _ in rows]
     for row, total, count in zip(original.part_rows, sums, counts, strict=True):
         by_row[row].append((total, count))
-    return (
-        [math.fsum(total for total, _ in parts) for parts in by_row],
-        [sum(count for _, count in parts) for parts in by_row],
-    )
+    row_sums = [math.fsum(total for total, _ in parts) for parts in by_row]
+    return row_sums, [sum(count for _, count in parts) for parts in by_row]
 
 
 def mean_kl(

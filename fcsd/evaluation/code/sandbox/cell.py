@@ -72,13 +72,14 @@ class Cell:
             raise OSError("a process could not be confined to the sandbox")
         self.held = json.loads(held)
         landlock = self._rules.abi if self._rules and self.held["landlock"] else 0
+        scratch = "none" if landlock else "unlimited"
+        if self._mounts:
+            scratch = "tmpfs"
         return {
             "landlock_abi": landlock,
             "no_capabilities": self.held["capabilities"],
             "rlimits": self.held["rlimits"],
-            "scratch": "tmpfs"
-            if self._mounts
-            else ("none" if landlock else "unlimited"),
+            "scratch": scratch,
             "writes_restricted": landlock > 0,
         }
 

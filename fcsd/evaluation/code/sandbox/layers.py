@@ -260,7 +260,9 @@ class FileRules:
         self._attributes = ctypes.create_string_buffer(
             struct.pack("=QQQ", handled, net, scoped), 24
         )
-        self._size = ctypes.c_size_t(8 if abi < 4 else 16 if abi < 6 else 24)
+        # As long as the structure that this kernel knows: versions 4 and 6 added a field.
+        known_fields = 1 + (abi >= 4) + (abi >= 6)
+        self._size = ctypes.c_size_t(8 * known_fields)
         # In its own folder a program makes no programs, devices and sockets.
         self._whole = handled & ~(execute | 1 << 6 | 1 << 9 | 1 << 11 | resolve_unix)
         self._shared = []
