@@ -51,10 +51,8 @@ def pooled_standard_error(groups: Sequence[Sequence[float]]) -> float | None:
     """Compute the standard error of the mean over all items of a group of tasks, from
     the variance within its tasks alone: sqrt(sum_g sum (x - mean_g)^2 / (N - G) / N),
     as lm-eval's; None where a task has a single item."""
-    sizes, errors = (
-        [len(group) for group in groups],
-        [standard_error(group) for group in groups],
-    )
+    sizes = [len(group) for group in groups]
+    errors = [standard_error(group) for group in groups]
     task_errors = [error for error in errors if error is not None]
     if len(task_errors) < len(errors):
         return None
@@ -122,11 +120,9 @@ def interval(differences: Sequence[float]) -> Interval | None:
         )
         freedom = count + 2
     else:
-        centre, error, freedom = (
-            math.fsum(differences) / count,
-            standard_error(differences),
-            count - 1,
-        )
+        centre = math.fsum(differences) / count
+        error = standard_error(differences)
+        freedom = count - 1
     if error is None:
         return None
     half = float(t.ppf(1 - ALPHA / 2, freedom)) * error

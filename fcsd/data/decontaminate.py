@@ -120,11 +120,9 @@ class ItemIndex:
         uncommon = self._uncommon(all_full_keys, items)
         # Sorted, so that `find` can look up a whole text by binary search.
         order = uncommon[np.argsort(all_first_keys[uncommon], kind="stable")]
-        self._starts, self._lengths, self._items = (
-            starts[order],
-            lengths[order],
-            items[order],
-        )
+        self._starts = starts[order]
+        self._lengths = lengths[order]
+        self._items = items[order]
         self._first = all_first_keys[order]
 
     def _uncommon(self, ngram_keys: np.ndarray, item_indices: np.ndarray) -> np.ndarray:
@@ -156,10 +154,8 @@ class ItemIndex:
         if len(numbers) < self.first or not len(self._first):
             return None
         keys = self._keys(numbers, self.first)
-        rows, ends = (
-            np.searchsorted(self._first, keys),
-            np.searchsorted(self._first, keys, "right"),
-        )
+        rows = np.searchsorted(self._first, keys)
+        ends = np.searchsorted(self._first, keys, "right")
         # A window with a word that no item has cannot match.
         is_in_vocabulary = _windows(numbers == 0, self.first) == 0
         for begin in np.flatnonzero(is_in_vocabulary & (rows < ends)):

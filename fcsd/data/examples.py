@@ -258,10 +258,8 @@ def _conversation(
         # are learned, too.
         question = _text(example, columns["prompt"])
         paragraph = f"\n\n{_text(example, columns['input'])}" if extra else ""
-        prompt, answered = (
-            [{"role": "user", "content": question + paragraph}],
-            0 if history else 1,
-        )
+        prompt = [{"role": "user", "content": question + paragraph}]
+        answered = 0 if history else 1
     if response is None:
         response = [
             {"role": "assistant", "content": _text(example, columns["response"])}

@@ -288,8 +288,6 @@ class Shard:
 
     def example(self, number: int) -> Tokens:
         """Read the token ids and the loss mask of one example."""
-        begin, end = (
-            int(self._ends[number - 1]) if number else 0,
-            int(self._ends[number]),
-        )
+        begin = int(self._ends[number - 1]) if number else 0
+        end = int(self._ends[number])
         return tuple(self._file.get_slice(name)[begin:end] for name in ("ids", "loss"))  # type: ignore[return-value]

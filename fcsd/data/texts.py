@@ -54,11 +54,9 @@ def _put_around(tokenizer: Any) -> tuple[list[int], list[int]]:
         ),
         0,
     )
-    prefix, suffix, end = (
-        with_special[:begin],
-        with_special[begin + len(bare) :],
-        tokenizer.eos_token_id,
-    )
+    prefix = with_special[:begin]
+    suffix = with_special[begin + len(bare) :]
+    end = tokenizer.eos_token_id
     return prefix, suffix if suffix[-1:] == [end] else [*suffix, end]
 
 

@@ -126,14 +126,10 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
             )
         ]
         try:
-            question_text, opened_text = (
-                render(exchange[:1], False),
-                render(exchange[:1], True),
-            )
-            answer_text, exchange_text = (
-                render(exchange[:2], False),
-                render(exchange, False),
-            )
+            question_text = render(exchange[:1], False)
+            opened_text = render(exchange[:1], True)
+            answer_text = render(exchange[:2], False)
+            exchange_text = render(exchange, False)
         except UserError:
             continue
         parts = re.fullmatch(
@@ -144,10 +140,8 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     else:
         return TurnForm(tokens=pattern)
     before_answer, after_answer = parts.groups()
-    tail, closing = (
-        answer_text.rpartition(assistant)[2],
-        question_text.rpartition(user)[2],
-    )
+    tail = answer_text.rpartition(assistant)[2]
+    closing = question_text.rpartition(user)[2]
     # The text common to the closing of the question and to the text before the answer
     # belongs to the user's turn; the remainder opens the assistant's.
     opening = (
@@ -205,10 +199,8 @@ class WrittenChat:
         self._chat = MarkedChat(render, messages)
         self.continues, self.unstopped = True, False
         self.stop: str | None = None
-        self.text, self.spans = (
-            self._chat.plain,
-            [span for i in answers for span in self._spans(i)],
-        )
+        self.text = self._chat.plain
+        self.spans = [span for i in answers for span in self._spans(i)]
         if self.stop is not None:
             self.text += self.stop
             # Loss on it, too: the model has to learn where its answer ends.
@@ -272,11 +264,9 @@ class WrittenChat:
 
     def _begin(self, index: int, position: int, opened: str | None) -> int:
         """Return the beginning of an answer whose first text is at a position."""
-        text, form, previous_end = (
-            self._chat.text,
-            self._form,
-            self._chat.end_before(index, position),
-        )
+        text = self._chat.text
+        form = self._form
+        previous_end = self._chat.end_before(index, position)
         if (
             opened is not None
             and text.startswith(opened)

@@ -157,12 +157,10 @@ class InMemoryBackend:
         *,
         progress: bool = True,
     ):
-        self.model, self.tokenizer, self.ranks, self.progress = (
-            model,
-            tokenizer,
-            ranks,
-            progress,
-        )
+        self.model = model
+        self.tokenizer = tokenizer
+        self.ranks = ranks
+        self.progress = progress
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
         self.at_limit: set[str] = set()
 

@@ -98,10 +98,8 @@ def check_identity(
             f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)"
         ) from None
     loaded = load()
-    model_logprobs, dtype = (
-        _logprobs(loaded, rows),
-        str(loaded.dtype).removeprefix("torch."),
-    )
+    model_logprobs = _logprobs(loaded, rows)
+    dtype = str(loaded.dtype).removeprefix("torch.")
     del loaded
     free_memory()
     pairs = [

@@ -44,12 +44,10 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.tasks, self.kept, self._stream, self._clock = (
-            dict(tasks),
-            kept,
-            stream,
-            clock,
-        )
+        self.tasks = dict(tasks)
+        self.kept = kept
+        self._stream = stream
+        self._clock = clock
         self._label, self._ended = label, ended
         self._began = clock()
         # Unit -> seconds, and the amount of work that was done in them.

@@ -70,10 +70,8 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
     samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
     # Graded with --partial, the result is a quick look, as with a limit.
-    count, total = (
-        sum(map(len, samples_by_task.values())),
-        sum(size for _, size, _ in graded.values()),
-    )
+    count = sum(map(len, samples_by_task.values()))
+    total = sum(size for _, size, _ in graded.values())
     settings = {
         "limit": count if count < total else None,
         "scorer": scoring.scorer,
@@ -96,11 +94,9 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
 
 def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig]:
     """Return the rows to grade, each with its lines, and the suite of the rows."""
-    samples, dataset, suite = (
-        scoring.samples,
-        scoring.dataset,
-        load_suite(scoring.suite),
-    )
+    samples = scoring.samples
+    dataset = scoring.dataset
+    suite = load_suite(scoring.suite)
     limit = {} if scoring.timeout_s is None else {"timeout_s": scoring.timeout_s}
     if (
         dataset is not None

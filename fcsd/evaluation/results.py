@@ -50,10 +50,8 @@ def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
     if not requests:
         return {}
     # All contexts lie between the first and the last in sorted order.
-    first, last = (
-        min(context for context, _ in requests),
-        max(context for context, _ in requests),
-    )
+    first = min(context for context, _ in requests)
+    last = max(context for context, _ in requests)
     shared = next(
         (i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b),
         len(first),

@@ -227,10 +227,8 @@ class PreparedEvaluation:
     def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
-        samples, facts = (
-            dict(self.finished),
-            {task: dict(task_facts) for task, task_facts in self.facts.items()},
-        )
+        samples = dict(self.finished)
+        facts = {task: dict(task_facts) for task, task_facts in self.facts.items()}
         steps = Progress(
             {row.task: self._work(row) for row in self.missing}, len(self.finished)
         )
@@ -319,10 +317,10 @@ class PreparedEvaluation:
         facts: dict[str, dict[str, Any]],
         name: str,
     ) -> dict[str, Any]:
-        data_root, tasks = (
-            Path(self.config.data_root) if self.config.data_root is not None else None,
-            {},
+        data_root = (
+            Path(self.config.data_root) if self.config.data_root is not None else None
         )
+        tasks = {}
         for row in self.suite.tasks:
             task_facts = facts[row.task]
             summed = task_result(

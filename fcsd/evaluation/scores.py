@@ -61,10 +61,8 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     # Items with equal scores say nothing about which model is better, so McNemar's test
     # counts the others alone.
     changed = gained + lost
-    original_mean, converted_mean = (
-        math.fsum(original_scores) / len(pairs),
-        math.fsum(converted_scores) / len(pairs),
-    )
+    original_mean = math.fsum(original_scores) / len(pairs)
+    converted_mean = math.fsum(converted_scores) / len(pairs)
     return {
         "num_items": len(pairs),
         "original": original_mean,
@@ -99,10 +97,8 @@ def _join(
             f"{task}: {len(original)} items against {len(converted)}; evaluate both"
             " models with the same limit and the same data"
         )
-    original_items, converted_items = (
-        _by_item(original, task),
-        _by_item(converted, task),
-    )
+    original_items = _by_item(original, task)
+    converted_items = _by_item(converted, task)
     if original_items.keys() != converted_items.keys():
         unmatched_ids = sorted(
             str(key[0]) for key in original_items.keys() ^ converted_items.keys()
@@ -175,10 +171,8 @@ def compare(
     for task in _common(original_result["tasks"], converted_result["tasks"], only):
         row = original_result["tasks"][task]
         _require_same(task, original_result, converted_result)
-        original_samples, converted_samples = (
-            original["samples"][task],
-            converted["samples"][task],
-        )
+        original_samples = original["samples"][task]
+        converted_samples = converted["samples"][task]
         try:
             pairs = scores[task] = _join(original_samples, converted_samples, task)
         except UserError as error:
@@ -278,10 +272,8 @@ def _require_same(
         ),
     ):
         for key in keys:
-            original_value, converted_value = (
-                original_row.get(key),
-                converted_row.get(key),
-            )
+            original_value = original_row.get(key)
+            converted_value = converted_row.get(key)
             if (
                 original_value != converted_value
                 and original_value is not None
@@ -318,10 +310,8 @@ def _recorded(
             },
         }
 
-    original_settings, converted_settings = (
-        recorded(original_result),
-        recorded(converted_result),
-    )
+    original_settings = recorded(original_result)
+    converted_settings = recorded(converted_result)
     changes = [
         f"{key} {original_settings[key]} against {converted_settings[key]}"
         for key in original_settings

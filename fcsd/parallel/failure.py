@@ -264,10 +264,8 @@ class Watch:
 
     def wait_until_known(self) -> None:
         """See the function of this name."""
-        start, keys = (
-            time.monotonic(),
-            [f"knows/{rank}" for rank in range(self.world_size)],
-        )
+        start = time.monotonic()
+        keys = [f"knows/{rank}" for rank in range(self.world_size)]
         try:
             while time.monotonic() - start < _GRACE_S and not self.store.check(keys):
                 self._stopped.wait(_PERIOD_S / 5)

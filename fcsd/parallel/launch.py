@@ -160,10 +160,8 @@ def _process_state() -> PartialState:
                 " there), or --config_file configs/cpu_2.yaml"
             )
         if torch.accelerator.is_available():
-            started, devices = (
-                get_int_from_env(["LOCAL_WORLD_SIZE"], 1),
-                torch.accelerator.device_count(),
-            )
+            started = get_int_from_env(["LOCAL_WORLD_SIZE"], 1)
+            devices = torch.accelerator.device_count()
             if started > devices:
                 raise UserError(
                     f"{started} processes were started on this machine, which has"

@@ -369,10 +369,8 @@ def _fully_shard(
     engine, world, device_type = launch.engine, launch.ranks.size, launch.device.type
     # Hybrid sharding: shards within a replica, copies across replicas.
     if engine.replicas > 1:
-        shape, dim_names = (
-            (engine.replicas, world // engine.replicas),
-            ("replicate", "shard"),
-        )
+        shape = (engine.replicas, world // engine.replicas)
+        dim_names = ("replicate", "shard")
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=dim_names)
     else:
         mesh = init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))

@@ -268,10 +268,8 @@ def refuse_another_cut(
     """Raise UserError where `batch_size_tokens` contradicts
     `per_device_train_batch_size` or `gradient_accumulation_steps`.
     """
-    configured_rows, accumulation_steps = (
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-    )
+    configured_rows = args.per_device_train_batch_size
+    accumulation_steps = args.gradient_accumulation_steps
     if rows != configured_rows:
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length"

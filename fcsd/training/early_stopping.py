@@ -117,10 +117,8 @@ class EarlyStopper:
         are the best checkpoint so far.
         """
         # `gain` grows with quality for every metric, so that one comparison serves all.
-        gain, margin = (
-            score.value if score.higher_is_better else -score.value,
-            self.min_delta,
-        )
+        gain = score.value if score.higher_is_better else -score.value
+        margin = self.min_delta
         # For KLs, min_delta is relative: a fall by 2 % is this margin on a log scale.
         if self.metric in RELATIVE:
             gain = _relative_gain(score.value)
@@ -136,11 +134,9 @@ class EarlyStopper:
         if self.highest is None or gain > self.highest:
             self.highest, self.highest_step = gain, step
         if gain >= self.highest - margin:
-            self.best_step, self.best_score, self.best_stderr = (
-                step,
-                score.value,
-                score.stderr,
-            )
+            self.best_step = step
+            self.best_score = score.value
+            self.best_stderr = score.stderr
             return True
         return False
 
@@ -171,10 +167,8 @@ class EarlyStopper:
         if best is None:
             self.highest = self.highest_step = None
         elif self.metric in RELATIVE:
-            self.highest, self.highest_step = (
-                _relative_gain(best["score"]),
-                best["step"],
-            )
+            self.highest = _relative_gain(best["score"])
+            self.highest_step = best["step"]
         else:
             self.highest = best["score"] if self.highest == highest else -best["score"]
             self.highest_step = best["step"]

@@ -122,10 +122,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             record = TrainingRecord(args, train, launch, of_recipe=self.inputs is None)
             args.fit_to_engine(train, launch)
             if self.inputs is not None:
-                data, measures = (
-                    (train_dataset, eval_dataset),
-                    compute_metrics is not None,
-                )
+                data = (train_dataset, eval_dataset)
+                measures = compute_metrics is not None
                 model = self.inputs.ready(
                     model, teacher, data, processing_class, knows_metrics=measures
                 )

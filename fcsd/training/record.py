@@ -111,12 +111,10 @@ class TrainingRecord:
     def __init__(
         self, args: FCSDConfig, train: TrainConfig, launch: Launch, *, of_recipe: bool
     ):
-        self.args, self.train, self.launch, self.of_recipe = (
-            args,
-            train,
-            launch,
-            of_recipe,
-        )
+        self.args = args
+        self.train = train
+        self.launch = launch
+        self.of_recipe = of_recipe
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
@@ -134,10 +132,8 @@ class TrainingRecord:
         """
         self._date = {} if date is None else {NOTED: date.isoformat()}
         self._fit = _given_settings(self.args)
-        self._connectivity, self._fingerprints = (
-            getattr(student.config, "farskip", None),
-            fingerprints,
-        )
+        self._connectivity = getattr(student.config, "farskip", None)
+        self._fingerprints = fingerprints
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -106,21 +106,17 @@ def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
     """
     are_read, unit = order.are_read(num_steps), "examples"
     if isinstance(rows, PackedRows):
-        counts, in_rows, used = (
-            rows.counts,
-            rows.num_examples(),
-            rows.num_examples(are_read),
-        )
+        counts = rows.counts
+        in_rows = rows.num_examples()
+        used = rows.num_examples(are_read)
         lines = [
             counts.sentence(counts.usable - used),
             *counts.warnings(rows.layout.max_length),
         ]
     else:  # the examples that these rows were made from are not known
-        counts, in_rows, used = (
-            ExampleCounts(order.num_rows),
-            order.num_rows,
-            int(are_read.sum()),
-        )
+        counts = ExampleCounts(order.num_rows)
+        in_rows = order.num_rows
+        used = int(are_read.sum())
         unit = "rows"
         lines = [
             f"{in_rows:,} rows that were packed already: {in_rows - used:,} never used"

@@ -259,10 +259,8 @@ class Guard:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        self.skipped_steps, self.skipped_in_a_row = (
-            state["skipped_steps"],
-            state["skipped_in_a_row"],
-        )
+        self.skipped_steps = state["skipped_steps"]
+        self.skipped_in_a_row = state["skipped_in_a_row"]
         self.rewinds, self.passed_steps = state["rewinds"], state["passed_steps"]
         self.events = [dict(event) for event in state["events"]]
         self.detector.losses.clear()

@@ -29,10 +29,8 @@ def read_history(folder: Path) -> list[dict[str, float]]:
     file.
     """
     check_outputs(folder, "history.jsonl")
-    path, advice = (
-        folder / "history.jsonl",
-        f"remove {folder} to run this training again",
-    )
+    path = folder / "history.jsonl"
+    advice = f"remove {folder} to run this training again"
     points = []
     for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
         try:

@@ -131,10 +131,8 @@ def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
 def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
     name, config = type(model).__name__, getattr(model, "config", {})
     if isinstance(model, str | Path):
-        name, config = (
-            str(model),
-            read_config(find_model(args.model_config(str(model))).folder)[0],
-        )
+        name = str(model)
+        config = read_config(find_model(args.model_config(str(model))).folder)[0]
     if (change := changed_by(config)) is not None:
         raise UserError(
             f"teacher: {name} was {change} already, so that a copy of it is not the"

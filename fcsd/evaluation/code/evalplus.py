@@ -112,11 +112,9 @@ def grading(
         tail = _MBPP_TAIL.fullmatch(test, loop_start) if loop_start >= 0 else None
         if tail is None or "\ninputs = " not in test:
             return None
-        setup, name, rule = (
-            test[:loop_start],
-            tail["name"],
-            _RULES.get(tail["name"], "equal"),
-        )
+        setup = test[:loop_start]
+        name = tail["name"]
+        rule = _RULES.get(tail["name"], "equal")
         tolerance, right = tail["atol"], tail["right"]
     else:
         loop_start, check = test.rfind("\n    for i, "), test.find(_CHECK)
@@ -131,11 +129,9 @@ def grading(
         inside = re.sub(
             r"^    ", "", test[check + len(_CHECK) : loop_start], flags=re.MULTILINE
         )
-        setup, name, rule = (
-            test[:check] + inside,
-            entry_point,
-            "root" if tail["root"] else "equal",
-        )
+        setup = test[:check] + inside
+        name = entry_point
+        rule = "root" if tail["root"] else "equal"
         tolerance, right = tail["root"] or tail["atol"], tail["right"] or "exp"
     expected = "results" if right == "exp" else "ref_func"
 

@@ -178,11 +178,9 @@ class StopAtText:
         stop: Sequence[str],
         prompt_length: int,
     ):
-        self.tokenizer, self.stop, self.prompt_length = (
-            tokenizer,
-            list(stop),
-            prompt_length,
-        )
+        self.tokenizer = tokenizer
+        self.stop = list(stop)
+        self.prompt_length = prompt_length
         # A token is at least one byte, so this many tokens reach back beyond any stop
         # string.
         self.look_back = max(len(word.encode()) for word in stop) + 1

@@ -277,10 +277,8 @@ class CodeScorer:
         """
         problem_ids = {problem.task_id for problem in problems}
         completion_ids = {task_id for task_id, texts in completions.items() if texts}
-        missing, extra = (
-            sorted(problem_ids - completion_ids),
-            sorted(completion_ids - problem_ids),
-        )
+        missing = sorted(problem_ids - completion_ids)
+        extra = sorted(completion_ids - problem_ids)
         if missing or extra:
             mismatch = (
                 f"no completion for problem {missing[0]}"

@@ -258,10 +258,8 @@ class InMemory(LanguageModel):
             normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks)
         )
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        stop, limit = (
-            handle_stop_sequences(settings.pop("until"), eos=eos),
-            settings.pop("max_gen_toks"),
-        )
+        stop = handle_stop_sequences(settings.pop("until"), eos=eos)
+        limit = settings.pop("max_gen_toks")
         # A prompt that leaves no room for the answer is cut on the left.
         ids, mask = self.tok_batch_encode(
             contexts,

@@ -103,10 +103,8 @@ class ServedModel(LanguageModel):
         for number, request in enumerate(requests):
             context, arguments = request.args
             settings: Any = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
-            stop, new = (
-                handle_stop_sequences(settings.pop("until"), eos=eos),
-                settings.pop("max_gen_toks"),
-            )
+            stop = handle_stop_sequences(settings.pop("until"), eos=eos)
+            new = settings.pop("max_gen_toks")
             # The beginning is cut to what fits beside the answer, as in memory.
             ids, _ = self.tok_batch_encode([context])
             self._require_room(min(ids.shape[1], self.max_length - new) + new)
@@ -141,10 +139,8 @@ class ServedModel(LanguageModel):
         text = answer["text"]
         if self.has_thoughts(context):
             text = self.thoughts.without_special(text)
-        full_answer, cut_answer = (
-            self.answer_of(context, text, []),
-            self.answer_of(context, text, stop),
-        )
+        full_answer = self.answer_of(context, text, [])
+        cut_answer = self.answer_of(context, text, stop)
         return cut_answer, answer["at_limit"] and cut_answer == full_answer
 
     def _sampling(self, settings: Body, seed: int) -> Body:

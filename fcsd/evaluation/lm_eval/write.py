@@ -152,10 +152,8 @@ def _add_task(
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
     _add_scores(report, name, row, items)
-    generates, higher_is_better = (
-        row["kind"] != "likelihood",
-        row.get("higher_is_better", True),
-    )
+    generates = row["kind"] != "likelihood"
+    higher_is_better = row.get("higher_is_better", True)
     report["configs"][name] = {
         "task": name,
         "dataset_path": row["dataset"],

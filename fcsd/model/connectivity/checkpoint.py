@@ -507,10 +507,8 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     """Compare what the files say of quantisation with the tensors; fields that are left
     over do not count.
     """
-    quantisation, folder = (
-        said_quantisation(checkpoint.config, checkpoint.folder),
-        checkpoint.folder,
-    )
+    quantisation = said_quantisation(checkpoint.config, checkpoint.folder)
+    folder = checkpoint.folder
     if quantisation is None or not is_left_over(quantisation, checkpoint.dtypes):
         return replace(checkpoint, quantisation=quantisation)
     # Whoever dequantises weights often leaves the fields; only the tensors can tell.

@@ -32,11 +32,9 @@ def report_table(facts: Mapping[str, Any]) -> str:
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    layers, experts, connectivity = (
-        facts["layers"],
-        facts["experts"],
-        facts["connectivity"],
-    )
+    layers = facts["layers"]
+    experts = facts["experts"]
+    connectivity = facts["connectivity"]
     rows = [
         (
             "model",

@@ -157,13 +157,11 @@ class Exchange:
         *,
         absent: bool = False,
     ):
-        self.port, self.kind, self.send, self.receive, self.absent = (
-            port,
-            kind,
-            send,
-            receive,
-            absent,
-        )
+        self.port = port
+        self.kind = kind
+        self.send = send
+        self.receive = receive
+        self.absent = absent
         self._flight: Flight | None = None
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:

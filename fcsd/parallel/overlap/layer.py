@@ -97,10 +97,8 @@ class LayerRuntime:
         # InFlight: partial stream and token. Another pair: stream and attention's
         # input.
         first, second = hidden[:2] if isinstance(hidden, tuple) else (hidden, None)
-        side_argument, carry = (
-            layer.farskip_plan.family.side_output,
-            layer.farskip_plan.carry,
-        )
+        side_argument = layer.farskip_plan.family.side_output
+        carry = layer.farskip_plan.carry
         # In families whose layers hand on a side output, that argument carries
         # attention's input, too.
         if side_argument and isinstance(kwargs[side_argument], tuple):

@@ -52,11 +52,9 @@ class LeastSquares:
             return torch.zeros(shape, dtype=torch.float64, device=device)
 
         self.width, inputs = width, num_inputs * width
-        self.xx, self.xy, self.yy = (
-            zeros(inputs, inputs),
-            zeros(inputs, width),
-            zeros(1),
-        )
+        self.xx = zeros(inputs, inputs)
+        self.xy = zeros(inputs, width)
+        self.yy = zeros(1)
         self.different, self.rows = zeros(1), zeros(1)
 
     def add(self, x: Tensor, y: Tensor) -> None:

@@ -106,10 +106,8 @@ class Balance:
     """
 
     def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):
-        self.coefficient, self.over = (
-            train.balance_loss_coefficient,
-            train.balance_loss_over,
-        )
+        self.coefficient = train.balance_loss_coefficient
+        self.over = train.balance_loss_over
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
         self.routers = find_routers(student)
         self.biases = _biases(student) if self.bias_rate is not None else []

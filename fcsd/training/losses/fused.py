@@ -230,16 +230,12 @@ class _Logits:
 
     def __init__(self, head: Head, task: _Task):
         dtype, size = _operand_dtype(head, task.kernels), task.vocab_size
-        self.hidden, self.weight = (
-            head.hidden.detach().to(dtype),
-            head.weight.detach()[:size].to(dtype),
-        )
+        self.hidden = head.hidden.detach().to(dtype)
+        self.weight = head.weight.detach()[:size].to(dtype)
         self.bias = None if head.bias is None else head.bias.detach()[:size]
-        self.softcap, self.temperature, self.kernels = (
-            head.softcap,
-            task.objective.temperature,
-            task.kernels,
-        )
+        self.softcap = head.softcap
+        self.temperature = task.objective.temperature
+        self.kernels = task.kernels
         self.logit_scale = head.logit_scale
 
     @property
@@ -277,10 +273,8 @@ class _Logits:
 
 def _operand_dtype(head: Head, kernels: Kernels) -> torch.dtype:
     """Return the common dtype of the matmuls' operands."""
-    device, dtype = (
-        head.hidden.device,
-        torch.promote_types(head.hidden.dtype, head.weight.dtype),
-    )
+    device = head.hidden.device
+    dtype = torch.promote_types(head.hidden.dtype, head.weight.dtype)
     if torch.is_autocast_enabled(device.type) and dtype == torch.float32:
         # the dtype that autocast would give the head alone
         dtype = torch.get_autocast_dtype(device.type)

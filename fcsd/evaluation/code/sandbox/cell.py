@@ -106,11 +106,9 @@ class Cell:
         hold.
         """
         os.chdir(self.folder)
-        rules, ruleset, limits = (
-            self._rules,
-            self._ruleset,
-            (self.memory_bytes, cpu_s, self._num_threads),
-        )
+        rules = self._rules
+        ruleset = self._ruleset
+        limits = (self.memory_bytes, cpu_s, self._num_threads)
         return {
             "rlimits": "rlimits" not in self.disable
             and layers.limit_resources(*limits),

@@ -316,11 +316,9 @@ def filter_program(machine: str, *, job: bool) -> bytes:
 def _filter(machine: str, job: bool) -> bytes:
     """Build a filter in which `_THIS_PROCESS` stands for the number of the process."""
     column, audit = _ARCH[machine]
-    kill_process, refuse, allow = (
-        (0x06, 0, 0, 0x80000000),
-        0x00050000,
-        (0x06, 0, 0, 0x7FFF0000),
-    )
+    kill_process = (0x06, 0, 0, 0x80000000)
+    refuse = 0x00050000
+    allow = (0x06, 0, 0, 0x7FFF0000)
     load, equal, at_least, any_bit = 0x20, 0x15, 0x35, 0x45
     number, architecture, first_argument, second_argument = 0, 4, 16, 24
     # An instruction is (code, steps to skip if it holds, steps to skip if not,
