@@ -159,11 +159,9 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     from fcsd.data.dataset import given_rows
 
     is_iterable = hasattr(rows, "__iter__") or hasattr(rows, "__getitem__")
-    first = (
-        next(iter(rows), None)
-        if is_iterable and getattr(rows, "ndim", None) != 0
-        else None
-    )
+    first = None
+    if is_iterable and getattr(rows, "ndim", None) != 0:
+        first = next(iter(rows), None)
     # Token ids: a tensor (N, T), or a list of tensors of one length.
     if isinstance(first, torch.Tensor) and all(
         row.shape == first.shape and row.dim() == 1 for row in rows
@@ -239,11 +237,10 @@ def convert_checkpoint(
     check_kind("out", out, str | Path, "the path of a new folder")
     # Only without any choice may the checkpoint's own keys decide.
     is_default = layers is None and (attention, mlp) == ("partial", "outdated")
-    connectivity = (
-        None
-        if is_default
-        else connectivity_of("all" if layers is None else layers, attention, mlp)
-    )
+    connectivity = None
+    if not is_default:
+        selection = "all" if layers is None else layers
+        connectivity = connectivity_of(selection, attention, mlp)
     convert_folder(model, out, connectivity, revision=revision, config_only=config_only)
     return Path(out)
 

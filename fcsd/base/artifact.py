@@ -191,9 +191,9 @@ class Stage:
         else:
             changes += differences(recorded, current)
         if changes:
-            remainder = (
-                f"; and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
-            )
+            remainder = ""
+            if len(changes) > _SHOWN:
+                remainder = f"; and {len(changes) - _SHOWN} more"
             raise UserError(
                 f"{self.folder}: was made with other settings"
                 f" ({'; '.join(changes[:_SHOWN])}{remainder}); choose another output"

@@ -216,9 +216,9 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     check_path(path)
     parent = path.absolute().parent
     if path.is_dir() or not parent.is_dir():
-        problem = (
-            "is a folder" if path.is_dir() else "is in a folder that does not exist"
-        )
+        problem = "is in a folder that does not exist"
+        if path.is_dir():
+            problem = "is a folder"
         raise UserError(f"{path}: {problem}; name the file that is to be written")
     if reason := _why_not_writable(parent):
         raise UserError(

@@ -96,11 +96,9 @@ def computed_fields(value: Any) -> Any:
     }
     dtype = fields.pop("torch_dtype", None)  # as transformers 4 wrote it
     dtype = fields.pop("dtype", None) or dtype
-    return (
-        fields
-        if dtype is None
-        else fields | {"dtype": str(dtype).removeprefix("torch.")}
-    )
+    if dtype is None:
+        return fields
+    return fields | {"dtype": str(dtype).removeprefix("torch.")}
 
 
 def _encoding_fingerprint(file: Path) -> str:

@@ -27,11 +27,10 @@ def plugin_install(folder: Path = _CHECKOUT, *, published: bool = False) -> str:
     reach a private host nor should learn its name. The text never holds credentials or
     folders of this machine.
     """
-    url, commit = (
-        _of_checkout(folder)
-        if (folder / PLUGIN / "pyproject.toml").is_file()
-        else _of_package()
-    )
+    if (folder / PLUGIN / "pyproject.toml").is_file():
+        url, commit = _of_checkout(folder)
+    else:
+        url, commit = _of_package()
     if url is None or (published and not url.startswith(_OPEN_HOSTS)):
         at = f" at commit {commit}" if commit else ""
         return f"`pip install ./{PLUGIN}` in a checkout of fcsd's repository{at}"
@@ -61,11 +60,9 @@ def _of_package() -> tuple[str | None, str | None]:
     except (importlib.metadata.PackageNotFoundError, ValueError):
         return None, None
     vcs_info = record.get("vcs_info") or {}
-    return (
-        (_address(record.get("url")), vcs_info.get("commit_id"))
-        if vcs_info
-        else (None, None)
-    )
+    if vcs_info:
+        return _address(record.get("url")), vcs_info.get("commit_id")
+    return None, None
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -102,9 +99,7 @@ def _address(url: str | None) -> str | None:
     host = host.rpartition("@")[2]
     # Public hosts serve the same path over https, which needs no key; others may not.
     if scheme == "ssh":
-        return (
-            f"https://{host}{slash}{path}"
-            if host in _HOSTS
-            else f"ssh://git@{host}{slash}{path}"
-        )
+        if host in _HOSTS:
+            return f"https://{host}{slash}{path}"
+        return f"ssh://git@{host}{slash}{path}"
     return f"{scheme}://{host}{slash}{path}"

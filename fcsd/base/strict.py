@@ -178,11 +178,10 @@ def refuse_keys(
 
 def _kinds(annotation: Any) -> list[Any]:
     """Return the members of a union, or the one type itself, without their bounds."""
-    members = (
-        get_args(annotation)
-        if get_origin(annotation) in (Union, UnionType)
-        else (annotation,)
-    )
+    if get_origin(annotation) in (Union, UnionType):
+        members = get_args(annotation)
+    else:
+        members = (annotation,)
     return [
         get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in members
     ]
@@ -283,9 +282,10 @@ _Loader.add_constructor("tag:fcsd,2026:float", _float)
 
 
 def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    number = (
-        loader.construct_yaml_int(node) if len(node.value) <= _MOST_DIGITS else 1 << 63
-    )
+    if len(node.value) <= _MOST_DIGITS:
+        number = loader.construct_yaml_int(node)
+    else:
+        number = 1 << 63
     if not -(1 << 63) <= number < 1 << 63:
         raise yaml.constructor.ConstructorError(
             None, None, "an integer of more than 64 bits", node.start_mark
@@ -420,11 +420,9 @@ def _build(
             key=lambda problem: problem["type"] == "missing",
         )
         lines = [_line(problem, kind if options else None) for problem in problems]
-        remainder = (
-            f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})"
-            if len(lines) > 1
-            else ""
-        )
+        remainder = ""
+        if len(lines) > 1:
+            remainder = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})"
         raise UserError(f"{prefix}{lines[0]}{remainder}") from None
 
 
@@ -445,11 +443,9 @@ def _line(problem: Any, options_of: Any) -> str:
     value = problem.get("input")
     # Messages of our own rules already quote the value.
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
-    value_text = (
-        f", got {value!r}"
-        if is_shown and isinstance(value, str | int | float | bool | None)
-        else ""
-    )
+    value_text = ""
+    if is_shown and isinstance(value, str | int | float | bool | None):
+        value_text = f", got {value!r}"
     # A rule of the whole record has no key.
     return f"{dotted}: {message}{value_text}" if dotted else f"{message}{value_text}"
 

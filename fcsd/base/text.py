@@ -86,11 +86,9 @@ def nats(value: float) -> str:
 
 def _decimals(value: float) -> int:
     """Count the decimals that give a number four significant digits, 12 at most."""
-    return (
-        min(12, max(0, 3 - math.floor(math.log10(abs(value)))))
-        if value and math.isfinite(value)
-        else 4
-    )
+    if value and math.isfinite(value):
+        return min(12, max(0, 3 - math.floor(math.log10(abs(value)))))
+    return 4
 
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
@@ -105,11 +103,9 @@ def duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     if seconds < 60:
         return f"{seconds:.0f} s"
-    return (
-        f"{minutes} min"
-        if minutes < 60
-        else f"{minutes // 60} h {minutes % 60:02d} min"
-    )
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def size(value: int) -> str:

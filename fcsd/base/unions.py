@@ -47,9 +47,9 @@ class OneOf:
         """Return the record that a plain value is read as; None unless it is a mapping
         with an allowed value of the key.
         """
-        return (
-            self.members.get(self.tag(value) or "") if isinstance(value, dict) else None
-        )
+        if isinstance(value, dict):
+            return self.members.get(self.tag(value) or "")
+        return None
 
     def __get_pydantic_core_schema__(
         self, union: Any, handler: GetCoreSchemaHandler

@@ -63,11 +63,9 @@ class BadRows:
             if num_others:
                 rows = "row" if num_others == 1 else "rows"
                 other_rows = f" ({num_others} more {rows} cannot be tokenized either)"
-            skip = (
-                f", or set {self.setting}: skip to leave out such rows"
-                if self.setting
-                else ""
-            )
+            skip = ""
+            if self.setting:
+                skip = f", or set {self.setting}: skip to leave out such rows"
             raise UserError(f"{where}: {reason}{other_rows}; correct it{skip}")
         # A few bad rows pass in any case: 1 % of a small data set may be less than one.
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):

@@ -179,11 +179,10 @@ def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
         )
     # A text that was written with this template may end with the end of a turn, and
     # then needs no other.
-    form = (
-        _Chat(tokenizer, None, [], 0).turn_form()
-        if tokenizer.chat_template
-        else TurnForm()
-    )
+    if tokenizer.chat_template:
+        form = _Chat(tokenizer, None, [], 0).turn_form()
+    else:
+        form = TurnForm()
     return tokenized_texts(texts, tokenizer, form.end)
 
 
@@ -200,11 +199,10 @@ def _tokenized_completions(
     end, begins = tokenizer.eos_token_id, []
     for text, ids, prompt in zip(texts, tokenized, prompts, strict=True):
         # Tokenized alone, the prompt got an end-of-sequence token, which is dropped.
-        prompt_ids = (
-            prompt
-            if text.prompt.endswith(tokenizer.eos_token) or prompt[-1] != end
-            else prompt[:-1]
-        )
+        if text.prompt.endswith(tokenizer.eos_token) or prompt[-1] != end:
+            prompt_ids = prompt
+        else:
+            prompt_ids = prompt[:-1]
         begins.append(_common(prompt_ids, ids))
     return list(zip(tokenized, begins, strict=True))
 

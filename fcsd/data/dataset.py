@@ -71,11 +71,9 @@ def build_dataset(
     Raises: UserError as `load_source` and `tokenize_examples`; also when no example has
     a token to predict.
     """
-    pad_token_id = (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id
-    )
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = tokenizer.eos_token_id
     if pad_token_id is None:
         raise UserError(
             f"{tokenizer_name(tokenizer)}: neither a padding nor an end-of-sequence"

@@ -144,11 +144,10 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
 def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str, list]:
     """Return the tokens that are attended to; loss is where labels and all masks agree."""
     ids = _list(example, columns["input_ids"])
-    attended = (
-        _list(example, columns["attention_mask"])
-        if "attention_mask" in columns
-        else [1] * len(ids)
-    )
+    if "attention_mask" in columns:
+        attended = _list(example, columns["attention_mask"])
+    else:
+        attended = [1] * len(ids)
     # Several masks may be given; a token carries loss only if all allow it.
     masks = {
         columns[name]: _list(example, columns[name])
@@ -161,11 +160,10 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
                 f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens,"
                 f" got {len(mask)}: {short(mask)}"
             )
-    has_loss = (
-        [all(values) for values in zip(*masks.values(), strict=True)]
-        if masks
-        else [True] * len(ids)
-    )
+    if masks:
+        has_loss = [all(values) for values in zip(*masks.values(), strict=True)]
+    else:
+        has_loss = [True] * len(ids)
     labels = _list(example, columns["labels"]) if "labels" in columns else ids
     if not len(ids) == len(labels) == len(attended) or any(
         label not in (token, NO_LOSS) for token, label in zip(ids, labels, strict=True)
@@ -333,11 +331,9 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
             f"column {columns['tools']!r}: a list of tools, or JSON text of one, is"
             f" needed, got {short(value)}"
         )
-    return (
-        [_tool(tool, columns["tools"]) for tool in without_none(tools)]
-        if tools
-        else None
-    )
+    if tools:
+        return [_tool(tool, columns["tools"]) for tool in without_none(tools)]
+    return None
 
 
 def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
@@ -360,11 +356,9 @@ def _options(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str
     ):
         return {}
     column = columns["chat_template_kwargs"]
-    options = (
-        decoded_json(value, column, "options of the chat template")
-        if isinstance(value, str)
-        else value
-    )
+    options = value
+    if isinstance(value, str):
+        options = decoded_json(value, column, "options of the chat template")
     if not isinstance(options, Mapping):
         raise BadExample(
             f"column {column!r}: options of the chat template are needed, name and"

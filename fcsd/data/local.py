@@ -37,11 +37,10 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
                 part.startswith(".") or part == "__pycache__" for part in name.parts
             )
             if file.is_file() and not hidden:
-                fingerprint = (
-                    _settings_fingerprint(file)
-                    if file.name == "README.md"
-                    else file_fingerprint(file)
-                )
+                if file.name == "README.md":
+                    fingerprint = _settings_fingerprint(file)
+                else:
+                    fingerprint = file_fingerprint(file)
                 digest.update(
                     # The name belongs to the hash: it may decide the split of a file.
                     str(name).encode("utf-8", "surrogateescape")

@@ -152,20 +152,18 @@ def _calls(raw_calls: Any, column: str) -> list[dict]:
             if entry is not None
             for call in _calls(entry, column)
         ]
-    function = (
-        raw_calls.get("function", raw_calls) if isinstance(raw_calls, Mapping) else None
-    )
+    function = None
+    if isinstance(raw_calls, Mapping):
+        function = raw_calls.get("function", raw_calls)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadExample(
             f"column {column!r}: a call of a tool with a function's 'name' and"
             f" 'arguments' is needed, got {short(raw_calls)}"
         )
     arguments = function.get("arguments") or {}
-    decoded = (
-        decoded_json(arguments, column, "arguments of a call")
-        if isinstance(arguments, str)
-        else arguments
-    )
+    decoded = arguments
+    if isinstance(arguments, str):
+        decoded = decoded_json(arguments, column, "arguments of a call")
     # The JSON text "null" stands for a call without arguments.
     if decoded is None:
         arguments = decoded = {}

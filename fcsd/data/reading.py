@@ -39,11 +39,9 @@ def place_of(path: str, file: str | None) -> str:
     if file is None or Path(path).expanduser().is_file():
         return f"data set {path}"
     folder = Path(path).expanduser()
-    name = (
-        os.path.relpath(file, folder.resolve())
-        if folder.is_dir() and os.path.isabs(file)
-        else file
-    )
+    name = file
+    if folder.is_dir() and os.path.isabs(file):
+        name = os.path.relpath(file, folder.resolve())
     return f"data set {path}, file {name}"
 
 
@@ -56,11 +54,10 @@ def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[P
     Raises UserError for a file that cannot be read.
     """
     num_files = opened.num_files
-    files = (
-        range(num_files)
-        if opened.whole
-        else np.random.default_rng(0).permutation(num_files).tolist()
-    )
+    if opened.whole:
+        files = range(num_files)
+    else:
+        files = np.random.default_rng(0).permutation(num_files).tolist()
     # The limit counts examples over all files, in the order of reading.
     remaining = opened.settings.max_examples
     for file in files:

@@ -408,11 +408,10 @@ class _Order:
         orders, begin, seed = [], 0, self.layout.seed
         for source_tokens in self.tokens:
             is_bad = np.concatenate([*source_tokens.is_bad, np.zeros(0, bool)])
-            order = (
-                np.random.default_rng(seed).permutation(len(is_bad))
-                if self.layout.shuffle
-                else np.arange(len(is_bad))
-            )
+            if self.layout.shuffle:
+                order = np.random.default_rng(seed).permutation(len(is_bad))
+            else:
+                order = np.arange(len(is_bad))
             # Left out behind the shuffle, so that a bad example moves no other.
             orders.append(begin + order[~is_bad[order]])
             begin += len(is_bad)
@@ -463,9 +462,10 @@ def _mixed(
     for index, part in enumerate(parts):
         positions = np.flatnonzero(drawn == index)
         # The -1 of a source without examples yet lies behind the order's end.
-        numbers[positions] = (
-            part[np.arange(len(positions)) % max(1, len(part))] if len(part) else -1
-        )
+        if len(part):
+            numbers[positions] = part[np.arange(len(positions)) % max(1, len(part))]
+        else:
+            numbers[positions] = -1
         if unfinished[index] and len(positions) > len(part):
             stops.append(positions[len(part)])
         elif not open_.any():
@@ -509,9 +509,9 @@ class PackedRows(torch.utils.data.Dataset):
         """Count the different examples in rows; chosen: (rows,) bool; None: all rows."""
         # An example that is drawn several times counts once.
         is_there = np.zeros(int(self._shard_ends[-1]), bool)
-        in_chosen = (
-            slice(None) if chosen is None else np.repeat(chosen, np.diff(self._first))
-        )
+        in_chosen: Any = slice(None)
+        if chosen is not None:
+            in_chosen = np.repeat(chosen, np.diff(self._first))
         is_there[self._examples[in_chosen]] = True
         return int(is_there.sum())
 

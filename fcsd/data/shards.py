@@ -142,11 +142,9 @@ class Tokenizing:
     def _overlap(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
         try:
             decontaminator = self.decontaminator
-            return (
-                decontaminator.find(source, example)
-                if isinstance(decontaminator, Decontaminator)
-                else None
-            )
+            if isinstance(decontaminator, Decontaminator):
+                return decontaminator.find(source, example)
+            return None
         except BadExample:  # it is reported when the example is tokenized
             return None
 

@@ -34,11 +34,9 @@ def check_number(number: int, name: str) -> None:
 
 def print_rows(rows: Any, tokenizer: Any, number: int) -> None:
     """Print the first `number` rows of a data set on stdout, or all if there are fewer."""
-    marks = (
-        _REVERSE
-        if sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-        else _BRACKETS
-    )
+    marks = _BRACKETS
+    if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        marks = _REVERSE
     for index in range(min(number, len(rows))):
         for line in row_lines(rows, index, tokenizer, marks):
             print(line)
@@ -65,19 +63,15 @@ def row_lines(
         f"row {index + 1} of {len(rows)}: {_number(len(begins) - 1, 'example')},"
         f" {num_tokens} of {len(ids)} tokens, {has_loss.sum()} with loss"
     )
-    full_lengths = (
-        [len(tokens) for tokens, _ in rows.examples_of(index)]
-        if hasattr(rows, "examples_of")
-        else []
-    )
+    full_lengths = []
+    if hasattr(rows, "examples_of"):
+        full_lengths = [len(tokens) for tokens, _ in rows.examples_of(index)]
     # A cut example is shorter in the row than in its shard.
     for example, (begin, end) in enumerate(pairwise(begins)):
         length = end - begin
-        cut = (
-            f", cut from {full_lengths[example]}"
-            if full_lengths and full_lengths[example] > length
-            else ""
-        )
+        cut = ""
+        if full_lengths and full_lengths[example] > length:
+            cut = f", cut from {full_lengths[example]}"
         yield (
             f"-- example {example + 1} of {len(begins) - 1}:"
             f" {_number(length, 'token')}{cut}, {has_loss[begin:end].sum()} with loss"

@@ -78,11 +78,9 @@ def check_place(source: SourceConfig) -> None:
             )
     # Known but unsupported formats get advice on how to convert them.
     elif path.exists() or path.suffix in _OTHER_FORMATS:
-        problem = (
-            "a file of this kind is not read"
-            if path.exists()
-            else "no such file, nor is this kind read"
-        )
+        problem = "no such file, nor is this kind read"
+        if path.exists():
+            problem = "a file of this kind is not read"
         hint = _OTHER_FORMATS.get(
             path.suffix, "a .jsonl file has one JSON object a line"
         )
@@ -167,11 +165,9 @@ def open_source(source: Any) -> Opened:
         raise _empty(source) from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         # `datasets` wraps the errors of its readers, which are more specific.
-        cause = (
-            error.__cause__
-            if isinstance(error, datasets.exceptions.DatasetGenerationError)
-            else None
-        )
+        cause = None
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__
         raise UserError(
             f"data set {source.path}: {one_line(cause or error)}"
         ) from error
@@ -211,11 +207,9 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
     files = (builder.config.data_files or {}).get(source.split, [])
     files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
     # Only local files have a known size; a stream from the Hub counts as large.
-    sizes = (
-        sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-        if path.exists()
-        else None
-    )
+    sizes = None
+    if path.exists():
+        sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     is_whole = source.max_examples is not None or (
         sizes is not None and sizes <= WHOLE_BYTES
     )

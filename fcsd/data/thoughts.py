@@ -335,9 +335,8 @@ def markers_of(tokenizer: Any, added: Iterable[str]) -> Markers:
     tokens, or else `</think>`.
     """
     template = getattr(tokenizer, "chat_template", None) or ""
-    text = (
-        template
-        if isinstance(template, str)
-        else "\n".join(map(str, template.values()))
-    )
+    if isinstance(template, str):
+        text = template
+    else:
+        text = "\n".join(map(str, template.values()))
     return markers_in(text) or markers_in("\n".join(added)) or _THINK

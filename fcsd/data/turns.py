@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.marks import PRIVATE, TAG, MarkedChat, Message, Render, UnclearTurnError
@@ -46,27 +47,21 @@ class TurnForm:
         if number == len(written):
             return number
         if self.opening and prompt.endswith(self.opening):
-            return (
-                number
-                if number >= len(prompt) - len(self.opening) + len(self._least)
-                else None
-            )
+            if number >= len(prompt) - len(self.opening) + len(self._least):
+                return number
+            return None
         # A template may open thoughts in the last turn only.
         prompt_header = prompt.removesuffix(self.opening.removeprefix(self.header))
         number = _shared(prompt_header, written, self.tokens)
-        return (
-            self.behind_header(written, number)
-            if written.startswith(prompt_header.rstrip())
-            else None
-        )
+        if written.startswith(prompt_header.rstrip()):
+            return self.behind_header(written, number)
+        return None
 
     def behind_header(self, text: str, position: int) -> int:
         """Return the end of the header at a position, or the position if there is none."""
-        return (
-            position + len(self.header)
-            if text.startswith(self.header, position)
-            else position
-        )
+        if text.startswith(self.header, position):
+            return position + len(self.header)
+        return position
 
     def leaves_open(self, text: str, spans: Sequence[tuple[int, int]]) -> bool:
         """Whether the end of a turn lies behind one of these spans, or is missing."""
@@ -144,17 +139,14 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     closing = question_text.rpartition(user)[2]
     # The text common to the closing of the question and to the text before the answer
     # belongs to the user's turn; the remainder opens the assistant's.
-    opening = (
-        opened_text[len(question_text) :]
-        if opened_text.startswith(question_text)
-        else ""
-    )
+    opening = ""
+    if opened_text.startswith(question_text):
+        opening = opened_text[len(question_text) :]
     turn_header = before_answer[_shared(closing, before_answer, pattern) :]
-    header = (
-        turn_header[: _shared(opening, turn_header, pattern)]
-        if opening
-        else turn_header
-    )
+    if opening:
+        header = turn_header[: _shared(opening, turn_header, pattern)]
+    else:
+        header = turn_header
     after_answer = after_answer.lstrip()
     end = after_answer[: _shared(tail.strip(), after_answer, pattern)].strip()
     form = TurnForm(
@@ -273,11 +265,9 @@ class WrittenChat:
             and previous_end <= len(opened) <= position
         ):
             is_open = form.opening and opened.endswith(form.opening)
-            return (
-                len(opened)
-                if is_open
-                else form.behind_header(text[:position], len(opened))
-            )
+            if is_open:
+                return len(opened)
+            return form.behind_header(text[:position], len(opened))
         # The template has written earlier turns in another way: look for the opening of
         # the turn between the previous message's text and this one's.
         self.continues = False
@@ -352,11 +342,9 @@ class WrittenChat:
     def _leave_open(self, text: str, position: int) -> None:
         """End the last turn with the token with which the next role would begin."""
         self.stop, mark, last = "", PRIVATE[-1], self._chat.messages[-1]
-        content = (
-            [{"type": "text", "text": mark}]
-            if isinstance(last["content"], list)
-            else mark
-        )
+        content: Any = mark
+        if isinstance(last["content"], list):
+            content = [{"type": "text", "text": mark}]
         # A further message is rendered to see which token the template puts before it.
         for role in ("tool", "user") if last.get("tool_calls") else ("user",):
             try:
@@ -367,11 +355,10 @@ class WrittenChat:
                 continue
             longer = written.partition(mark)[0]
             behind = self._chat.last_mark(longer)
-            begin = (
-                position
-                if longer.startswith(text[:position]) or behind is None
-                else behind + 1
-            )
+            if longer.startswith(text[:position]) or behind is None:
+                begin = position
+            else:
+                begin = behind + 1
             number = _shared(text[position:], longer[begin:], self._form.tokens)
             if (token := self._form.token(longer, begin + number)) is not None:
                 self.stop = longer[begin + number : token].strip()

@@ -26,11 +26,10 @@ def default_workers() -> int:
     """Return the number of processes that tokenize: one per core, eight at most. The
     ranks are waiting meanwhile, so the cores are free.
     """
-    cores = (
-        len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return min(MOST_WORKERS, cores)
 
 

@@ -86,11 +86,9 @@ class BatchSizer:
                 return work(self.size)
             except torch.OutOfMemoryError as error:
                 if not self.automatic or self.size == 1:
-                    hint = (
-                        "lower it, or use 'auto'"
-                        if self.size > 1
-                        else "the model leaves no room for one sequence"
-                    )
+                    hint = "the model leaves no room for one sequence"
+                    if self.size > 1:
+                        hint = "lower it, or use 'auto'"
                     raise UserError(
                         f"out of memory with batch_size {self.size}: {hint}"
                     ) from error
@@ -260,9 +258,9 @@ class InMemoryBackend:
                 [tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1})
             )
 
-        share = (
-            f" (the first of {self.ranks.size} ranks)" if self.ranks.size > 1 else ""
-        )
+        share = ""
+        if self.ranks.size > 1:
+            share = f" (the first of {self.ranks.size} ranks)"
         bar = {
             "desc": f"generation{share}",
             "shown": self.progress and self.ranks.first,

@@ -100,11 +100,9 @@ class Progress:
         if sum(estimates) < 1:
             return ""
         # A kind of work that is still to come may have no pace yet.
-        word = (
-            "about"
-            if all(unit in pace or not amount for unit, amount in parts)
-            else "at least"
-        )
+        word = "at least"
+        if all(unit in pace or not amount for unit, amount in parts):
+            word = "about"
         return f"{word} {duration(sum(estimates))}"
 
     def _with_current(self, done: float) -> dict[str, tuple[float, float]]:

@@ -252,11 +252,10 @@ class PreparedEvaluation:
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
-                    count_text = (
-                        "finished task is"
-                        if len(samples) == 1
-                        else f"{len(samples)} finished tasks are"
-                    )
+                    if len(samples) == 1:
+                        count_text = "finished task is"
+                    else:
+                        count_text = f"{len(samples)} finished tasks are"
                     kind = UserError if isinstance(error, UserError) else ScorerError
                     raise kind(
                         f"{error} (the {count_text} kept; run again to continue)"
@@ -317,9 +316,9 @@ class PreparedEvaluation:
         facts: dict[str, dict[str, Any]],
         name: str,
     ) -> dict[str, Any]:
-        data_root = (
-            Path(self.config.data_root) if self.config.data_root is not None else None
-        )
+        data_root = None
+        if self.config.data_root is not None:
+            data_root = Path(self.config.data_root)
         tasks = {}
         for row in self.suite.tasks:
             task_facts = facts[row.task]

@@ -352,7 +352,8 @@ def _mean(
         mean["verdict"] = "gained"
     else:
         mean["verdict"] = "within noise"
-    mean["retained_percent"] = (
-        100 * (mean["converted"] / mean["original"]) if mean["original"] else None
-    )
+    if mean["original"]:
+        mean["retained_percent"] = 100 * (mean["converted"] / mean["original"])
+    else:
+        mean["retained_percent"] = None
     return mean

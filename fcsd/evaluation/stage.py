@@ -134,18 +134,16 @@ class Evaluation:
     @cached_property
     def checkpoint(self) -> ModelFolder:
         """The model's folder; missing files of a hub id are fetched."""
-        return (
-            self.model
-            if isinstance(self.model, ModelFolder)
-            else find_model(self.model)
-        )
+        if isinstance(self.model, ModelFolder):
+            return self.model
+        return find_model(self.model)
 
     @property
     def data_root(self) -> Path | None:
         """The folder in hub layout that test sets are read from; None: the Hub."""
-        return (
-            Path(self.config.data_root) if self.config.data_root is not None else None
-        )
+        if self.config.data_root is None:
+            return None
+        return Path(self.config.data_root)
 
     @property
     def answered_by(self) -> dict[str, Any]:
@@ -350,11 +348,12 @@ def _store(
         # A recipe may load its models in another precision or with other kernels.
         loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
         loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
-    served = (
-        {"server": {**backend.server.facts, "checked": evaluation.server_check}}
-        if backend
-        else {}
-    )
+    if backend:
+        served = {
+            "server": {**backend.server.facts, "checked": evaluation.server_check}
+        }
+    else:
+        served = {}
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity")},
         "configuration": configuration_fingerprint(evaluation.checkpoint.folder),
@@ -450,11 +449,9 @@ def test_set_fingerprints(
     for row in suite.tasks if suite is not None else ():
         location = dataset_location(row, data_root)
         fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = (
-            definition_folder(row, suite)
-            if suite is not None and row.kind != "code"
-            else None
-        )
+        folder = None
+        if suite is not None and row.kind != "code":
+            folder = definition_folder(row, suite)
         if folder is not None:
             fingerprints[f"task {row.task}{_DEFINITION}"] = data_fingerprint(
                 str(folder)

@@ -62,9 +62,9 @@ def _rule(
         dtype = torch.get_autocast_dtype(device)
 
         def cast(x: Tensor | torch.dtype | None) -> Tensor | torch.dtype | None:
-            return (
-                x.to(dtype) if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-            )
+            if isinstance(x, Tensor) and x.dtype == torch.float32:
+                return x.to(dtype)
+            return x
 
         # Without autocast's key, or the call would come back to this rule.
         with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -184,8 +184,6 @@ def _of_matmul(module: nn.Module) -> list[nn.Parameter]:
     if isinstance(module, nn.Linear):
         return parameters
     is_convolution = isinstance(module, nn.modules.conv._ConvNd)
-    return (
-        []
-        if is_convolution
-        else [parameter for parameter in parameters if parameter.ndim == 3]
-    )
+    if is_convolution:
+        return []
+    return [parameter for parameter in parameters if parameter.ndim == 3]

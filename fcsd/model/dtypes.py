@@ -188,9 +188,9 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
     }
     source = source_folder(model.config)
     try:
-        checkpoint = (
-            read_checkpoint(source, any_family=True) if source is not None else None
-        )
+        checkpoint = None
+        if source is not None:
+            checkpoint = read_checkpoint(source, any_family=True)
     except UserError:  # the folder has changed since the model was loaded
         checkpoint = None
     if checkpoint is None or declared_dtype(checkpoint) != model.dtype:

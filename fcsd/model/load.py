@@ -86,11 +86,10 @@ class ModelFolder:
         family, the one that transformers loads. Raises UserError as `read_checkpoint`
         and the loading of configs.
         """
-        checkpoint = (
-            read_checkpoint(self.folder, any_family=True)
-            if any_family
-            else self.checkpoint
-        )
+        if any_family:
+            checkpoint = read_checkpoint(self.folder, any_family=True)
+        else:
+            checkpoint = self.checkpoint
         if checkpoint.family is not None:
             return load_config(checkpoint)
         from transformers import AutoConfig

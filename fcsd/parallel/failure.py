@@ -219,11 +219,10 @@ class Watch:
         )
 
     def _silent(self, ranks: list[int]) -> str:
-        names = (
-            f"rank {ranks[0]}"
-            if len(ranks) == 1
-            else f"ranks {', '.join(map(str, ranks))}"
-        )
+        if len(ranks) == 1:
+            names = f"rank {ranks[0]}"
+        else:
+            names = f"ranks {', '.join(map(str, ranks))}"
         return (
             f"fcsd: error: {names} of {self.world_size} ended without an error: killed"
             " (out of memory?), or the machine is gone; run the same command again to"

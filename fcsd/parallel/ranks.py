@@ -198,8 +198,6 @@ def input_device(model: Any) -> "torch.device":
 
         return PartialState().device  # offloaded weights are in main memory
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
-    return (
-        torch.device(device)
-        if device is not None
-        else next(embedding.parameters()).device
-    )
+    if device is not None:
+        return torch.device(device)
+    return next(embedding.parameters()).device

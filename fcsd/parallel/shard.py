@@ -190,11 +190,10 @@ def whole_model(
     for name, parameter in model.named_parameters():
         with _gathered(parameter, launch.device, dtypes.get(name)) as gathered:
             if first:
-                tensor = (
-                    gathered
-                    if parameter.requires_grad
-                    else float32_values.get(name, gathered)
-                )
+                if parameter.requires_grad:
+                    tensor = gathered
+                else:
+                    tensor = float32_values.get(name, gathered)
                 tensors[name] = (
                     tensor.detach().to(dtypes.get(name)).to("cpu", copy=True)
                 )
@@ -267,16 +266,15 @@ def gathered_once(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     ]
     num_bytes = sum(shard_set.num_bytes for shard_set in shards)
     # All ranks must decide alike, or their gathers would not match.
-    keeps_gathered = (
-        all(ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device))))
-        if shards
-        else False
-    )
-    units = (
-        [unit for shard_set in shards for unit in shard_set.units]
-        if keeps_gathered
-        else []
-    )
+    keeps_gathered = False
+    if shards:
+        keeps_gathered = all(
+            ranks.share(lambda: fits_whole(num_bytes, _free_bytes(shards[0].device)))
+        )
+    if keeps_gathered:
+        units = [unit for shard_set in shards for unit in shard_set.units]
+    else:
+        units = []
     for unit, _ in units:
         unit.set_reshard_after_forward(False, recurse=False)
     try:
@@ -394,9 +392,10 @@ def _fully_shard(
             sender.send(module, dtype)
         # The backward pass begins with the head and the root's own weights, which the
         # forward pass has just gathered: freeing them would gather them twice.
-        frees = (
-            engine.reshard if trained and unit[-1] is not units[-1][-1] else not trained
-        )
+        if trained and unit[-1] is not units[-1][-1]:
+            frees = engine.reshard
+        else:
+            frees = not trained
         fully_shard(
             unit if len(unit) > 1 else unit[0], reshard_after_forward=frees, **options
         )

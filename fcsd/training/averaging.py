@@ -55,11 +55,10 @@ class WeightAverage(TrainerCallback):
     ) -> None:
         if self.skipped():
             return
-        warmup_decay = (
-            1.0
-            if self.keeps_start
-            else (1 + state.global_step) / (10 + state.global_step)
-        )
+        if self.keeps_start:
+            warmup_decay = 1.0
+        else:
+            warmup_decay = (1 + state.global_step) / (10 + state.global_step)
         # lerp_(weights, 1 - d) is d·average + (1 - d)·weights without a temporary.
         for part in self._parts():
             self.average[part.name].lerp_(

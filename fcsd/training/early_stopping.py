@@ -159,11 +159,11 @@ class EarlyStopper:
             key=lambda point: (abs(point["score"] - highest), -point["step"]),
             default=None,
         )
-        self.best_step, self.best_score, self.best_stderr = (
-            (best["step"], best["score"], best["stderr"])
-            if best is not None
-            else (None, None, None)
-        )
+        self.best_step = self.best_score = self.best_stderr = None
+        if best is not None:
+            self.best_step = best["step"]
+            self.best_score = best["score"]
+            self.best_stderr = best["stderr"]
         if best is None:
             self.highest = self.highest_step = None
         elif self.metric in RELATIVE:
@@ -176,9 +176,10 @@ class EarlyStopper:
     def _note(self, step: int, score: Score) -> None:
         if not math.isfinite(score.value):
             raise ValueError(f"a score is a finite number, got {score.value}")
-        change, change_stderr = (
-            score.change(self.figures) if self.points else (None, None)
-        )
+        if self.points:
+            change, change_stderr = score.change(self.figures)
+        else:
+            change, change_stderr = None, None
         self.num_items, self.num_items_total = len(score.figures), score.num_items_total
         self.figures = list(score.figures)
         self.points.append({

@@ -172,9 +172,9 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
             detach_loss_head(student)
 
     def _at_work(self) -> contextlib.AbstractContextManager[None]:
-        return (
-            contextlib.nullcontext() if self.inputs is None else self.inputs.at_work()
-        )
+        if self.inputs is None:
+            return contextlib.nullcontext()
+        return self.inputs.at_work()
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Return a loader of a data set's rows, which are packed first if necessary;
@@ -292,11 +292,10 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         token by token over the rows of all ranks.
         """
         rows, training = dataloader.dataset, self.plain_model.training
-        only_loss = (
-            self.args.prediction_loss_only
-            if prediction_loss_only is None
-            else prediction_loss_only
-        )
+        if prediction_loss_only is None:
+            only_loss = self.args.prediction_loss_only
+        else:
+            only_loss = prediction_loss_only
         with self.scored_weights(), self.accelerator.autocast():
             # The held-out loss needs no logits, which would take vocabulary-sized
             # memory.

@@ -70,14 +70,14 @@ def held(student: nn.Module, teacher: Teacher | None) -> dict[str, int]:
     # A teacher may share parameters with the student: these count once.
     trained = [p for p in student.parameters() if p.requires_grad]
     student_ids = {id(p) for p in student.parameters()}
-    module = (
-        teacher.model
-        if isinstance(teacher, ModelTeacher)
-        else getattr(teacher, "head", None)
-    )
-    teacher_parameters = (
-        {id(p): p for p in module.parameters()} if isinstance(module, nn.Module) else {}
-    )
+    if isinstance(teacher, ModelTeacher):
+        module = teacher.model
+    else:
+        module = getattr(teacher, "head", None)
+    if isinstance(module, nn.Module):
+        teacher_parameters = {id(p): p for p in module.parameters()}
+    else:
+        teacher_parameters = {}
     gradients = sum(map(_local_bytes, trained))
     return {
         "student weights": sum(map(_local_bytes, student.parameters())),
@@ -151,9 +151,10 @@ def advice(
         fewer_weights.append(
             "a lora section with teacher.backend: adapter_off (one copy of the weights)"
         )
-    of_the_teacher = (
-        ["teacher.backend: cache"] if isinstance(teacher, ModelTeacher) else []
-    )
+    if isinstance(teacher, ModelTeacher):
+        of_the_teacher = ["teacher.backend: cache"]
+    else:
+        of_the_teacher = []
     # Optimiser states and gradients shrink with the weights, so those share their
     # advice.
     by_term = {

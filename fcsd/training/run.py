@@ -270,11 +270,9 @@ def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
 
 def _last_kept(run: TrainingRun) -> str:
     saved_checkpoints = checkpoints(run.folder / "checkpoints")
-    return (
-        str(saved_checkpoints[-1])
-        if saved_checkpoints
-        else "the beginning, no checkpoint was written"
-    )
+    if saved_checkpoints:
+        return str(saved_checkpoints[-1])
+    return "the beginning, no checkpoint was written"
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:

@@ -191,9 +191,9 @@ class Guard:
     @property
     def first_bad_step(self) -> int:
         """The step with which the trouble began that a rewind has to undo."""
-        return (
-            self._row["step"] if self.skipped_in_a_row else (self._spike or {})["step"]
-        )
+        if self.skipped_in_a_row:
+            return self._row["step"]
+        return (self._spike or {})["step"]
 
     def instead_of_rewind(self) -> Verdict:
         """Decide on the step where there is no checkpoint from before the trouble."""

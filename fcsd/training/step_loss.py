@@ -40,11 +40,9 @@ class StepLoss:
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance
         self.dropping: Dropping | None = None  # set within `capped`
-        self.terms = (
-            AuxiliaryLosses(objective, student, 1)
-            if objective.has_hidden_terms
-            else None
-        )
+        self.terms: AuxiliaryLosses | None = None
+        if objective.has_hidden_terms:
+            self.terms = AuxiliaryLosses(objective, student, 1)
         self.meters = Meters(accelerator, objective.logged, objective.clip)
         # the micro-batches of the step that is under way
         self._prepared: list[Batch] = []
@@ -80,9 +78,9 @@ class StepLoss:
         """Put the teacher's hidden states into all micro-batches of a step."""
         # An auxiliary loss needs a pass of the teacher for each micro-batch anyway
         # (`__call__`), which gives the hidden states, too.
-        self._coefficients = (
-            self.terms.coefficients(step) if self.terms is not None else {}
-        )
+        self._coefficients = {}
+        if self.terms is not None:
+            self._coefficients = self.terms.coefficients(step)
         for batch in batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
         if self.teacher is not None and not self._coefficients and batches:
@@ -129,16 +127,13 @@ class StepLoss:
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
         # Hooks record streams and routes of this one forward pass.
         with ExitStack() as stack:
-            captured = (
-                stack.enter_context(terms.captured(model))
-                if terms is not None
-                else Captured()
-            )
-            routes = (
-                stack.enter_context(self.balance.recorded(model))
-                if self.balance is not None
-                else None
-            )
+            if terms is not None:
+                captured = stack.enter_context(terms.captured(model))
+            else:
+                captured = Captured()
+            routes = None
+            if self.balance is not None:
+                routes = stack.enter_context(self.balance.recorded(model))
             if self.dropping is not None:
                 self.dropping.begin(counted_tokens(inputs))
             ids, positions = inputs["input_ids"], inputs["position_ids"]

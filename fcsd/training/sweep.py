@@ -190,10 +190,10 @@ def _note_losses(folder: Path, num_steps: int, last_steps: int) -> None:
 
 def last_text(result: Mapping[str, Any]) -> str:
     """Name the range of a candidate's mean loss: `100 steps`."""
-    same = (
-        "" if result.get("equal", "steps") == "steps" else " of train.batch_size_tokens"
-    )
-    return f"{result['last_steps']} steps{same}"
+    of_batch = " of train.batch_size_tokens"
+    if result.get("equal", "steps") == "steps":
+        of_batch = ""
+    return f"{result['last_steps']} steps{of_batch}"
 
 
 def choice_text(result: Mapping[str, Any]) -> str:
@@ -218,9 +218,10 @@ def edges(result: Mapping[str, Any]) -> list[str]:
         value = result[key]
         if len(tried) < 2 or value not in (min(tried), max(tried)):
             continue
-        superlative, comparative = (
-            ("smallest", "smaller") if value == min(tried) else ("largest", "larger")
-        )
+        if value == min(tried):
+            superlative, comparative = "smallest", "smaller"
+        else:
+            superlative, comparative = "largest", "larger"
         value_text = value if isinstance(value, int) else f"{value:g}"
         warnings.append(
             f"warning: the best {label}, {value_text}, is the {superlative} of those"

@@ -106,11 +106,9 @@ class DistillTrainer(Trainer):
         # With this flag, which the Trainer sets for a model that was loaded in shards,
         # accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
-        balance = (
-            Balance(sections.train, model, self.accelerator)
-            if sections.train.balances
-            else None
-        )
+        balance = None
+        if sections.train.balances:
+            balance = Balance(sections.train, model, self.accelerator)
         self.step_loss = StepLoss(
             sections.objective, teacher, model, self.accelerator, balance
         )
@@ -358,9 +356,9 @@ class DistillTrainer(Trainer):
     def _get_output_dir(self, trial: Any) -> str:
         # Only what belongs to a checkpoint goes to the temporary folder.
         folder = super()._get_output_dir(trial)
-        return (
-            str(Path(folder) / PARTIAL) if self.checkpoint_writer.is_saving else folder
-        )
+        if self.checkpoint_writer.is_saving:
+            return str(Path(folder) / PARTIAL)
+        return folder
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Write the checkpoint under a temporary name, rename it, then drop the oldest:

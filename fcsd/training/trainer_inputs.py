@@ -51,11 +51,9 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
     if not isinstance(model, PreTrainedModel):
-        hint = (
-            "; adapters are a recipe's `lora` section"
-            if type(model).__name__.startswith("Peft")
-            else ""
-        )
+        hint = ""
+        if type(model).__name__.startswith("Peft"):
+            hint = "; adapters are a recipe's `lora` section"
         if isinstance(model, tuple):
             hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
@@ -119,9 +117,10 @@ def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> 
 def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
     argument = "teacher_model_init_kwargs" if name == "teacher" else "model_init_kwargs"
     if getattr(args, argument) and not isinstance(model, str | Path):
-        description = (
-            "was left out" if model is None else f"is a {type(model).__name__}"
-        )
+        if model is None:
+            description = "was left out"
+        else:
+            description = f"is a {type(model).__name__}"
         raise UserError(
             f"FCSDConfig: {argument}: is for a {name} that is given by its path, and"
             f" {name} {description}; leave it out, or give the path"
@@ -214,9 +213,9 @@ class TrainerInputs:
             self._checkpoint = find_model(args.model_config(str(model)))
         # The data are checked before a model is loaded from a path, which may take
         # long.
-        student = (
-            None if isinstance(model, str | Path) else student_of(model, args, launch)
-        )
+        student = None
+        if not isinstance(model, str | Path):
+            student = student_of(model, args, launch)
         path: Any = model if student is None else student.config._name_or_path
         if student is None:
             self._vocab_size = find_model(args.model_config(str(model))).vocab_size
@@ -367,11 +366,9 @@ def check_kinds(
     needed.
     """
     # The frequent mix-ups get a hint; all else a type and the expected one.
-    hint = (
-        " (fcsd.load gives a model and its tokenizer)"
-        if isinstance(teacher, tuple)
-        else ""
-    )
+    hint = ""
+    if isinstance(teacher, tuple):
+        hint = " (fcsd.load gives a model and its tokenizer)"
     models = f"a transformers model{hint}, the path of one, or a Teacher"
     check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
     check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")

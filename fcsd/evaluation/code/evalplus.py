@@ -72,16 +72,12 @@ def num_base_inputs(task_id: str | int, num_visible: int) -> int | None:
     """
     number = re.fullmatch(r"HumanEval/(\d+)", str(task_id))
     if number is not None:
-        return (
-            _HUMANEVAL_BASE[int(number[1])]
-            if int(number[1]) < len(_HUMANEVAL_BASE)
-            else None
-        )
-    return (
-        _MBPP_BASE.get(task_id, num_visible)
-        if isinstance(task_id, int)
-        else num_visible or None
-    )
+        if int(number[1]) < len(_HUMANEVAL_BASE):
+            return _HUMANEVAL_BASE[int(number[1])]
+        return None
+    if isinstance(task_id, int):
+        return _MBPP_BASE.get(task_id, num_visible)
+    return num_visible or None
 
 
 @dataclass(frozen=True)
@@ -118,11 +114,9 @@ def grading(
         tolerance, right = tail["atol"], tail["right"]
     else:
         loop_start, check = test.rfind("\n    for i, "), test.find(_CHECK)
-        tail = (
-            _HUMANEVAL_TAIL.fullmatch(test, loop_start)
-            if 0 <= check < loop_start
-            else None
-        )
+        tail = None
+        if 0 <= check < loop_start:
+            tail = _HUMANEVAL_TAIL.fullmatch(test, loop_start)
         if tail is None or "\n    inputs = " not in test[check:loop_start]:
             return None
         # HumanEval+ defines its inputs within `check`, indented by four spaces.

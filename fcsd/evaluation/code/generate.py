@@ -73,11 +73,10 @@ def prompts(
     if not task.chat_template:
         return [problem.text(template).strip() + "\n" for problem in problems]
     require_chat_template(tokenizer, task)
-    first = (
-        [{"role": "system", "content": task.system_prompt}]
-        if task.system_prompt
-        else []
-    )
+    if task.system_prompt:
+        first = [{"role": "system", "content": task.system_prompt}]
+    else:
+        first = []
     turns: Any = [
         [*first, {"role": "user", "content": problem.text(template)}]
         for problem in problems

@@ -276,8 +276,6 @@ def _defined(code: str) -> tuple[str, ...] | None:
         for symbol in table.get_symbols()
         if symbol.is_assigned() or symbol.is_imported()
     ]
-    return (
-        None
-        if "import *" in code
-        else tuple(sorted(symbol.get_name() for symbol in symbols))
-    )
+    if "import *" in code:
+        return None
+    return tuple(sorted(symbol.get_name() for symbol in symbols))

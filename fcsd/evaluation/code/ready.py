@@ -95,9 +95,9 @@ def _programs(
 
 def _ids(by_id: Mapping[str, Any]) -> str:
     names = list(by_id)
-    return (
-        ", ".join(names) if len(names) < 4 else f"{names[0]}, {names[1]}, … {names[-1]}"
-    )
+    if len(names) < 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]}, … {names[-1]}"
 
 
 def evalplus_outcomes(

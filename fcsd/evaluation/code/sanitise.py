@@ -229,11 +229,10 @@ def _name(node: Definition) -> str | None:
     if isinstance(node, ast.AnnAssign):
         operands = [node.target, node.value]
     else:  # in `a = b = c` the second side is an assignment
-        operands = (
-            [node.targets[0], node.value]
-            if len(node.targets) == 1
-            else [node.targets[0]]
-        )
+        if len(node.targets) == 1:
+            operands = [node.targets[0], node.value]
+        else:
+            operands = [node.targets[0]]
     return next(
         (operand.id for operand in operands if isinstance(operand, ast.Name)), None
     )

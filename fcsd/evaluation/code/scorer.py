@@ -127,9 +127,9 @@ class CodeScorer:
             raise ValueError(
                 f"disable: unknown layers {unknown}; allowed: {', '.join(LAYERS)}"
             )
-        self.num_workers = (
-            default_num_workers(memory_bytes) if num_workers is None else num_workers
-        )
+        if num_workers is None:
+            num_workers = default_num_workers(memory_bytes)
+        self.num_workers = num_workers
         if self.num_workers < 1 or timeout_s <= 0 or memory_bytes <= 0:
             raise ValueError("num_workers, timeout_s and memory_bytes must be positive")
         self.allow_weak_sandbox, self.disable = allow_weak_sandbox, sorted(disable)
@@ -280,11 +280,10 @@ class CodeScorer:
         missing = sorted(problem_ids - completion_ids)
         extra = sorted(completion_ids - problem_ids)
         if missing or extra:
-            mismatch = (
-                f"no completion for problem {missing[0]}"
-                if missing
-                else f"{extra[0]} is not a problem"
-            )
+            if missing:
+                mismatch = f"no completion for problem {missing[0]}"
+            else:
+                mismatch = f"{extra[0]} is not a problem"
             raise UserError(
                 f"completions do not match the problems: {mismatch}"
                 f" ({len(missing)} missing, {len(extra)} unknown)"
@@ -298,9 +297,10 @@ class CodeScorer:
             )
             limit = max(timeout_s or self.timeout_s, slow)
             for text in completions[problem.task_id]:
-                program = (
-                    text if whole_programs else program_in(problem, text, chat=chat)
-                )
+                if whole_programs:
+                    program = text
+                else:
+                    program = program_in(problem, text, chat=chat)
                 jobs.append((problem, program, limit))
         outcomes = iter(self._run(jobs, progress, "programs"))
         return [

@@ -37,9 +37,10 @@ def chosen_suite(
         row.task: row.model_dump(mode="json", exclude_unset=True) for row in suite.tasks
     }
     tasks: list[dict[str, Any]] = []
-    user_tasks = (
-        _index([include_path], defaults=False) if include_path is not None else {}
-    )
+    if include_path is not None:
+        user_tasks = _index([include_path], defaults=False)
+    else:
+        user_tasks = {}
     # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
     for name in names:
         if name in user_tasks:

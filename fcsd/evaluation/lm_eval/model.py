@@ -102,11 +102,10 @@ class LanguageModel(HFLM):
 
         limit: number of tokens that were allowed. ends: tokens that end a sequence.
         """
-        text = (
-            self.thoughts.decode(tokens)
-            if self.has_thoughts(context)
-            else str(self.tok_decode(tokens))
-        )
+        if self.has_thoughts(context):
+            text = self.thoughts.decode(tokens)
+        else:
+            text = str(self.tok_decode(tokens))
         answer = self.answer_of(context, text, stop)
         # Fewer tokens than allowed, or an end token among them: the model ended the
         # answer.

@@ -119,11 +119,9 @@ def grade_answers(
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
-        requirement = (
-            f"{max(repeats)} of every document"
-            if repeats != {1}
-            else "the same number of every document"
-        )
+        requirement = "the same number of every document"
+        if repeats != {1}:
+            requirement = f"{max(repeats)} of every document"
         raise UserError(
             f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
             f" needs {requirement}"

@@ -111,11 +111,10 @@ def load_task(
             if damaged := damaged_file(location):
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, registry, location)
-            reason = (
-                f"nothing there is named {error}"
-                if isinstance(error, KeyError)
-                else first_line(error)
-            )
+            if isinstance(error, KeyError):
+                reason = f"nothing there is named {error}"
+            else:
+                reason = first_line(error)
             problem = f"cannot be loaded with the data set {location}: {reason}"
             columns = ", ".join(columns_of(row.task, suite))
             advice = hub_advice(data_root) or (

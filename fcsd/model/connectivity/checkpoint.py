@@ -163,11 +163,9 @@ def _check_no_state(folder: Path) -> None:
         )
     below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     if below or (folder / "trainer_state.json").is_file():
-        description = (
-            f"holds states of a training ({below[-1].parent.name})"
-            if below
-            else "is the state of a training"
-        )
+        description = "is the state of a training"
+        if below:
+            description = f"holds states of a training ({below[-1].parent.name})"
         raise UserError(
             f"{folder}: {description}, to continue from, and no model;"
             " FCSDTrainer.train(resume_from_checkpoint=…), or the command that began"
@@ -436,11 +434,9 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             for pattern in ("*.bin", "*.pt", "*.pth")
             for file in folder.glob(pattern)
         )
-        hint = (
-            f"; {pickled[0]} is a pickle, convert it to safetensors first"
-            if pickled
-            else ""
-        )
+        hint = ""
+        if pickled:
+            hint = f"; {pickled[0]} is a pickle, convert it to safetensors first"
         raise UserError(
             f"{folder}: no weights: neither {WEIGHTS} nor {INDEX} exists{hint}"
         )

@@ -43,11 +43,10 @@ def convert_model(
     """
     family = _family(model)
     mask = moe_mask(model.config, family)
-    field = (
-        connectivity.field(mask)
-        if regular_ok
-        else connectivity.new_field(mask, family.layout)
-    )
+    if regular_ok:
+        field = connectivity.field(mask)
+    else:
+        field = connectivity.new_field(mask, family.layout)
     try:
         # Both check before they change anything, and come before class and config are
         # exchanged: a refusal leaves the model as it was.

@@ -283,11 +283,10 @@ def load_config(checkpoint: Checkpoint) -> Any:
     family = checkpoint.family
     assert family is not None
     farskip = checkpoint.connectivity is not None
-    config_class = (
-        farskip_config_class(family)
-        if farskip
-        else base_model_class(family).config_class
-    )
+    if farskip:
+        config_class = farskip_config_class(family)
+    else:
+        config_class = base_model_class(family).config_class
     try:
         if checkpoint.foreign or checkpoint.leftover:
             # it writes into rope_scaling
@@ -368,9 +367,10 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         )
     # One name that only memory has (experts in one tensor) shows the layout of the
     # files.
-    expected_names = (
-        in_memory if (in_memory.keys() - in_files.keys()) & have else in_files
-    )
+    if (in_memory.keys() - in_files.keys()) & have:
+        expected_names = in_memory
+    else:
+        expected_names = in_files
     if missing := [
         name for name in expected_names if name not in have and name not in tied
     ]:

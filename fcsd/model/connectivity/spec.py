@@ -383,11 +383,9 @@ def resolve_layers(
             raise UserError(
                 f"{name}: {end}:{number}: the model has only {total} decoder layers"
             )
-        return (
-            list(range(number))
-            if end == "first"
-            else list(range(total - number, total))
-        )
+        if end == "first":
+            return list(range(number))
+        return list(range(total - number, total))
     if isinstance(selection, list) and (
         beyond := [index for index in selection if index >= total]
     ):

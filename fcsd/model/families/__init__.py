@@ -213,11 +213,12 @@ def family_of(config: Any) -> Family:
             model is dense, so that it has no expert communication to overlap; or it has
             a part that the equations of its family do not cover.
     """
-    get = (
-        config.get
-        if isinstance(config, Mapping)
-        else lambda name, default=None: getattr(config, name, default)
-    )
+
+    def get(name: str) -> Any:
+        if isinstance(config, Mapping):
+            return config.get(name)
+        return getattr(config, name, None)
+
     model_type = get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise UserError(
@@ -248,11 +249,10 @@ def family_of(config: Any) -> Family:
         )
     text = (get("text_config") or config) if family.multimodal else config
     for field, value, reason in family.requires:
-        actual = (
-            text.get(field, value)
-            if isinstance(text, Mapping)
-            else getattr(text, field, value)
-        )
+        if isinstance(text, Mapping):
+            actual = text.get(field, value)
+        else:
+            actual = getattr(text, field, value)
         if actual != value:
             raise UserError(
                 f"model type '{model_type}': {field}: {actual} is not supported, only"

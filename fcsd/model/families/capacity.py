@@ -122,11 +122,9 @@ class Dropping:
         limit = capacity(self.factor, num_tokens, router.top_k, router.num_experts)
         order_weights = weights if self.drop == "weight" else None
         # Padding goes to one more expert, so that it fills no real one.
-        ids = (
-            experts
-            if tokens is None
-            else experts.masked_fill(~tokens[:, None], router.num_experts)
-        )
+        ids = experts
+        if tokens is not None:
+            ids = experts.masked_fill(~tokens[:, None], router.num_experts)
         keeps = kept_pairs(ids, limit, order_weights)
         if tokens is not None:
             keeps |= ~tokens[:, None]
@@ -172,9 +170,9 @@ def capped(experts: Any, chosen: tuple[Any, ...]) -> tuple[Any, ...]:
     pairs set to 0, for callers that bypass the experts' hooks.
     """
     cap: _Cap | None = experts.__dict__.get("farskip_cap")
-    return (
-        chosen if cap is None else (*chosen[:2], cap.weights(*chosen[1:3]), *chosen[3:])
-    )
+    if cap is None:
+        return chosen
+    return (*chosen[:2], cap.weights(*chosen[1:3]), *chosen[3:])
 
 
 @contextlib.contextmanager

@@ -76,6 +76,6 @@ def output_head(model: nn.Module) -> nn.Linear:
 
 def unwrapped(model: nn.Module) -> Any:
     """Return the model inside DDP or a DeepSpeed engine, both of which call it `module`."""
-    return (
-        model.module if isinstance(getattr(model, "module", None), nn.Module) else model
-    )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        return model.module
+    return model

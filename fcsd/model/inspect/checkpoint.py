@@ -127,11 +127,10 @@ def _remote(name: str, revision: str | None) -> Source:
             config = read_checkpoint_json(shipped)
             where = f"{name}: {CONFIG} as shipped with fcsd"
             return Source(config, where, {}, (), quantisation=said_quantisation(config))
-        reason = (
-            str(error).strip().splitlines()[0]
-            if str(error).strip()
-            else type(error).__name__
-        )
+        if str(error).strip():
+            reason = str(error).strip().splitlines()[0]
+        else:
+            reason = type(error).__name__
         raise UserError(
             f"{name}: no such folder, and the Hub did not give {CONFIG} of a repository"
             f" of this name: {reason}"

@@ -206,11 +206,11 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
     except UserError as error:
         reason = _reason(error)
     is_known = model_type in CONFIG_MAPPING
-    config = (
-        config_object(CONFIG_MAPPING[model_type], raw, model_type, source.where)
-        if is_known
-        else None
-    )
+    config = None
+    if is_known:
+        config = config_object(
+            CONFIG_MAPPING[model_type], raw, model_type, source.where
+        )
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
     total = _total(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)

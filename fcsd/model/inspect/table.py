@@ -108,11 +108,9 @@ def _family(facts: Mapping[str, Any]) -> str:
     Instella-MoE).
     """
     model_type, family = facts["model_type"], facts["family"]
-    return (
-        model_type
-        if family is None or model_type.endswith(family)
-        else f"{family} (written as {model_type})"
-    )
+    if family is None or model_type.endswith(family):
+        return model_type
+    return f"{family} (written as {model_type})"
 
 
 def _conversion(facts: Mapping[str, Any]) -> str:
@@ -131,11 +129,9 @@ def _layers(layers: Mapping[str, Any]) -> str:
         return "unknown"
     if layers["moe"] is None:
         return f"{layers['total']}"
-    dense = (
-        f", {len(layers['dense'])} dense ({ranges(layers['dense'])})"
-        if layers["dense"]
-        else ""
-    )
+    dense = ""
+    if layers["dense"]:
+        dense = f", {len(layers['dense'])} dense ({ranges(layers['dense'])})"
     return (
         f"{layers['total']}: {len(layers['moe'])} MoE ({ranges(layers['moe'])}){dense}"
     )

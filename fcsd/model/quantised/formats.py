@@ -230,11 +230,10 @@ def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, in
         even = [n // s for n, s in zip(shape[-2:], scales[-2:], strict=True)]
         if [e * s for e, s in zip(even, scales[-2:], strict=True)] == shape[-2:]:
             return even[0], even[1]
-    settings = (
-        "no block size in the config"
-        if block is None
-        else f"blocks of {block[0]} x {block[1]}"
-    )
+    if block is None:
+        settings = "no block size in the config"
+    else:
+        settings = f"blocks of {block[0]} x {block[1]}"
     raise UserError(
         f"scales of shape {scales} do not fit a weight of shape {shape} ({settings})"
     )

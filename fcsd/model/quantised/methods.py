@@ -84,9 +84,9 @@ def said_quantisation(
         named = isinstance(settings, Mapping)
         # Cut short, because messages quote it and a file may hold anything.
         method = str(settings.get("quant_method") if named else None)[:80]
-        algorithm = (
-            settings.get("quant_algo") or settings.get("format") if named else None
-        )
+        algorithm = None
+        if named:
+            algorithm = settings.get("quant_algo") or settings.get("format")
         return Quantisation(
             method, section, algorithm if isinstance(algorithm, str) else None
         )
@@ -161,11 +161,10 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
     loadable = {*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"} - _NOT_LOADED.keys()
     if quantisation.method in loadable:
         return None
-    where = (
-        f"{quantisation.place}.quant_method"
-        if quantisation.place != MODELOPT
-        else f"{MODELOPT}:"
-    )
+    if quantisation.place != MODELOPT:
+        where = f"{quantisation.place}.quant_method"
+    else:
+        where = f"{MODELOPT}:"
     reason = _NOT_LOADED.get(quantisation.method)
     name = repr(quantisation.method) + (
         f" ({quantisation.algorithm})" if quantisation.algorithm else ""

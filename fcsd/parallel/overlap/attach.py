@@ -170,11 +170,9 @@ def _runtime(
         # An MoE block whose experts are not spread has nothing to send; its layer
         # returns the pair of streams, as it does without a runtime.
         return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
-    shared = (
-        family.block_shared
-        if getattr(block, family.block_shared or "", None) is not None
-        else None
-    )
+    shared = None
+    if getattr(block, family.block_shared or "", None) is not None:
+        shared = family.block_shared
     names = BlockNames(
         _own_forward(block),
         shared,

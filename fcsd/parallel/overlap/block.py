@@ -256,17 +256,16 @@ class BlockRun:
         """Compute the block's shared expert, and its gate."""
         if self.names.shared is not None:
             self.shared = getattr(self.block, self.names.shared)(self.m)
-            self.gate = (
-                getattr(self.block, self.names.gate)(self.m)
-                if self.names.gate
-                else None
-            )
+            if self.names.gate:
+                self.gate = getattr(self.block, self.names.gate)(self.m)
+            else:
+                self.gate = None
 
     def gated_shared(self) -> Any:
         """Return the shared expert's output as it is added to the stream."""
-        return (
-            self.shared if self.gate is None else torch.sigmoid(self.gate) * self.shared
-        )
+        if self.gate is None:
+            return self.shared
+        return torch.sigmoid(self.gate) * self.shared
 
     def finish_combine(self) -> None:
         """Wait for the routed output, and run the rest of the block inside its layer."""
@@ -319,11 +318,10 @@ def behind_experts(
 
     def constant(value: Tensor) -> Callable[[Tensor], Tensor]:
         def give(like: Tensor) -> Tensor:
-            out = (
-                value.expand(like.shape)
-                if not value.ndim
-                else value.reshape(*like.shape[:-1], value.shape[-1])
-            )
+            if not value.ndim:
+                out = value.expand(like.shape)
+            else:
+                out = value.reshape(*like.shape[:-1], value.shape[-1])
             # A block that adds in place must not change a tensor that others hold.
             return out.clone() if names.in_place or not value.ndim else out
 

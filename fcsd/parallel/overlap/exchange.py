@@ -166,10 +166,11 @@ class Exchange:
 
     def start(self, rows: Tensor, *, backward: bool = False) -> None:
         """Launch with rows (N, …), in the order of their destination ranks."""
-        send, receive = (
-            (self.receive, self.send) if backward else (self.send, self.receive)
-        )
-        # Gradients go back the way that the rows came, so the sizes change places.
+        if backward:
+            # Gradients go back the way that the rows came.
+            send, receive = self.receive, self.send
+        else:
+            send, receive = self.send, self.receive
         received = rows.new_empty((sum(receive), *rows.shape[1:]))
         self._flight = self.port.launch(
             self.kind, backward, received, rows.contiguous(), receive, send

@@ -118,11 +118,10 @@ class OverlappedEP(EPImplementation):
         # On a GPU, nonzero() makes the host wait for the number of rows; known sizes
         # spare it that.
         num_rows = None if sizes is None else sum(sizes.sent.rows)
-        rank_and_token = (
-            is_sent.t().nonzero()
-            if num_rows is None
-            else torch.nonzero_static(is_sent.t(), size=num_rows)
-        )
+        if num_rows is None:
+            rank_and_token = is_sent.t().nonzero()
+        else:
+            rank_and_token = torch.nonzero_static(is_sent.t(), size=num_rows)
         # Rows are ordered by rank, then by token; pairs likewise, by a stable sort.
         tokens, order = rank_and_token[:, 1], ranks.view(-1).argsort(stable=True)
         row_of_pair = (is_sent.cumsum(0) - 1).gather(1, ranks)  # numbered per rank

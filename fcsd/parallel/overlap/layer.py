@@ -193,24 +193,21 @@ class LayerRuntime:
             out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
             return out
-        return (
-            (out[0], rewired.partial(), out[1])
-            if isinstance(out, tuple)
-            else (out, rewired.partial())
-        )
+        if isinstance(out, tuple):
+            return out[0], rewired.partial(), out[1]
+        return out, rewired.partial()
 
 
 def _outdated(rewired: LayerPass) -> Any:
     """Return the input of the MoE block in a layer that keeps its own forward pass."""
     family = rewired.family
-    stream = (
-        rewired.o if family.layout == "pre_norm" else rewired.normed_stream(rewired.o)
-    )
-    return (
-        stream
-        if family.layout == "parallel"
-        else rewired.norm(family.mlp_norm, rewired.kept(0, stream))
-    )
+    if family.layout == "pre_norm":
+        stream = rewired.o
+    else:
+        stream = rewired.normed_stream(rewired.o)
+    if family.layout == "parallel":
+        return stream
+    return rewired.norm(family.mlp_norm, rewired.kept(0, stream))
 
 
 def _noted(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:

@@ -149,11 +149,10 @@ def from_trace(
     for key, spans in intervals.items():
         united = _union(spans)
         total = _length(united)
-        exposed = (
-            total - _common(united, computing)
-            if computing is not None
-            else _common(united, waits)
-        )
+        if computing is not None:
+            exposed = total - _common(united, computing)
+        else:
+            exposed = _common(united, waits)
         measured[key] = Measured(total / 1e6, exposed / 1e6)
     return measured
 

@@ -28,11 +28,9 @@ def word(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Return the dtypes of a pair's words, as an integer and as a weight, for rows of a
     dtype.
     """
-    return (
-        (torch.int64, torch.float64)
-        if dtype == torch.float64
-        else (torch.int32, torch.float32)
-    )
+    if dtype == torch.float64:
+        return torch.int64, torch.float64
+    return torch.int32, torch.float32
 
 
 @dataclass(frozen=True)

@@ -78,11 +78,9 @@ def kept_inside(family: Family) -> str | None:
     """
     if family.layout != "pre_norm":
         norms_follow = family.layout == "post_norm"
-        return (
-            "its norms follow its branches"
-            if norms_follow
-            else "attention and experts read one stream"
-        )
+        if norms_follow:
+            return "its norms follow its branches"
+        return "attention and experts read one stream"
     if family.norms is not None:
         return "a module of its own has its norms"
     if family.side_output is not None:

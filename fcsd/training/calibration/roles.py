@@ -124,9 +124,11 @@ def _branches(layer: nn.Module, family: Family) -> list[tuple[str, ...]]:
     """List the modules that read the stream. The MLP or MoE block comes last, together
     with a shared expert that is outside it.
     """
-    mlp_norms = (
-        family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)
-    )
+    mlp_norms: tuple[str | None, ...]
+    if isinstance(family.mlp_norm, tuple):
+        mlp_norms = family.mlp_norm
+    else:
+        mlp_norms = (family.mlp_norm,)
     not_branches = {family.norms, family.in_norm, *mlp_norms, *family.folding.unread}
     # A branch has matrices. Children without any (norms, residual gates) are skipped;
     # in dbrx, attention is inside the module that holds the norms.

@@ -209,9 +209,10 @@ class Layerwise(Models):
         """Compute the buffers that no file holds by the model's own initialisation, as
         `from_pretrained` does.
         """
-        excluded = (
-            set(self.model.get_submodule(leave_out).modules()) if leave_out else set()
-        )
+        if leave_out:
+            excluded = set(self.model.get_submodule(leave_out).modules())
+        else:
+            excluded = set()
         for module in root.modules():
             meta = {
                 name: buffer

@@ -46,17 +46,14 @@ def card_of(
         for name in facts.config.get("auto_map", {})
         if name.startswith("AutoModelFor")
     ]
-    auto = (
-        heads[0]
-        if heads and "AutoModelForCausalLM" not in heads
-        else "AutoModelForCausalLM"
-    )
+    auto = "AutoModelForCausalLM"
+    if heads and "AutoModelForCausalLM" not in heads:
+        auto = heads[0]
     text_only = auto == "AutoModelForCausalLM"
-    reader, pipeline = (
-        ("tokenizer", "text-generation")
-        if text_only
-        else ("processor", "image-text-to-text")
-    )
+    if text_only:
+        reader, pipeline = "tokenizer", "text-generation"
+    else:
+        reader, pipeline = "processor", "image-text-to-text"
     data = ModelCardData(
         language=list(facts.language) or None,
         license=facts.licence.get("license"),
@@ -231,9 +228,9 @@ def _paths(settings: Mapping[str, Any]) -> list[str]:
 
 def _sources(settings: Mapping[str, Any]) -> str:
     sources = dict.fromkeys(map(public_name, _paths(settings)))
-    return (
-        f" Data: {', '.join(f'`{source}`' for source in sources)}." if sources else ""
-    )
+    if sources:
+        return f" Data: {', '.join(f'`{source}`' for source in sources)}."
+    return ""
 
 
 def public_name(location: str) -> str:

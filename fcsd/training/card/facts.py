@@ -132,9 +132,9 @@ def with_linked_licence(facts: Facts, folder: Path) -> Facts:
     link = str(facts.licence.get("license_link") or "")
     if not link or "://" in link or (folder / link).is_file():
         return facts
-    absolute_link = (
-        f"https://huggingface.co/{facts.base}/blob/main/{link}" if facts.base else None
-    )
+    absolute_link = None
+    if facts.base:
+        absolute_link = f"https://huggingface.co/{facts.base}/blob/main/{link}"
     return replace(facts, licence={**facts.licence, "license_link": absolute_link})
 
 

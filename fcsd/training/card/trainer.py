@@ -108,11 +108,9 @@ def _origin(model: str) -> tuple[str, str | None] | None:
         return model, None
     if (recorded := recorded_origin(folder)) is not None:
         return recorded
-    named = (
-        front_matter(folder / CARD).get("base_model")
-        if (folder / CARD).is_file()
-        else None
-    )
+    named = None
+    if (folder / CARD).is_file():
+        named = front_matter(folder / CARD).get("base_model")
     return (named, None) if isinstance(named, str) else (model, None)
 
 
@@ -228,9 +226,8 @@ def _training(trainer: Any, inputs: Given, data: list[str]) -> dict[str, Any] | 
         training["results"]["bad_rows"] = trainer.inputs.bad_rows.summary()
     if inputs.teacher is not None and _origin(inputs.teacher) != origin:
         name = _origin(inputs.teacher)
-        training["teacher"] = (
-            f"`{public_name(name[0])}`"
-            if name is not None
-            else "a model that was given"
-        )
+        if name is not None:
+            training["teacher"] = f"`{public_name(name[0])}`"
+        else:
+            training["teacher"] = "a model that was given"
     return training

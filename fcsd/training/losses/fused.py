@@ -255,11 +255,9 @@ class _Logits:
         scale = self.factor if self.softcap is None else self.logit_scale / self.softcap
         if scale != 1.0:
             out.mul_(scale)
-        return (
-            out
-            if self.softcap is None
-            else out.tanh_().mul_(self.softcap / self.temperature)
-        )
+        if self.softcap is None:
+            return out
+        return out.tanh_().mul_(self.softcap / self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
         """Compute the elementwise derivative of the softcap from the result of `of`;
@@ -278,11 +276,9 @@ def _operand_dtype(head: Head, kernels: Kernels) -> torch.dtype:
     if torch.is_autocast_enabled(device.type) and dtype == torch.float32:
         # the dtype that autocast would give the head alone
         dtype = torch.get_autocast_dtype(device.type)
-    return (
-        dtype
-        if kernels.widens(device, dtype)
-        else torch.promote_types(dtype, torch.float32)
-    )
+    if kernels.widens(device, dtype):
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _log_softmax_(x: Tensor, work: Tensor) -> None:
@@ -303,15 +299,13 @@ class _Sums:
         head, self.task = task.student, task
         self.measure, self.wants = MEASURES[task.objective.logged], wants
         self.student = _Logits(head, task)
-        self.teacher = (
-            _Logits(task.target, task) if isinstance(task.target, Head) else None
-        )
+        self.teacher: _Logits | None = None
+        if isinstance(task.target, Head):
+            self.teacher = _Logits(task.target, task)
         num_tokens, device = head.hidden.shape[0], head.hidden.device
-        dtype = (
-            torch.float64
-            if self.student.weight.dtype == torch.float64
-            else torch.float32
-        )
+        dtype = torch.float32
+        if self.student.weight.dtype == torch.float64:
+            dtype = torch.float64
         num_tiles = self.measure.num_tiles  # the softcap's slope comes on top
         row_bytes = (
             task.vocab_size * dtype.itemsize * (num_tiles + (head.softcap is not None))

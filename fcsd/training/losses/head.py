@@ -75,11 +75,9 @@ class Target:
     def __post_init__(self) -> None:
         of_teacher = self.teacher_hidden is not None and self.teacher_head is not None
         if not (of_teacher if self.objective.has_teacher else self.labels is not None):
-            required = (
-                "teacher_hidden and teacher_head"
-                if self.objective.has_teacher
-                else "labels"
-            )
+            required = "labels"
+            if self.objective.has_teacher:
+                required = "teacher_hidden and teacher_head"
             raise ValueError(f"objective {self.objective.name!r} needs {required}")
 
 
@@ -163,9 +161,10 @@ def attach_loss_head(model: nn.Module, vocab_size: int | None = None) -> None:
     patched: Any = head
     patched.__class__ = _loss_head_class(type(head))  # type: ignore[arg-type]
     patched.logit_scale, patched.softcap = logit_scale, softcap
-    patched.vocab_size = (
-        unpadded_vocab_size(model.config) if vocab_size is None else vocab_size
-    )
+    if vocab_size is None:
+        patched.vocab_size = unpadded_vocab_size(model.config)
+    else:
+        patched.vocab_size = vocab_size
 
     # An instance attribute may hide the class's forward already; detaching restores it.
     family_forward = model.forward
@@ -273,9 +272,9 @@ def kept(hidden: Tensor, keep: Tensor | None) -> Tensor:
     flat = hidden.flatten(0, -2)
     if keep is None:
         return flat
-    return (
-        flat[keep.flatten()] if keep.dtype == torch.bool else flat.index_select(0, keep)
-    )
+    if keep.dtype == torch.bool:
+        return flat[keep.flatten()]
+    return flat.index_select(0, keep)
 
 
 def final_hidden(

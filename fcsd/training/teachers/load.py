@@ -63,9 +63,10 @@ def unloaded(source: ModelFolder) -> Unloaded:
     model = source.config
     checkpoint = read_checkpoint(source.folder)
     config, cls = config_and_class(checkpoint, None, False)
-    dtype = (
-        declared_dtype(checkpoint) if model.dtype == "auto" else dtype_of(model.dtype)
-    )
+    if model.dtype == "auto":
+        dtype = declared_dtype(checkpoint)
+    else:
+        dtype = dtype_of(model.dtype)
     dtype = dtype or torch.float32
     options = model.model_dump(
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
@@ -105,11 +106,9 @@ def _config_hash(config: Any) -> str:
                 if key not in _NOT_COMPUTED
             }
         # A tuple comes back from a file as a list.
-        return (
-            [plain(item) for item in value]
-            if isinstance(value, list | tuple)
-            else value
-        )
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        return value
 
     text = json.dumps(plain(config.to_dict()), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -296,11 +295,10 @@ def _check_is_original(source: TeacherSource) -> None:
     config, _, connectivity = read_config(folder, any_family=True)
     change = changed_by(config)
     if connectivity is not None or change is not None:
-        description = (
-            "is a FarSkip checkpoint"
-            if connectivity is not None
-            else f"was {change} as a FarSkip checkpoint"
-        )
+        if connectivity is not None:
+            description = "is a FarSkip checkpoint"
+        else:
+            description = f"was {change} as a FarSkip checkpoint"
         raise UserError(
             f"{folder}: {description}, and as its own teacher it would teach nothing;"
             " set teacher.path to the original (backend sharded or cache), or"

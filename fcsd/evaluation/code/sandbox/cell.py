@@ -145,8 +145,6 @@ class Cell:
         where that is not known.
         """
         num_oom_kills = self._oom_kills()
-        return (
-            None
-            if num_oom_kills is None or self._num_oom_kills is None
-            else num_oom_kills > self._num_oom_kills
-        )
+        if num_oom_kills is None or self._num_oom_kills is None:
+            return None
+        return num_oom_kills > self._num_oom_kills

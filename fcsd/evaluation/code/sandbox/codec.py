@@ -65,11 +65,9 @@ class Codec:
         kind = type(value)
         if kind in _LEAF:
             # Decimal digits of a large number take a time that grows with their square.
-            return (
-                value
-                if kind is not int or _short(value)
-                else {"t": "int", "v": hex(value)}
-            )
+            if kind is not int or _short(value):
+                return value
+            return {"t": "int", "v": hex(value)}
         if kind is list:
             types = set(map(type, value))
             if types <= _LEAF and _all_short(value):
@@ -146,11 +144,9 @@ class Codec:
         if kind in _LEAF:
             return data
         if kind is list:
-            return (
-                data
-                if set(map(type, data)) <= _LEAF
-                else [self.decode(item) for item in data]
-            )
+            if set(map(type, data)) <= _LEAF:
+                return data
+            return [self.decode(item) for item in data]
         if kind is not dict or not isinstance(data.get("t"), str) or "v" not in data:
             raise ValueError("not a value")
         name, value = data["t"], data["v"]

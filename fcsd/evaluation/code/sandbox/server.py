@@ -214,16 +214,13 @@ def _classify(
         if number == signal.SIGXCPU or usage >= cpu_s - 0.5:
             return "timeout", "CPU time limit"
         if number == signal.SIGKILL and (lack := cell.out_of_memory()) is not False:
-            return (
-                ("failure", _NO_MEMORY)
-                if lack
-                else ("memory", "killed, most likely for memory")
-            )
-        ending = (
-            f"signal {number}"
-            if number
-            else f"exit status {os.waitstatus_to_exitcode(status)}"
-        )
+            if lack:
+                return "failure", _NO_MEMORY
+            return "memory", "killed, most likely for memory"
+        if number:
+            ending = f"signal {number}"
+        else:
+            ending = f"exit status {os.waitstatus_to_exitcode(status)}"
         return "error", f"the program ended itself ({ending})"
     if not in_time or examining >= cpu_s - 0.5:
         return "timeout", "time limit"
@@ -336,9 +333,10 @@ def main() -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # where memory runs out, end a program, not what holds a model
         file.write("1000")
-    namespaces = (
-        [] if "namespaces" in config["disable"] else layers.unshare_namespaces()
-    )
+    if "namespaces" in config["disable"]:
+        namespaces = []
+    else:
+        namespaces = layers.unshare_namespaces()
     # no program of the same user reads or writes this memory
     layers.prctl(layers.PR_SET_DUMPABLE, 0)
     pid = os.fork()
