@@ -110,12 +110,12 @@ class Journal:
     """
 
     def __init__(self, path: Path | None = None):
-        self.path, self._known = path, dict[str, Any]()
-        for line in (
-            path.read_bytes().splitlines()
-            if path is not None and path.is_file()
-            else ()
-        ):
+        self.path = path
+        self._known: dict[str, Any] = {}
+        lines: list[bytes] = []
+        if path is not None and path.is_file():
+            lines = path.read_bytes().splitlines()
+        for line in lines:
             try:
                 key, answer, checksum = json.loads(line)
             except (ValueError, TypeError):

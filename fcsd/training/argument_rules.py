@@ -52,140 +52,50 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 """Argument -> its neutral values, what to do instead."""
 
 MAY_CHANGE_ARGUMENTS = {
-    *(
-        "output_dir",
-        "run_name",
-        "project",
-        "report_to",
-        "disable_tqdm",
-        "debug",
-        "skip_memory_metrics",
-    ),
-    *("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-    *(
-        "log_level",
-        "log_level_replica",
-        "log_on_each_node",
-        "logging_strategy",
-        "logging_steps",
-    ),
-    *("logging_first_step", "include_num_input_tokens_seen", "torch_empty_cache_steps"),
-    *(
-        "eval_strategy",
-        "eval_steps",
-        "eval_delay",
-        "eval_on_start",
-        "per_device_eval_batch_size",
-    ),
-    *(
-        "prediction_loss_only",
-        "eval_do_concat_batches",
-        "eval_use_gather_object",
-        "eval_accumulation_steps",
-    ),
-    *(
-        "include_for_metrics",
-        "batch_eval_metrics",
-        "load_best_model_at_end",
-        "metric_for_best_model",
-    ),
-    *(
-        "greater_is_better",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "enable_jit_checkpoint",
-    ),
-    *(
-        "push_to_hub",
-        "hub_token",
-        "hub_private_repo",
-        "hub_model_id",
-        "hub_strategy",
-        "hub_always_push",
-    ),
-    *(
-        "hub_revision",
-        "ignore_data_skip",
-        "restore_callback_states_from_checkpoint",
-        "do_train",
-        "do_eval",
-    ),
-    *(
-        "do_predict",
-        "resume_from_checkpoint",
-        "use_cpu",
-        "local_rank",
-        "accelerator_config",
-    ),
-    *(
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing",
-    ),
-    *(
-        "gradient_checkpointing_kwargs",
-        "dataloader_drop_last",
-        "dataloader_num_workers",
-    ),
-    *(
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-    ),
-    *(
-        "dataloader_multiprocessing_context",
-        "dataloader_in_order",
-        "ddp_find_unused_parameters",
-    ),
-    *(
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        "ddp_timeout",
-    ),
-}
+    # where the run writes, and under which name
+    "output_dir", "run_name", "project", "report_to", "trackio_space_id", "trackio_bucket_id",
+    "trackio_static_space_id",
+    # the log and the progress bar
+    "disable_tqdm", "debug", "skip_memory_metrics", "log_level", "log_level_replica",
+    "log_on_each_node", "logging_strategy", "logging_steps", "logging_first_step",
+    "include_num_input_tokens_seen",
+    # the evaluation, and the checkpoint that is kept by it
+    "do_eval", "eval_strategy", "eval_steps", "eval_delay", "eval_on_start",
+    "per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches",
+    "eval_use_gather_object", "eval_accumulation_steps", "include_for_metrics",
+    "batch_eval_metrics", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    # checkpoints, and how a run continues
+    "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "ignore_data_skip",
+    "restore_callback_states_from_checkpoint", "resume_from_checkpoint",
+    # the Hub
+    "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
+    "hub_always_push", "hub_revision",
+    # what transformers' own scripts read
+    "do_train", "do_predict",
+    # memory, devices, workers and communication
+    "torch_empty_cache_steps", "activation_checkpointing", "activation_checkpointing_kwargs",
+    "gradient_checkpointing", "gradient_checkpointing_kwargs", "use_cpu", "local_rank",
+    "accelerator_config", "dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory",
+    "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "dataloader_in_order", "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout",
+}  # fmt: skip
 """Arguments that the weights do not depend on, but for the order of float sums."""
 
 DECIDES = {
-    *(
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_steps",
-    ),
-    *(
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "weight_decay",
-    ),
-    *(
-        "optim",
-        "optim_args",
-        "optim_target_modules",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-    ),
-    *(
-        "max_grad_norm",
-        "bf16",
-        "tf32",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-    ),
-    *(
-        "neftune_noise_alpha",
-        "full_determinism",
-        "seed",
-        "data_seed",
-        "train_sampling_strategy",
-    ),
-}
+    # the batch, and how many of them there are
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    # the learning rate
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    # the optimiser
+    "weight_decay", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm", "neftune_noise_alpha",
+    # how numbers are rounded
+    "bf16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
+    "full_determinism",
+    # the order of the data
+    "seed", "data_seed", "train_sampling_strategy",
+}  # fmt: skip
 """Arguments that the weights depend on. The batch counts by its rows, not by the way in
 which a step is cut into micro-batches (`record.py`).
 """

@@ -192,13 +192,14 @@ class TrainConfig(Strict):
 
 
 MAY_CHANGE = (
-    *(
-        "train.logging_steps",
-        "train.save_steps",
-        "train.save_total_limit",
-        "train.report_to",
-    ),
-    *("train.per_device_train_batch_size", "train.gradient_checkpointing"),
+    # what is written, and when
+    "train.logging_steps",
+    "train.save_steps",
+    "train.save_total_limit",
+    "train.report_to",
+    # how a step fits into memory
+    "train.per_device_train_batch_size",
+    "train.gradient_checkpointing",
     "data.on_bad_row",
 )
 """Settings that may change when a training is continued: the result does not depend on

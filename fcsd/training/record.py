@@ -39,14 +39,19 @@ _ROWS_AT_ONCE = 1000
 # fcsd's arguments that the weights do not depend on, or that the record has in another
 # form.
 _LEFT_OUT = {
-    *("on_bad_row", "dataset_num_proc", "safety", "trust_remote_code", "columns"),
-    *("layers", "attention", "mlp"),  # recorded as the model's connectivity
-    # `cut_settings`
-    *(
-        "batch_size_tokens",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    ),
+    "on_bad_row",
+    "dataset_num_proc",
+    "safety",
+    "trust_remote_code",
+    "columns",
+    # recorded as the model's connectivity
+    "layers",
+    "attention",
+    "mlp",
+    # recorded by `_cut_settings`
+    "batch_size_tokens",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
 }
 
 
@@ -140,12 +145,12 @@ class TrainingRecord:
         """The settings with which the training runs, including arguments that were set
         after the trainer was made.
         """
-        # The arguments as given hold, so that another engine may continue. A value that
-        # differs from the fitted ones was changed by the user since then.
-        # The stage of a recipe has recorded and compared everything else.
         cut = _cut_settings(self.args, self.train, self.launch)
+        # The stage of a recipe has recorded and compared everything else.
         if self.of_recipe:
             return cut
+        # The arguments as given hold, so that another engine may continue. A value that
+        # differs from the fitted ones was changed by the user since then.
         current = _given_settings(self.args)
         changed = {
             name

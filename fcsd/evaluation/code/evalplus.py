@@ -21,19 +21,20 @@ _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
 # EvalPlus's special oracles, by the function that is asked for
 # (evalplus/eval/_special_oracle.py).
 _RULES = {
-    **dict.fromkeys(
-        (
-            "similar_elements",
-            "find_char_long",
-            "common_in_nested_lists",
-            "extract_singly",
-        ),
-        "set",
-    ),
-    **dict.fromkeys(
-        ("larg_nnum", "intersection_array", "find_dissimilar", "Diff"), "set"
-    ),
-    **dict.fromkeys(("check_str", "text_match_three", "text_starta_endb"), "not_none"),
+    # the order of the output, and repetitions in it, do not count
+    "similar_elements": "set",
+    "find_char_long": "set",
+    "common_in_nested_lists": "set",
+    "extract_singly": "set",
+    "larg_nnum": "set",
+    "intersection_array": "set",
+    "find_dissimilar": "set",
+    "Diff": "set",
+    # any output but None means yes
+    "check_str": "not_none",
+    "text_match_three": "not_none",
+    "text_starta_endb": "not_none",
+    # two readings of the task are right
     "surface_Area": "pyramid",
     "digit_distance_nums": "digit_distance",
 }
