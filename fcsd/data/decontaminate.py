@@ -141,6 +141,7 @@ class ItemIndex:
         """Hash every n-gram of `length` words of a text; equal words have equal hashes."""
         values, end = self._values[text], len(text) - length + 1
         keys = np.zeros(max(end, 0), np.uint64)
+        # One multiplication for each word of an n-gram, for all n-grams at once.
         for offset in range(length if end > 0 else 0):
             keys = keys * np.uint64(0xD1342543DE82EF95) + values[offset : offset + end]
         return keys

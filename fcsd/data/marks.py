@@ -209,6 +209,7 @@ class MarkedChat:
         lost = {leaf.path[0] for leaf in leaves if not self._written(leaf)}
         if "tool_calls" in lost:
             return "tool_calls"
+        # Templates may leave out what is said beside calls, but not the calls.
         calls = any(leaf.path[0] == "tool_calls" for leaf in leaves)
         return "content" if "content" in lost and not calls else None
 
@@ -256,6 +257,7 @@ class MarkedChat:
 
     def owners(self, begin: int, end: int) -> set[int]:
         """Return the messages that have texts in a part of the conversation."""
+        # Positions are sorted, so those in a part of the text are a slice.
         first, last = (
             bisect.bisect_left(self._places, position) for position in (begin, end)
         )
@@ -263,6 +265,7 @@ class MarkedChat:
 
     def without_marks(self, position: int) -> int:
         """Convert a position in the marked text to one in the plain text."""
+        # Each mark before the position is one character.
         return position - bisect.bisect_left(self._places, position)
 
     def first_mark(self, text: str) -> int | None:

@@ -189,6 +189,7 @@ def _marked_call(
 ) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     has_some = bool(json.loads(arguments) if isinstance(arguments, str) else arguments)
+    # Empty ones stay empty, which a template may write in another way.
     probe_arguments = {f"Qkey{number}Q": f"Qvalue{number}Q"} if has_some else {}
     marked = {
         "type": call["type"],

@@ -68,6 +68,7 @@ class TurnForm:
         if not self.end:
             return self.ends is False
         for _, end in spans:
+            # White space may stand between an answer and the end of its turn.
             position = len(text) - len(text[end:].lstrip())
             is_in_span = any(begin <= position < end for begin, end in spans)
             is_written = text[:end].rstrip().endswith(self.end)
@@ -109,17 +110,14 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     user, assistant, follow_up = PRIVATE[-3:]
     # Some templates accept contents only as lists of parts.
     for as_parts in (False, True):
-        exchange = [
-            {
-                "role": role,
-                "content": [{"type": "text", "text": text}] if as_parts else text,
-            }
-            for role, text in (
-                ("user", user),
-                ("assistant", assistant),
-                ("user", follow_up),
-            )
-        ]
+        exchange: list[dict[str, Any]] = []
+        for role, text in (
+            ("user", user),
+            ("assistant", assistant),
+            ("user", follow_up),
+        ):
+            content = [{"type": "text", "text": text}] if as_parts else text
+            exchange.append({"role": role, "content": content})
         try:
             question_text = render(exchange[:1], False)
             opened_text = render(exchange[:1], True)
@@ -371,6 +369,7 @@ def _shared(text: str, other_text: str, tokens: re.Pattern[str]) -> int:
     """
     pairs = enumerate(zip(text, other_text, strict=False))
     number = next((n for n, (a, b) in pairs if a != b), min(len(text), len(other_text)))
+    # A token that differs only in its end is another token: the cut goes before it.
     for written in (text, other_text):
         for token in tokens.finditer(written):
             if token.start() < number < token.end():

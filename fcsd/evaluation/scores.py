@@ -141,6 +141,7 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
     """
     members: dict[str, list[Sample]] = {}
     for sample in samples:
+        # Either all items of a task have a member in their names, or none has.
         member, slash, _ = str(sample["doc_id"]).rpartition("/")
         if not slash or kind == "code":
             return {}

@@ -169,6 +169,7 @@ class Watch:
 
     def _look_for_silence(self, last_counts: dict[int, tuple[str, float]]) -> None:
         for rank, count in self._of_all("count").items():
+            # Times are this rank's own: the clocks of machines differ.
             if last_counts.get(rank, ("", 0.0))[0] != count:
                 last_counts[rank] = (count, time.monotonic())
         silent = [
@@ -250,6 +251,7 @@ class Watch:
         """Return the text that blames a broken collective on ranks that were killed, if
         any were: the broken collective is seldom the cause.
         """
+        # Long enough for every living rank to count several times.
         counts_before, start = self._of_all("count"), time.monotonic()
         while time.monotonic() - start < _DEAD_S and not self.store.check(["failure"]):
             self._stopped.wait(_PERIOD_S / 5)

@@ -84,9 +84,10 @@ class Guard:
         self.settings = settings
         self.detector = SpikeDetector(settings.spike_window, settings.spike_threshold)
         self.events: list[dict[str, Any]] = []
-        self.skipped_steps = self.skipped_in_a_row = self.rewinds = (
-            self.passed_steps
-        ) = 0
+        self.skipped_steps = 0
+        self.skipped_in_a_row = 0
+        self.rewinds = 0
+        self.passed_steps = 0
         self._spike: dict[str, Any] | None = None  # the event of the present spike
 
     # ---- one step

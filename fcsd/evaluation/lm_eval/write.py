@@ -114,6 +114,7 @@ def _add_scores(
         "sample_len": len(scores),
         f"{metric},{rule}": math.fsum(scores) / len(scores),
         f"{metric}_stderr,{rule}": (
+            # As lm-eval writes an error that is not known.
             "N/A" if (error := standard_error(scores)) is None else error
         ),
     }

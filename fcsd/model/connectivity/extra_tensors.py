@@ -182,6 +182,7 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
         stream = opened.enter_context((checkpoint.folder / file).open("rb"))
         shard = {}
         for name in held:
+            # Offsets in a header count from its end.
             start, end = header[name]["data_offsets"]
             shard[name] = _Piece(header[name], stream, begin + start, end - start)
         shards.append(shard)

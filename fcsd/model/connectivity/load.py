@@ -239,6 +239,7 @@ def _types_by_class() -> dict[str, set[str]]:
     from transformers.models.auto import modeling_auto
 
     types: dict[str, set[str]] = {}
+    # A table for each Auto class: model type -> the name of a class, or several.
     for attribute, mapping in vars(modeling_auto).items():
         if attribute.endswith("_MAPPING_NAMES"):
             for model_type, classes in mapping.items():

@@ -369,6 +369,8 @@ def _memory(
     serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
     if facts["family"] is None or facts["config_only"]:
         return {"convert": None, "serve": serve}
+    # For a repository that does not tell the sizes of its files; of quantised weights
+    # the number of bytes does not follow from that of parameters.
     copies = None if facts["quantization"] else number * BYTES[checkpoint_dtype(raw)]
     files = facts["files"]
     convert = {

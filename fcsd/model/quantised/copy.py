@@ -142,6 +142,7 @@ class Rows:
         if not self.shape:
             return self._read(self.begin, self.num_bytes).reshape(())
         first, last, _ = rows.indices(self.shape[0])
+        # Rows lie one after another, so any of them are one run of bytes.
         row = self.num_bytes // self.shape[0]
         return self._read(self.begin + first * row, (last - first) * row).view(
             -1, *self.shape[1:]

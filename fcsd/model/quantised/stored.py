@@ -157,6 +157,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
 def _block(config: Mapping[str, Any]) -> Block:
     """Return the rows and columns that share a scale, of block FP8."""
     block = config.get("weight_block_size")
+    # compressed-tensors says it in each group of layers, others once for all.
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

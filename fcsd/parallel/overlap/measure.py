@@ -201,6 +201,7 @@ def _read(
     content: Any = trace
     if isinstance(trace, str | Path):
         content = json.loads(Path(trace).read_text(encoding="utf-8"))["traceEvents"]
+    # Phase X: events with a beginning and a duration.
     events = [event for event in content if event.get("ph") == "X" and "dur" in event]
     kernels = [event for event in events if event.get("cat") == "kernel"]
     pattern = re.compile(link, re.IGNORECASE)
@@ -254,6 +255,8 @@ def _length(intervals: Iterable[Interval]) -> float:
 
 def _common(first: Sequence[Interval], second: Sequence[Interval]) -> float:
     """Return the length of the intersection of two unions."""
+    # Both are sorted and do not overlap themselves, so one walk along the two is
+    # enough.
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         total += max(

@@ -126,25 +126,19 @@ def layer_facts(
     last = len(rewired) - 1
     # A combine stays in flight only into a rewired layer whose attention reads the
     # partial stream.
+    may_carry = attention == "partial" and not inside
     carry = [
-        rewired[k]
-        and moe[k]
-        and k < last
-        and rewired[k + 1]
-        and attention == "partial"
-        and not inside
+        may_carry and k < last and rewired[k] and moe[k] and rewired[k + 1]
         for k in range(len(rewired))
     ]
     outdated = _outdated(rewired, mlp)
     cuts: list[Split] = ["core"] * len(rewired) if splits is None else list(splits)
-    return [
-        (
-            LayerFacts(moe[k], k > 0 and carry[k - 1], carry[k], outdated[k], cuts[k])
-            if rewired[k]
-            else None
-        )
-        for k in range(len(rewired))
-    ]
+    facts: list[LayerFacts | None] = [None] * len(rewired)
+    for k, is_rewired in enumerate(rewired):
+        if is_rewired:
+            incoming = k > 0 and carry[k - 1]
+            facts[k] = LayerFacts(moe[k], incoming, carry[k], outdated[k], cuts[k])
+    return facts
 
 
 def _outdated(rewired: Sequence[bool], mlp: str | Collection[int]) -> list[bool]:
@@ -169,6 +163,7 @@ def beside(facts: Sequence[LayerFacts | None]) -> list[dict[str, Computed]]:
     in_flight: set[tuple[int, str]] = set()
     for k, layer in enumerate(facts):
         for step in schedule(layer) if layer is not None else ():
+            # A step waits before it computes, and what it starts travels from then on.
             in_flight.discard(
                 (k - 1, "combine") if step.waits == "before" else (k, str(step.waits))
             )
