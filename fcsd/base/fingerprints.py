@@ -95,6 +95,7 @@ def computed_fields(value: Any) -> Any:
         if key not in NOT_COMPUTED
     }
     dtype = fields.pop("torch_dtype", None)  # as transformers 4 wrote it
+    # Where a config has both, the newer key holds.
     dtype = fields.pop("dtype", None) or dtype
     if dtype is None:
         return fields

@@ -54,6 +54,7 @@ class OneOf:
     def __get_pydantic_core_schema__(
         self, union: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
+        # Read before pydantic's own union, which would list the errors of every member.
         return core_schema.no_info_before_validator_function(self._read, handler(union))
 
     def _read(self, value: Any) -> Any:

@@ -169,6 +169,7 @@ def task_result(
         "kind": row.kind,
         "headline": row.headline,
         "chat_template": row.chat_template,
+        # Of local data the revision that was fetched, which the suite cannot know.
         "dataset": dataset_location(row, data_root),
         "revision": (
             row.revision if data_root is None else fetched_revision(row, data_root)

@@ -349,6 +349,7 @@ def _store(
         loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
         loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
     if backend:
+        # Another engine, or another form of it, answers with other rounding.
         served = {
             "server": {**backend.server.facts, "checked": evaluation.server_check}
         }

@@ -32,6 +32,7 @@ def autocast_experts() -> None:
     """
     import transformers.integrations.moe  # noqa: F401, defines the second operator
 
+    # Rules can be registered only once in a process.
     if _libraries:
         return
     for namespace, name in _OPERATORS:

@@ -20,6 +20,7 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
     import numpy
     import torch
 
+    # Of every module: frozen ones may be in evaluation mode while the model trains.
     training = {module: module.training for module in model.modules()}
     config = model.config
     use_cache = getattr(config, "use_cache", None)

@@ -123,6 +123,7 @@ class Ranks:
         """
         if self.size == 1:
             return call()
+        # An error is sent like a result, because the others wait for either.
         own_result, error = _attempt(call) if self.first else (None, None)
         outcome: list[Any] = [(own_result, _report(error))]
         import torch.distributed as dist
@@ -197,6 +198,7 @@ def input_device(model: Any) -> "torch.device":
         from accelerate import PartialState
 
         return PartialState().device  # offloaded weights are in main memory
+    # accelerate's hook moves offloaded weights to this device for the pass.
     device = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
     if device is not None:
         return torch.device(device)

@@ -161,6 +161,7 @@ def _check_arguments(args: Any) -> None:
     if not isinstance(args, TrainingArguments):
         hint = "; write FCSDConfig(**args)" if isinstance(args, Mapping) else ""
         raise UserError(f"args: {kind_of(args)}; an FCSDConfig is needed{hint}")
+    # Another library's arguments are a subclass, and its fields would be passed over.
     known_names = {argument.name for argument in fields(FCSDConfig)}
     if foreign := [
         argument.name for argument in fields(args) if argument.name not in known_names

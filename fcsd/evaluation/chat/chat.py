@@ -141,6 +141,7 @@ def load_speaker(
     try:
         model = load_for_evaluation(checkpoint, join_launch(), device_map=device_map)
     except ValueError as error:
+        # Without a map the mistake is not the user's, and keeps its traceback.
         if device_map is None:
             raise
         raise UserError(f"--device-map {device_map}: {one_line(error)}") from None

@@ -66,6 +66,7 @@ class LanguageModel(HFLM):
 
         Other templates ignore the question.
         """
+        # With the date of today the prompts for a model would differ from day to day.
         self.chat_template_args = {
             **thinking_options(self.tokenizer, thinking),
             **dated_options(self.tokenizer),

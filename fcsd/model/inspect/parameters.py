@@ -58,6 +58,7 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     A parameter may come several times, of which the first counts: specific parts are
     yielded before general ones.
     """
+    # A tied head is the same parameter, which then counts as embeddings.
     yield from _all("embeddings", model.get_input_embeddings())
     yield from _all("lm_head", model.get_output_embeddings())
     for layer in decoder_layers(model, family):

@@ -102,6 +102,7 @@ def _tags(facts: Facts) -> list[str]:
 
 def _untrained(facts: Facts) -> bool:
     training = facts.training
+    # A stage has written the weights, has taken no step and has folded no maps.
     copied = (
         training is not None
         and not _has_steps(training)
@@ -149,6 +150,7 @@ def _training(facts: Facts) -> str:
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
     inputs, lora = training.get("inputs", {}), settings.get("lora")
+    # A stage without a teacher of its own was compared with the original.
     teacher_is_original = inputs.get("teacher", inputs.get("original")) == inputs.get(
         "original"
     )
