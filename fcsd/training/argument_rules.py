@@ -14,7 +14,6 @@ Not covered: arguments that transformers itself ignores (`eval_steps` without
 `resume_from_checkpoint`).
 """
 
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -128,35 +127,41 @@ def refuse_conflicts(args: Any) -> None:
     """
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
-    conflicts: dict[str, Callable[[], bool]] = {
-        (
+    problem = None
+    if args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs"):
+        problem = (
             f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside"
             f" max_steps {args.max_steps}, which ends the training; leave one of them"
             " out"
-        ): lambda: (
-            args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs")
-        ),
-        f"warmup_steps: the schedule '{schedule}' has no warm-up; use 'constant_with_warmup', or leave it out": (
-            lambda: schedule in _NO_WARMUP and args.warmup_steps > 0
-        ),
-        f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave them out": (
-            lambda: schedule in _NO_SETTINGS and bool(args.lr_scheduler_kwargs)
-        ),
-        f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning here; {_ROWS}": (
-            lambda: args.train_sampling_strategy not in ("random", "sequential")
-        ),
-        "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all tokens": (
-            lambda: "loss" in args.include_for_metrics
-        ),
-        (
+        )
+    elif schedule in _NO_WARMUP and args.warmup_steps > 0:
+        problem = (
+            f"warmup_steps: the schedule '{schedule}' has no warm-up; use"
+            " 'constant_with_warmup', or leave it out"
+        )
+    elif schedule in _NO_SETTINGS and args.lr_scheduler_kwargs:
+        problem = (
+            f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave"
+            " them out"
+        )
+    elif args.train_sampling_strategy not in ("random", "sequential"):
+        problem = (
+            f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning"
+            f" here; {_ROWS}"
+        )
+    elif "loss" in args.include_for_metrics:
+        problem = (
+            "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all"
+            " tokens"
+        )
+    elif accelerator.split_batches or accelerator.dispatch_batches:
+        problem = (
             "accelerator_config: split_batches and dispatch_batches have no meaning"
             " here; per_device_train_batch_size and batch_size_tokens say what a process"
             " has"
-        ): lambda: bool(accelerator.split_batches or accelerator.dispatch_batches),
-    }
-    for message, applies in conflicts.items():
-        if applies():
-            raise UserError(f"FCSDConfig: {message}")
+        )
+    if problem is not None:
+        raise UserError(f"FCSDConfig: {problem}")
     # The schedule's settings have no schema in transformers: building it once shows
     # whether they are accepted, before any data are read.
     try:
