@@ -4,9 +4,9 @@ have changed.
     python -m tests.reference.upstream
 
 in the repository writes the snapshot of this release that
-`tests/model/families/test_upstream.py` compares with; unless the release breaks a
-family, also the lists of docs/families.md and the number of families in the README.
-Write it only after the contract tests have passed with that transformers.
+`tests/model/families/test_upstream.py` compares with, the lists of docs/families.md and
+the number of families in the README. Write it only after the contract tests have passed
+with that transformers.
 
 Not covered: attention, norms and experts, which may change without changing the
 connectivity.
@@ -27,8 +27,9 @@ from packaging.version import Version
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from fcsd.model.families import FAMILIES, Family
-from fcsd.model.families.refused import BROKEN, REFUSED
+from fcsd.model.connectivity.modeling import supported_transformers
+from fcsd.model.families import ALL_FAMILIES, FAMILIES, Family
+from fcsd.model.families.refused import REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
 SNAPSHOTS = Path("tests/files/upstream")  # one for each release
@@ -71,13 +72,6 @@ def moe_model_types() -> list[str]:
         name for name in loadable if model_type_to_module_name(name) in folders
     }
     return sorted(with_experts | FAMILIES.keys())
-
-
-def breaks_a_family() -> bool:
-    """Whether the installed transformers breaks a family, so that the pages, which name
-    them all, cannot be compared with it.
-    """
-    return any(transformers.__version__ in faults for faults in BROKEN.values())
 
 
 def _normalised(node: Any) -> Any:
@@ -197,7 +191,15 @@ def families_lists() -> str:
     """Format what docs/families.md lists: every family by its overlap, what differs,
     and the refused families.
     """
-    families = dict(sorted(FAMILIES.items()))
+    families = dict(sorted(ALL_FAMILIES.items()))
+    # A checkpoint of most families loads with older releases than fcsd supports.
+    usual = f">={Family.since},<6"
+    others = {
+        name: f"needs transformers {versions}"
+        for name, row in families.items()
+        if (versions := supported_transformers(row)) != usual
+        and Version(row.since) >= Version(Family.since)
+    }
     refused = {
         name: reason
         for name, row in families.items()
@@ -225,6 +227,8 @@ def families_lists() -> str:
             "Generic reference",
             [name for name, row in families.items() if row.reference != "written"],
         ),
+        "Not with every supported transformers:",
+        "\n".join(_by_reason(others)),
         "Not converted, because",
         "\n".join(_by_reason(dict(sorted(REFUSED.items())))),
     ]
@@ -240,12 +244,13 @@ def with_families(page: str) -> str:
 
 def with_count(readme: str) -> str:
     """Put the number of supported families into the README's "N model families"."""
-    return re.sub(r"\b\d+ model families", f"{len(FAMILIES)} model families", readme)
+    return re.sub(
+        r"\b\d+ model families", f"{len(ALL_FAMILIES)} model families", readme
+    )
 
 
 if __name__ == "__main__":
     written = SNAPSHOTS / f"{transformers.__version__}.json"
     written.write_text(json.dumps(snapshot(), indent=1) + "\n", encoding="utf-8")
-    pages = ((PAGE, with_families), (README, with_count))
-    for file, updated in () if breaks_a_family() else pages:
+    for file, updated in ((PAGE, with_families), (README, with_count)):
         file.write_text(updated(file.read_text(encoding="utf-8")), encoding="utf-8")

@@ -25,6 +25,7 @@ from fcsd.model.families.refused import BROKEN, REFUSED
 
 __all__ = [
     "ALIASES",
+    "ALL_FAMILIES",
     "FAMILIES",
     "REFUSED",
     "SERVED",
@@ -39,7 +40,12 @@ __all__ = [
     "text_config",
 ]
 
-_ROWS = (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
+ALL_FAMILIES: dict[str, Family] = {
+    row.model_type: row for row in (*standard.ROWS, *adapted.ROWS, *multimodal.ROWS)
+}
+"""Families of every supported transformers, with those that the installed one lacks or
+breaks: what the documentation lists.
+"""
 
 
 def _installed_transformers() -> str | None:
@@ -77,12 +83,14 @@ def _unavailable(row: Family) -> str | None:
 
 
 UNAVAILABLE: dict[str, str] = {
-    row.model_type: reason for row in _ROWS if (reason := _unavailable(row)) is not None
+    name: reason
+    for name, row in ALL_FAMILIES.items()
+    if (reason := _unavailable(row)) is not None
 }
 """Families that the installed transformers does not have or breaks -> what they need."""
 
 FAMILIES: dict[str, Family] = {
-    row.model_type: row for row in _ROWS if row.model_type not in UNAVAILABLE
+    name: row for name, row in ALL_FAMILIES.items() if name not in UNAVAILABLE
 }
 
 _SEE = f"`fcsd families` lists the {len(FAMILIES)} that can be converted"

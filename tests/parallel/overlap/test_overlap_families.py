@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fcsd.model.connectivity import Connectivity, load_model
-from fcsd.model.families import FAMILIES
+from fcsd.model.families import ALL_FAMILIES, FAMILIES
 from fcsd.parallel.overlap.support import refusal
 from tests.parallel.overlap.ranks import (
     CHECKPOINTING,
@@ -22,7 +22,7 @@ from tests.parallel.overlap.ranks import (
 )
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.reference.upstream import families_lists, older_than_snapshot
+from tests.reference.upstream import families_lists
 from tests.support import ROOT, UNLIKE, few_and_others
 
 NAMES = [name for name, family in FAMILIES.items() if refusal(family) is None]
@@ -136,9 +136,6 @@ def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) ->
         assert same_bits and error < 5e-6, (case, error)
 
 
-@pytest.mark.skipif(
-    older_than_snapshot(), reason="this transformers is older than the snapshot's"
-)
 def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     page = (ROOT / "docs" / "families.md").read_text(encoding="utf-8")
     assert f"<!-- families -->\n\n{families_lists()}\n\n<!-- /families -->" in page, (
@@ -147,4 +144,5 @@ def test_the_page_lists_every_family_and_how_far_it_overlaps() -> None:
     refused = page.partition("\nNo overlap, because\n")[2].partition(
         "\nNo shared experts"
     )[0]
-    assert refused.count("`") == 2 * (len(FAMILIES) - len(NAMES))
+    without = [row for row in ALL_FAMILIES.values() if refusal(row) is not None]
+    assert refused.count("`") == 2 * len(without)
