@@ -127,6 +127,9 @@ class Bench:
             },
             **changes,
         }
+        if isinstance(stopping := changes.get("early_stopping"), dict):
+            file = self.folder / f"{name}-stopping.yaml"
+            recipe["early_stopping"] = with_suite(stopping, file)
         path = self.folder / f"{name}.yaml"
         path.write_text(
             yaml.safe_dump(
@@ -166,6 +169,17 @@ class Bench:
             "lm_eval_include": "tiny", "chat_template": True,
         }  # fmt: skip
         return {"task": task, "limit": 4, "every_steps": 2, "patience": 50}
+
+
+def with_suite(stopping: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Return an early_stopping section whose task, if it is written out as a row, is
+    named in a suite file of its own.
+    """
+    row = stopping.get("task")
+    if not isinstance(row, dict):
+        return stopping
+    file.write_text(yaml.safe_dump({"name": "stopping", "tasks": [row]}))
+    return stopping | {"suite": str(file), "task": row["task"]}
 
 
 def make_bench(base: Path, folder: Path) -> Bench:

@@ -226,7 +226,7 @@ def test_the_newcomers_five_files_are_short_enough_to_be_read() -> None:
 
 
 def recipe_keys() -> list[tuple[str, str, str]]:
-    """(section, key, default) of every key of a recipe but those that a task of a suite has."""
+    """(section, key, default) of every key of a recipe."""
     surface = json.loads((ROOT / "tests" / "files" / "recipe_keys.json").read_text())[
         "Recipe"
     ]
@@ -234,10 +234,8 @@ def recipe_keys() -> list[tuple[str, str, str]]:
     for dotted, kind in surface.items():
         plain = re.sub(r"\[[^]]*\]|\.0(?=\.)", "", dotted)
         section, _, rest = plain.partition(".")
-        if re.match(
-            r"pretrain\.(connectivity|data|train)\.|early_stopping\.task\.", plain
-        ):
-            continue  # the sections below and the keys of a suite (evaluate.md)
+        if re.match(r"pretrain\.(connectivity|data|train)\.", plain):
+            continue  # the sections below
         default = kind.partition(" = ")[2]
         keys.append(
             (section if rest else "Top level", plain.rpartition(".")[2], default)

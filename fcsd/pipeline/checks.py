@@ -168,7 +168,7 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
         check_settings(train, recipe.data, launch)
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
-        dataset_location(recipe.early_stopping.task, run.data_root)
+        dataset_location(recipe.early_stopping.row, run.data_root)
 
 
 def check_rows_fit(

@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
-from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
 from fcsd.model.load import load_checkpoint
@@ -21,7 +20,6 @@ from fcsd.pipeline.context import Run
 from fcsd.recipe.recipe import (
     EarlyStoppingConfig,
     HeldoutKLStoppingConfig,
-    TaskStoppingConfig,
 )
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
@@ -55,7 +53,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
             tell_examples(rows, "held-out text", always=False)
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
-    row, overrides = rule.task, {"batch_size": rule.batch_size, "limit": rule.limit}
+    row, overrides = rule.row, {"batch_size": rule.batch_size, "limit": rule.limit}
     # Tokens are not dropped in a score during training.
     overrides |= {"capacity_factor": None, "capacity_drop": None}
     # The evaluation, with its sandbox, stays open for the whole training.
@@ -64,7 +62,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
             evaluate = stack.enter_context(
                 prepare_evaluation(
                     run.tokenizer,
-                    _suite_of(rule),
+                    rule.scored,
                     recipe.evaluation.model_copy(update=overrides),
                     ranks=run.launch.ranks,
                     # A second bar would break up that of the training.
@@ -85,12 +83,6 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
         yield stopper, score
 
 
-def _suite_of(rule: TaskStoppingConfig) -> SuiteConfig:
-    # As everywhere in a recipe, paths of task definitions are relative to the folder in
-    # which the command runs.
-    return SuiteConfig(name="early_stopping", tasks=[rule.task], folder=".")
-
-
 def scored_data(run: Run) -> dict[str, str]:
     """Return fingerprints of the items that early stopping scores, as inputs of a
     stage.
@@ -101,15 +93,9 @@ def scored_data(run: Run) -> dict[str, str]:
     if isinstance(rule, HeldoutKLStoppingConfig):
         assert recipe.data.heldout is not None  # the recipe has checked it
         return test_set_fingerprints(None, None, recipe.data.heldout)
-    return test_set_fingerprints(_suite_of(rule), run.data_root)
+    return test_set_fingerprints(rule.scored, run.data_root)
 
 
 def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """Return the settings that a result depends on: all but the batch size, which
-    changes a score only by floating-point noise.
-    """
-    return (
-        rule.model_dump(mode="json", exclude={"batch_size"})
-        if rule is not None
-        else None
-    )
+    """Return the settings of the scores that a result depends on, if there are any."""
+    return rule.settings if rule is not None else None

@@ -19,8 +19,12 @@ from fcsd.evaluation.config import is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
 _FILES_BESIDE = (
-    "evaluation.suite", "evaluation.router_bias.links", "data.decontaminate.suite", "pretrain.data.decontaminate.suite",
-)  # fmt: skip
+    "evaluation.suite",
+    "evaluation.router_bias.links",
+    "early_stopping.suite",
+    "data.decontaminate.suite",
+    "pretrain.data.decontaminate.suite",
+)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
@@ -165,9 +169,9 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
     if isinstance(stopping, TaskStoppingConfig):
         yield Graded(
             "early_stopping",
-            stopping.task.dataset,
-            stopping.task.dataset_name,
-            stopping.task.split,
+            stopping.row.dataset,
+            stopping.row.dataset_name,
+            stopping.row.split,
         )
     # Suites by the key that names them, to which errors then point.
     suites = [("evaluation.suite", recipe.evaluation.suite)]

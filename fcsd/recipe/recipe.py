@@ -14,13 +14,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import FolderPath, Name, Strict, did_you_mean, option, validate
 from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig
-from fcsd.evaluation.config import EvaluationConfig, TaskConfig
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    SuiteConfig,
+    TaskConfig,
+    named_tasks,
+)
 from fcsd.model.config import (
     AdapterConfig,
     ConnectivityConfig,
@@ -192,26 +203,63 @@ class HeldoutKLStoppingConfig(StoppingBase):
 
     metric: Literal["heldout_kl"]
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a result depends on."""
+        return self.model_dump(mode="json")
+
 
 class TaskStoppingConfig(StoppingBase):
     """Score by a task, exactly as the evaluation scores that row of a suite."""
 
-    task: TaskConfig = Field(description="a row of a suite (or set metric: heldout_kl)")
+    task: str = Field(description="a task of `suite` (or set metric: heldout_kl)")
+    suite: str = Field(description="a shipped suite, or the path of a suite file")
     limit: int | None = Field(None, gt=0)  # the first items only; null: all
     batch_size: int = Field(32, gt=0)  # sequences in one forward on a rank
 
-    @model_validator(mode="after")
-    def _counts(self) -> "TaskStoppingConfig":
-        if not self.task.headline:
+    # the suite with this task alone; `settings` has its keys
+    _scored: SuiteConfig = PrivateAttr()
+
+    @field_validator("task", mode="before")
+    @classmethod
+    def _a_name(cls, value: Any) -> Any:
+        # A recipe of an earlier fcsd has the keys of the row here.
+        if isinstance(value, dict):
             raise ValueError(
-                "task.headline has no meaning here, where there is no mean; leave"
-                " it out"
+                "the name of a task of `suite` is needed; put this row under `tasks:`"
+                " of a suite file (docs/evaluate.md), and name that file as `suite`"
             )
+        return value
+
+    @model_validator(mode="after")
+    def _the_suite_has_it(self) -> "TaskStoppingConfig":
+        try:
+            self._scored = named_tasks(self.suite, [self.task])
+        except UserError as error:
+            raise ValueError(str(error)) from None
         return self
 
     @property
+    def scored(self) -> SuiteConfig:
+        """The suite, with the scored task alone."""
+        return self._scored
+
+    @property
+    def row(self) -> TaskConfig:
+        """The row of the suite that says how the task is scored."""
+        return self._scored.tasks[0]
+
+    @property
     def metric(self) -> str:
-        return self.task.metric
+        return self.row.metric
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a result depends on: those of the row instead of its name,
+        and not the batch size, which changes a score only by floating-point noise.
+        """
+        settings = self.model_dump(mode="json", exclude={"suite", "batch_size"})
+        return settings | {"task": self.row.model_dump(mode="json")}
 
 
 EarlyStoppingConfig = Annotated[
@@ -503,8 +551,8 @@ class Recipe(Strict):
         """Return this recipe with the replacements of `variants[name]`, and without
         variants or a sweep.
 
-        A variant with another `objective.name`, `teacher.backend`,
-        `early_stopping.metric` or `early_stopping.task.kind` does not inherit keys that
+        A variant with another `objective.name`, `teacher.backend` or
+        `early_stopping.metric` does not inherit keys that
         its own choice does not have; one whose objective has no teacher inherits no
         `teacher` section.
         """

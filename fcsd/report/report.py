@@ -280,7 +280,7 @@ def _markdown(
     if stopping is not None:
         parts.append(
             "Early stopping and choice of checkpoint:"
-            f" {stopping_text(stopping.model_dump())}, every {stopping.every_steps}"
+            f" {stopping_text(stopping.settings)}, every {stopping.every_steps}"
             f" steps, patience {stopping.patience}, min_delta"
             f" {stopping.min_delta}.{_also_reported(stopping, report['models'])}"
         )
@@ -329,7 +329,7 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     """
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
-    same = (stopping.task.dataset, stopping.task.dataset_name, stopping.task.split)
+    same = (stopping.row.dataset, stopping.row.dataset_name, stopping.row.split)
     default = {"code": "test"}  # split of a row that names none
     graded = {
         row["task"]

@@ -386,11 +386,8 @@ def test_mistakes_in_a_recipe_are_refused(bench: Bench, refused: Refused) -> Non
         r" data\.max_length 32",
     )
     wrong("connectivity.layers=[7]", r"7")
-    absent = (
-        "{task: {kind: code, task: absent, dataset: absent/absent, chat_template:"
-        " true}}"
-    )
-    wrong(f"early_stopping={absent}", r"absent/absent")
+    absent = "{suite: tiny, task: absent}"
+    wrong(f"early_stopping={absent}", r"task 'absent': not in suite tiny")
     wrong("pretrain=1", r"pretrain")
     wrong("variants.x={connectivty.layers: all}", r"did you mean 'connectivity'\?")
     refused(

@@ -31,7 +31,7 @@ def test_types_bounds_choices_and_defaults_are_part_of_it() -> None:
         '"train.learning_rate": "float > 0 = 2e-05"',
         '"objective[kl+l2].l2_coefficient": "float > 0, required"',
         '"objective[sft].freeze_routers": "bool = false"',
-        '"early_stopping[a task].task[code].timeout_s": "float > 0 = 10.0"',
+        '"early_stopping[a task].suite": "str, required"',
         '"tasks.0[likelihood].num_fewshot": "int >= 0 = 0"',
         '"evaluation.batch_size": "int > 0 | \'auto\' = 16"',
         '"data.train.0.columns": ',

@@ -205,8 +205,6 @@ def test_one_sandbox_serves_all_scores_and_ends_with_the_run(
 def test_where_lm_eval_says_so_lower_is_better(
     bench: Bench,
     metrics: dict[str, dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from fcsd.model.connectivity import load_model
 
@@ -214,9 +212,8 @@ def test_where_lm_eval_says_so_lower_is_better(
         (data_dir("eval") / "tasks" / "tiny" / "tiny_choice.yaml").read_text()
     )
     task["task"], task["metric_list"][0]["higher_is_better"] = "mistakes", False
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
-    monkeypatch.chdir(tmp_path)  # where the command runs: paths of a recipe begin there
+    (bench.folder / "mine").mkdir()  # beside the suite file
+    (bench.folder / "mine" / "mistakes.yaml").write_text(yaml.safe_dump(task))
     stopping = of(metrics["likelihood"], task="mistakes", lm_eval_include="mine")
     model = load_model(bench.base)
     for section, higher in ((stopping, False), (metrics["likelihood"], True)):

@@ -98,7 +98,9 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
     tmp_path: Path,
 ) -> None:
     task = {"kind": "code", "task": "mine", "dataset": "a/code", "split": "validation"}
-    stopping = {"early_stopping": {"task": task}}
+    suite = tmp_path / "stopping.yaml"
+    suite.write_text(yaml.safe_dump({"name": "stopping", "tasks": [task]}))
+    stopping = {"early_stopping": {"suite": str(suite), "task": "mine"}}
     with pytest.raises(UserError, match="is what early_stopping is graded on"):
         load(tmp_path, {"path": "a/code", "split": "validation"}, **stopping)
     load(tmp_path, {"path": "a/code", "split": "train"}, **stopping)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import Strict, validate
-from fcsd.evaluation.config import TaskConfig, load_suite
+from fcsd.evaluation.config import load_suite
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig
@@ -349,7 +349,7 @@ WRONG = [
     (
         {"early_stopping": {}},
         (
-            r"early_stopping\.task: is required: a row of a suite \(or set metric:"
+            r"early_stopping\.task: is required: a task of `suite` \(or set metric:"
             r" heldout_kl\)"
         ),
     ),
@@ -361,7 +361,7 @@ WRONG = [
         ),
     ),
     (
-        {"early_stopping": {"metric": "heldout_kl", "task": CODE}},
+        {"early_stopping": {"metric": "heldout_kl", "task": "mbpp_plus"}},
         r"early_stopping\.task: no meaning for heldout_kl, only for a task",
     ),
     (
@@ -369,59 +369,30 @@ WRONG = [
         r"early_stopping\.limit: no meaning for heldout_kl, only for a task",
     ),
     (
-        {"early_stopping": {"metric": "acc", "task": CODE}},
+        {"early_stopping": {"metric": "acc", "task": "mbpp_plus"}},
         r"early_stopping\.metric: no meaning for a task, only for heldout_kl",
     ),
     (
-        {"early_stopping": {"task": CHOICE | {"metric": "acc"}}},
+        {"early_stopping": {"task": CODE, "suite": "tiny"}},
         (
-            r"early_stopping\.task\.metric: metric is lm-eval's key 'metric,filter'"
-            r" \(for example 'acc,none'\), got 'acc'"
+            r"early_stopping\.task: the name of a task of `suite` is needed; put this"
+            r" row under `tasks:` of a suite file"
         ),
     ),
     (
-        {"early_stopping": {"task": {"task": "t", "dataset": "a/b"}}},
-        (
-            r"early_stopping\.task\.kind: is required: 'likelihood', 'generation' or"
-            r" 'code'"
-        ),
+        {"early_stopping": {"task": "mbpp", "suite": "paper11"}},
+        r"early_stopping: task 'mbpp': not in suite paper11; did you mean 'mbpp_plus'\?",
     ),
     (
-        {
-            "early_stopping": {
-                "task": {"kind": "likelihood", "metric": "acc,none", "dataset": "a/b"}
-            }
-        },
-        r"early_stopping\.task\.task: is required",
-    ),
-    (
-        {"early_stopping": {"task": CHOICE | {"timeout_s": 1}}},
-        (
-            r"early_stopping\.task\.timeout_s: no meaning for kind 'likelihood', only"
-            r" for code"
-        ),
-    ),
-    (
-        {"early_stopping": {"task": CODE | {"num_fewshot": 2}}},
-        (
-            r"early_stopping\.task\.num_fewshot: has no meaning for kind 'code', whose"
-            r" shots are part of prompt_template"
-        ),
-    ),
-    (
-        {"early_stopping": {"task": CODE | {"headline": False}}},
-        r"early_stopping: task\.headline has no meaning here, where there is no mean",
-    ),
-    (
-        {"early_stopping": {"task": CODE | {"num_sample": 3}}},
-        r"early_stopping\.task\.num_sample: unknown key; did you mean 'num_samples'\?",
+        {"early_stopping": {"task": "mbpp_plus", "suite": "paper12"}},
+        r"early_stopping: suite 'paper12': no such suite; did you mean 'paper11'\?",
     ),
     (
         {"early_stopping": {"dataset": "a/b", "split": "test", "patience": 3}},
-        r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 2 more:"
+        r"x\.yaml: early_stopping\.dataset: unknown key; .* \(and 3 more:"
         r" early_stopping\.split: unknown key; .*;"
-        r" early_stopping\.task: is required: a row of a suite \(or set metric:"
-        r" heldout_kl\)\)",
+        r" early_stopping\.task: is required: a task of `suite` \(or set metric:"
+        r" heldout_kl\).*",
     ),
     (
         {"early_stopping": {"metric": "heldout_kl"}},
@@ -622,7 +593,7 @@ NUMBERS = sorted({key.removeprefix("pretrain.") for key in number_keys(Recipe)})
 def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> None:
     section = key.split(".")[0]
     whole: dict[str, Any] = {
-        "early_stopping": {"task": CODE},
+        "early_stopping": {"task": "mbpp_plus", "suite": "paper11"},
         "sweep": {"learning_rate": [1e-5]},
     }
     if key.startswith("data.heldout"):
@@ -652,11 +623,10 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
         "train.max_steps",
         "objective.clip",
         "early_stopping.patience",
-        "early_stopping.task.timeout_s",
     ],
 )
 def test_true_is_no_number(tmp_path: Path, key: str) -> None:
-    path = write(tmp_path, MINIMAL | {"early_stopping": {"task": CODE}})
+    path = write(tmp_path, MINIMAL | {"early_stopping": {"metric": "heldout_kl"}})
     with pytest.raises(
         UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"
     ):
@@ -866,8 +836,8 @@ LORA = {"lora": {"r": 8}}
         (
             {"teacher": {"backend": "cache"}},
             (
-                "teacher.cache: is required for backend 'cache': the folder that `fcsd"
-                " cache-teacher` wrote"
+                "teacher.cache: is required for backend 'cache': the folder of the stage"
+                " cache-teacher"
             ),
         ),
         (
@@ -971,18 +941,23 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
 
 
 def test_a_stopping_task_is_a_row_of_a_suite(tmp_path: Path) -> None:
+    suite = tmp_path / "suite.yaml"
+    suite.write_text(yaml.safe_dump({"name": "own", "tasks": [CODE, CHOICE]}))
     for task in (CODE, CHOICE):
-        recipe = load_recipe(
-            write(tmp_path, MINIMAL | {"early_stopping": {"task": task, "limit": 7}})
-        )
-        suite = tmp_path / "suite.yaml"
-        suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [task]}))
-        assert recipe.early_stopping.task == load_suite(suite).tasks[0]
+        # A suite file may lie beside the recipe.
+        stopping = {"suite": "suite.yaml", "task": task["task"], "limit": 7}
+        recipe = load_recipe(write(tmp_path, MINIMAL | {"early_stopping": stopping}))
+        row = {row.task: row for row in load_suite(suite).tasks}[task["task"]]
+        assert recipe.early_stopping.row == row
         assert (recipe.early_stopping.limit, recipe.early_stopping.batch_size) == (
             7,
             32,
         )
         assert recipe.early_stopping.metric == task.get("metric", "pass@1")
+        assert recipe.early_stopping.settings == {
+            "every_steps": 1000, "patience": 20, "min_delta": 0.02, "limit": 7,
+            "task": row.model_dump(mode="json"),
+        }  # fmt: skip
         assert load_recipe(write(tmp_path, recipe.dump())) == recipe
 
 
@@ -992,13 +967,12 @@ def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(
     data = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
     variants: dict[str, Any] = {
         "kl": {"early_stopping.metric": "heldout_kl"},
-        "choice": {
-            f"early_stopping.task.{key}": value for key, value in CHOICE.items()
-        },
+        "choice": {"early_stopping.task": "hellaswag"},
         "none": {"early_stopping": None},
     }
     stopping = {
-        "task": CODE | {"timeout_s": 3.0, "chat_template": True},
+        "suite": "paper11",
+        "task": "mbpp_plus",
         "limit": 7,
         "every_steps": 5,
     }
@@ -1011,9 +985,7 @@ def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(
         "min_delta": 0.02,
     }
     choice = recipe.variant("choice").early_stopping
-    assert choice.task == validate(
-        TaskConfig, CHOICE | {"chat_template": True, "split": "test"}, "alone"
-    )
+    assert (choice.row.task, choice.row.kind) == ("hellaswag", "likelihood")
     assert choice.limit == 7 and recipe.variant("none").early_stopping is None
     variants["kl"]["early_stopping.limit"] = 3
     with pytest.raises(

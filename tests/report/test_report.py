@@ -93,7 +93,7 @@ def recipe(tmp_path: Path) -> Recipe:
             "output_dir": str(tmp_path / "run"),
             "model": {"path": "some/base"},
             "data": {"train": [{"path": "d"}]},
-            "early_stopping": {"task": MBPP, "limit": 40},
+            "early_stopping": {"suite": "paper11", "task": "mbpp_plus", "limit": 40},
             "publication": {"license": "apache-2.0", "repo_id": "me/x"},
         }
     )
@@ -129,7 +129,7 @@ def run(recipe: Recipe) -> Path:
     settings = {
         "objective": {"name": "kl"},
         "train": recipe.train.model_dump(),
-        "early_stopping": recipe.early_stopping.model_dump(),
+        "early_stopping": recipe.early_stopping.settings,
     }
     stage = Stage(folder / "distill", "distill", settings, {})
     stage.start()
@@ -277,8 +277,12 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         # they take long
         monkeypatch.setattr(f"fcsd.report.report.{name}", lambda *_: {})
     for dataset, said in (("a/code", True), ("a/other", False)):
+        suite = run.parent / "stopping.yaml"
+        rows = [MBPP | {"dataset": dataset}]
+        suite.write_text(yaml.safe_dump({"name": "stopping", "tasks": rows}))
         stopping = {
-            "task": MBPP | {"dataset": dataset},
+            "suite": str(suite),
+            "task": "mbpp_plus",
             "every_steps": 5,
             "patience": 2,
             "min_delta": 0.02,

@@ -161,8 +161,6 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
         put("early_stopping.every_steps", _NUM_STEPS // 2)
         if isinstance(recipe.early_stopping, TaskStoppingConfig):
             put("early_stopping.limit", 2)
-            if recipe.early_stopping.task.kind != "likelihood":
-                put("early_stopping.task.max_new_tokens", 8)
     if recipe.sweep is not None:
         batches = [
             _small_batch(tokens, length) for tokens in recipe.sweep.batch_size_tokens
@@ -427,7 +425,13 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         for split in graded_splits(recipe, data, where)
     }
     suite = recipe.evaluation.suite
-    suites = {suite, *(section.suite or suite for section in _decontaminations(recipe))}
+    stopping = recipe.early_stopping
+    scored = {stopping.suite} if isinstance(stopping, TaskStoppingConfig) else set()
+    suites = {
+        suite,
+        *scored,
+        *(section.suite or suite for section in _decontaminations(recipe)),
+    }
     root, inventable, user_test_sets = (
         recipe.evaluation.data_root,
         _benchmarks(sorted(suites)),

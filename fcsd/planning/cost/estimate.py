@@ -252,7 +252,7 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
     else for every token.
     """
     rule, layout = recipe.early_stopping, job.layout
-    generates = isinstance(rule, TaskStoppingConfig) and rule.task.kind != "likelihood"
+    generates = isinstance(rule, TaskStoppingConfig) and rule.row.kind != "likelihood"
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
     # Scoring runs between steps, when gathered weights, activations and, but for

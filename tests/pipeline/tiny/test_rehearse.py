@@ -97,7 +97,6 @@ SWAPPED = {
     "train.save_steps",
     "early_stopping.every_steps",
     "early_stopping.limit",
-    "early_stopping.task.max_new_tokens",
     "sweep.batch_size_tokens",
     "sweep.steps",
     "sweep.warmup_steps",
@@ -120,10 +119,12 @@ def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(
         key for key in changes if not key.startswith(("pretrain.config", "variants"))
     } <= swapped
     for variant in recipe.variants:
-        assert (
-            differences(recipe.variant(variant).dump(), small.variant(variant).dump())
-            <= swapped
+        changes = differences(
+            recipe.variant(variant).dump(), small.variant(variant).dump()
         )
+        assert {
+            key for key in changes if not key.startswith("pretrain.config")
+        } <= swapped
     assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
     # A batch divides over ranks and micro-batches as the real one.
     for variant in [None, *recipe.variants]:

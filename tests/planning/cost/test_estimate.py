@@ -382,7 +382,7 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(
 def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_what_stays(
     recipe: Callable[..., Path],
 ) -> None:
-    stopping = {"task": {"kind": "code", "task": "mine", "dataset": "me/mine"}}
+    stopping = {"suite": "paper11", "task": "mbpp_plus"}
     path = few_layers(recipe(train={"bf16": True}, early_stopping=stopping))
     facts = estimate(
         load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
