@@ -1,6 +1,7 @@
 """Schema of training data, held-out text, and test items that must not be in them."""
 
 import re
+from pathlib import Path
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -44,17 +45,17 @@ def making_of(*locations: str | None) -> str:
 
     locations: the path or the id of a data set, and folders that may hold it.
     """
-    folder = next(
-        (
-            part
-            for location in locations
-            if (part := re.match(r".*?tiny-data(?=/|$)", location or ""))
-        ),
-        None,
-    )
-    if folder is None and not (locations[0] or "").startswith("fcsd/tiny-"):
+    folders = [
+        part[0]
+        for location in locations
+        if (part := re.match(r".*?tiny-data(?=/|$)", location or ""))
+    ]
+    # A data set of another name may be looked for in that folder, too; the command does
+    # not make it.
+    data_set = locations[0] or ""
+    if not (data_set.startswith("fcsd/tiny-") or "tiny-data" in Path(data_set).parts):
         return ""
-    return f"; `fcsd tiny-data {folder[0] if folder else 'OUT'}` makes it"
+    return f"; `fcsd tiny-data {folders[0] if folders else 'OUT'}` makes it"
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:

@@ -34,6 +34,9 @@ OTHER_NAMES = {
     "formatting_func": "not supported: map the data set",
     "data_collator": "not supported: fcsd packs and collates rows itself",
     "tokenizer": "`FCSDTrainer(processing_class=…)`",
+    # transformers
+    "logging_dir": "the environment variable `TENSORBOARD_LOGGING_DIR`",
+    "model_init": "not supported: give `model`; `fcsd sweep` tries learning rates",
     "chat_template_path": "the `chat_template` of `processing_class`",
     "peft_config": _LORA,
     "teacher_model": _TEACHER,

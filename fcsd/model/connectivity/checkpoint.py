@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import check_regular, read_json, safetensors_header
+from fcsd.base.files import check_regular, is_empty, read_json, safetensors_header
 from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import (
     CONFIG,
@@ -174,6 +174,19 @@ def _check_no_state(folder: Path) -> None:
         )
 
 
+def _check_no_adapter(folder: Path) -> None:
+    """Raise UserError where a folder holds a LoRA adapter alone."""
+    adapter = folder / "adapter_config.json"
+    if not adapter.is_file() or (folder / CONFIG).is_file():
+        return
+    base = read_json(adapter, keys=()).get("base_model_name_or_path")
+    raise UserError(
+        f"{folder}: is a LoRA adapter{f' of {base}' if base else ''}, and no checkpoint;"
+        " merge it into its model (peft: merge_and_unload, then save_pretrained) and"
+        " give that folder"
+    )
+
+
 def source_folder(config: Any) -> Path | None:
     """Return the folder that a model with this config was loaded from, where it is
     still on this machine.
@@ -230,6 +243,11 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
                 " is a local folder"
             )
         _check_no_state(folder)
+        _check_no_adapter(folder)
+        if os.access(folder, os.R_OK) and is_empty(folder):
+            raise UserError(
+                f"{path}: is an empty folder; a checkpoint is a folder with {contents}"
+            )
         return folder
     if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")

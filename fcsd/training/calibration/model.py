@@ -188,7 +188,8 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
                 f"calibration text: {text.num_distinct} distinct tokens of"
                 f" {text.num_tokens} in all (an example that comes again adds none); at"
                 f" least {4 * config.hidden_size} distinct ones are needed (4 x hidden"
-                " size): give more text"
+                " size): give more text, or take more of it (--tokens; in a recipe"
+                " calibration.tokens)"
             )
         for batch in text.batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
