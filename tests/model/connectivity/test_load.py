@@ -501,3 +501,17 @@ def test_a_checkpoint_without_moe_layers_cannot_be_made(tmp_path):
         UserError, match=r"none of its 4 layers is an MoE layer .*first_k_dense_replace"
     ):
         load_model(tmp_path / "dense", connectivity=Connectivity("all"))
+
+
+def test_an_empty_folder_and_an_adapter_are_named_as_such(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    for read in (load_model, load_tokenizer, inspect_model):
+        with pytest.raises(UserError, match="empty: is an empty folder; a checkpoint"):
+            read(tmp_path / "empty")
+        with pytest.raises(
+            UserError, match=r"is a LoRA adapter of owner/base.* merge_and_unload"
+        ):
+            read(tmp_path / "adapter")

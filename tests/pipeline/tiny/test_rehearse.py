@@ -515,6 +515,11 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
     assert line.endswith(
         "in the layout of its hub repository; `fcsd tiny-data OUT` makes it"
     )
+    # The folder is there already, and the command would not put this data set in it.
+    elsewhere = ["evaluate", "small/model", "--suite", "pretrain9", "--output", "out"]
+    assert main([*elsewhere, "--data-root", "runs/tiny-data"]) == 2
+    said = capsys.readouterr().err
+    assert "the data root must hold" in said and "tiny-data runs" not in said
     for name in ("code", "choice", "answers"):
         (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(
             parents=True
