@@ -1,8 +1,8 @@
 """Schema of training data, held-out text, and test items that must not be in them."""
 
 import re
-from pathlib import Path
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator

@@ -21,6 +21,7 @@ from transformers import AutoConfig
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, read_json
 from fcsd.cli.main import build_parser, main
+from fcsd.data.config import making_of
 from fcsd.data.dataset import build_dataset
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
@@ -515,11 +516,9 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
     assert line.endswith(
         "in the layout of its hub repository; `fcsd tiny-data OUT` makes it"
     )
-    # The folder is there already, and the command would not put this data set in it.
-    elsewhere = ["evaluate", "small/model", "--suite", "pretrain9", "--output", "out"]
-    assert main([*elsewhere, "--data-root", "runs/tiny-data"]) == 2
-    said = capsys.readouterr().err
-    assert "the data root must hold" in said and "tiny-data runs" not in said
+    # The command does not put another data set into that folder.
+    assert making_of("Rowan/hellaswag", "runs/tiny-data") == ""
+    assert making_of("fcsd/tiny-code", "runs/tiny-data") == f"; {command}"
     for name in ("code", "choice", "answers"):
         (tmp_path / "runs" / "tiny-data" / "data" / "fcsd" / f"tiny-{name}").mkdir(
             parents=True
