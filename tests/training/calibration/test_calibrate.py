@@ -1023,7 +1023,7 @@ def test_a_row_that_is_repeated_is_no_more_text(
     for rows in (row.repeat(64, 1), row.repeat(1, 64).view(60, 128)):
         with pytest.raises(
             UserError,
-            match=r"1[12]\d distinct tokens of 7680 in all .* more of it \\(--tokens;",
+            match=r"1[12]\d distinct tokens of 7680 in all .* more of it \(--tokens;",
         ):
             calibrate_model(student, teacher, rows, progress=False)
     # Just enough tokens that differ: text that is left out says it.
