@@ -52,11 +52,18 @@ def convert(
         UserError: the family or class is not supported, the model is dense, lacks the
             selected layers, or already has this connectivity.
     """
-    hint = (
-        "a model in memory (fcsd.load gives one and its tokenizer,"
-        " fcsd.convert_checkpoint converts a folder)"
+    if isinstance(model, str | Path):
+        raise UserError(
+            f"model: {str(model)!r} is a path; fcsd.convert rewires a model in memory:"
+            " use fcsd.convert_checkpoint(model, out) to convert a folder, or"
+            " fcsd.load(model, layers=…) for a converted model and its tokenizer"
+        )
+    check_kind(
+        "model",
+        model,
+        nn.Module,
+        "a model in memory (fcsd.load gives one and its tokenizer)",
     )
-    check_kind("model", model, nn.Module, hint)
     if layers is None:
         raise UserError(
             "layers: None; leave it out for all of them, or give 'none' for no layer"

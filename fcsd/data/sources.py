@@ -1,6 +1,7 @@
 """Load a data set: a hub id, a local folder in hub layout, or one file."""
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Collection, Mapping
@@ -36,6 +37,7 @@ Source = SourceConfig | GivenSource
 # In names of splits that cannot be read file by file: train[:90%], train+test
 _PART_OF_SPLIT = r"[\[+]"
 WHOLE_BYTES = 4 << 30
+_JSONL = "a .jsonl file has one JSON object a line"
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Endings of files that are not supported -> how to convert them into one that is.
 _CONVERTED = (
@@ -81,9 +83,7 @@ def check_place(source: SourceConfig) -> None:
         problem = "no such file, nor is this kind read"
         if path.exists():
             problem = "a file of this kind is not read"
-        hint = _OTHER_FORMATS.get(
-            path.suffix, "a .jsonl file has one JSON object a line"
-        )
+        hint = _OTHER_FORMATS.get(path.suffix, _JSONL)
         raise UserError(
             f"data set {source.path}: {problem}; {', '.join(_FILE_FORMATS)} files are,"
             f" and folders in hub layout; {hint}"
@@ -168,12 +168,36 @@ def open_source(source: Any) -> Opened:
         cause = None
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             cause = error.__cause__
+        reason = _broken_json(Path(source.path).expanduser())
         raise UserError(
-            f"data set {source.path}: {one_line(cause or error)}"
+            f"data set {source.path}{reason or f': {one_line(cause or error)}'}"
         ) from error
     return dataclasses.replace(
         opened, settings=source.model_copy(update={"columns": columns})
     )
+
+
+def _broken_json(path: Path) -> str:
+    """Say in which line a JSON file is broken, which the error of `datasets` does not;
+    "" for other files and other faults.
+    """
+    if path.suffix not in (".json", ".jsonl") or not path.is_file():
+        return ""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1 and line.lstrip().startswith("["):  # a list of objects
+                    json.loads(line + file.read())
+                    return ""
+                if line.strip() and not isinstance(json.loads(line), dict):
+                    return f", line {number}: not a JSON object; {_JSONL}"
+    except json.JSONDecodeError as error:
+        if number == 1 and error.lineno > 1:
+            number = error.lineno
+        return f", line {number}: not valid JSON ({error.msg}); {_JSONL}"
+    except (UnicodeDecodeError, RecursionError) as error:
+        return f", line {number + 1}: not valid JSON ({one_line(error)}); {_JSONL}"
+    return ""
 
 
 def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:

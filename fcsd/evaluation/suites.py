@@ -50,6 +50,13 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
         raise UserError(f"{data_root}: no such folder (data root){making}")
     folder = data_root / row.dataset
     if not folder.exists():
+        # The root is often taken for the folder around it, and the tiny data are made
+        # in that one: making them again would end here again.
+        if (data_root / "data" / row.dataset).exists():
+            raise UserError(
+                f"task {row.task}: {folder}: no such folder; the data sets lie below"
+                f" {data_root / 'data'}; give that as the data root"
+            )
         raise UserError(
             f"task {row.task}: {folder}: no such folder; the data root must hold the"
             f" data set {row.dataset} in the layout of its hub repository"

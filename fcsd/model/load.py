@@ -200,6 +200,11 @@ def load_tokenizer(
     folder = find_folder(path)
     files_like(folder, (*CARRIED, CONFIG))
     if not has_tokenizer(folder):
+        if not (folder / CONFIG).is_file():
+            raise UserError(
+                f"{folder}: is no checkpoint (it has neither {CONFIG} nor a tokenizer);"
+                " give the folder of a model, or owner/name on the Hub"
+            )
         raise UserError(
             f"{folder}: holds no tokenizer; copy tokenizer.json and"
             " tokenizer_config.json beside the weights"

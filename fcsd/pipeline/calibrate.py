@@ -100,12 +100,18 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     """
     recipe, section = run.recipe, run.recipe.calibration
     assert section is not None
+    width = run.original.load_config().get_text_config().hidden_size
+    if section.tokens < 4 * width:
+        raise UserError(
+            f"calibration.tokens (--tokens): {section.tokens} are too few; at least"
+            f" {4 * width} are needed (4 x hidden size), and"
+            f" {128 * width} are better"
+        )
     rows = training_rows(
         recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original
     )
     if run.launch.first:
         tell_examples(rows, "text")
-    width = run.original.load_config().get_text_config().hidden_size
     # Rows that are left out measure the effect of the calibration.
     solved, left_out = split_rows(rows, section.tokens, width)
     results = calibrate_checkpoint(

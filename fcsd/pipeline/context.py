@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place
 from fcsd.evaluation.config import SuiteConfig, load_suite
 from fcsd.evaluation.progress import Progress
@@ -89,7 +90,16 @@ class Run:
 
     @property
     def original(self) -> ModelFolder:
-        """The original checkpoint: `model.path`, or the result of the pre-training."""
+        """The original checkpoint: `model.path`, or the result of the pre-training
+        (UserError while that has left none).
+        """
+        path = Path(self.recipe.model_path)
+        if self.recipe.pretrain is not None and not path.is_dir():
+            raise UserError(
+                f"{path}: the pre-training has not left its model yet; run `fcsd"
+                " pretrain` first, with the same recipe and options, or `fcsd run`,"
+                " which runs all stages"
+            )
         return self._model(self.recipe.model_path, self.recipe.model)
 
     @property

@@ -37,6 +37,10 @@ OTHER_NAMES = {
     # transformers
     "logging_dir": "the environment variable `TENSORBOARD_LOGGING_DIR`",
     "model_init": "not supported: give `model`; `fcsd sweep` tries learning rates",
+    "no_cuda": "`FCSDConfig(use_cpu=True)`",
+    "overwrite_output_dir": "not supported: give a new `output_dir`",
+    "save_safetensors": "not supported: weights are always saved as safetensors",
+    "group_by_length": "not supported: all rows have the same length",
     "chat_template_path": "the `chat_template` of `processing_class`",
     "peft_config": _LORA,
     "teacher_model": _TEACHER,
@@ -66,7 +70,7 @@ OTHER_NAMES = {
     "kd_temperature": "`FCSDConfig(temperature=…)`",
     "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
 }
-"""Arguments of TRL and axolotl with another name here: name -> its counterpart, as in
+"""Arguments of TRL, axolotl and transformers with another name here: name -> its counterpart, as in
 the table of docs/python.md.
 """
 

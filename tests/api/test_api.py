@@ -331,12 +331,13 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "convert",
         {"model": "path"},
-        "model: a str; a model in memory (fcsd.load gives one and its tokenizer,",
+        "model: 'path' is a path; fcsd.convert rewires a model in memory: use"
+        " fcsd.convert_checkpoint(model, out) to convert a folder",
     ),
     (
         "convert",
         {"model": (1, 2)},
-        "model: a tuple; a model in memory (fcsd.load gives one and its tokenizer,",
+        "model: a tuple; a model in memory (fcsd.load gives one and its tokenizer)",
     ),
     (
         "convert",

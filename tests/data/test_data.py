@@ -20,7 +20,7 @@ from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_paddin
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.rows import PackedRows
-from fcsd.data.sources import check_source, load_source
+from fcsd.data.sources import check_source, load_source, open_source
 from tests.examples import pack, tokenize_example
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
@@ -913,3 +913,20 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
             match=f"missing{name}: no such file, nor is this kind read; {read}.*{hint}",
         ):
             check_source(SourceConfig(path=f"missing{name}"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ('{"text": "a"}\n{"text" "b"}\n', 2),
+        ('{"text": "a"}\n' * 300 + '{"text": "b\n', 301),
+        ('[{"text": "a"},\n{"text" 3}]', 2),
+        ('{"text": "a"}\n7\n', 2),
+        ("text\n", 1),
+    ],
+)
+def test_broken_json_is_refused_with_the_number_of_its_line(tmp_path, text, line):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=rf"a\.jsonl, line {line}: not .*JSON.*a \.jso"):
+        len(list(open_source(Source(str(path))).examples))

@@ -288,6 +288,38 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(
     )
 
 
+def test_an_empty_folder_an_adapter_and_a_folder_of_models_are_named(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty, adapter = tmp_path / "empty", tmp_path / "adapter"
+    empty.mkdir()
+    adapter.mkdir()
+    # beside a tokenizer, as TRL saves them
+    (adapter / "tokenizer.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(
+        '{"base_model_name_or_path": "owner/name"}'
+    )
+    for folder, message in (
+        (empty, ": is an empty folder; a checkpoint is a folder with config.json and"),
+        (adapter, ": is a LoRA adapter of owner/name, and no checkpoint; merge it"),
+        (tmp_path, ": is no checkpoint (it has neither config.json nor a tokenizer);"),
+    ):
+        for command in (["chat", str(folder)], words(folder, root, PIQA)):
+            if folder is not tmp_path or command[0] == "chat":
+                assert error_of(command, capsys).startswith(f"{folder}{message}")
+
+
+def test_a_data_root_around_the_data_is_answered_with_the_folder_in_it(
+    model: Path, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    around = tmp_path / "tiny-data"
+    shutil.copytree(root, around / "data")
+    said = error_of(words(model, around, PIQA), capsys)
+    assert said.endswith(
+        f"the data sets lie below {around / 'data'}; give that as the data root"
+    )
+
+
 def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

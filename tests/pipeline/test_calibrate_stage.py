@@ -223,3 +223,21 @@ def test_the_same_command_finds_its_calibration_finished_and_another_one_refuses
         weights_fingerprint(tmp_path / "out"),
         os.stat(tmp_path / "out").st_ino,
     )
+
+
+def test_too_few_tokens_are_refused_by_the_name_of_their_option(
+    base_checkpoint: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "calibrate",
+        str(base_checkpoint),
+        str(tmp_path / "out"),
+        "--text",
+        str(text),
+    ]
+    assert main([*words, "--tokens", "100"]) == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "calibration.tokens (--tokens): 100 are too few; at least" in message

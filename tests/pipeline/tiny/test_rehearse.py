@@ -764,3 +764,17 @@ def test_a_rehearsal_writes_nothing_outside_its_folder(
     ):
         rehearse(recipe, tmp_path / "rehearsal")
     assert not (tmp_path / "rehearsal").exists() and not (tmp_path / "x").exists()
+
+
+def test_a_stage_before_the_pre_training_names_the_command_that_comes_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["tiny/demo", "--rehearse", str(tmp_path / "r"), "--set", "sweep=null"]
+    for command in (["distill"], ["run", "--only", "report"]):
+        assert main([*command, *options]) == 2
+        message = capsys.readouterr().err.strip().splitlines()[-1]
+        assert message.endswith(
+            "pretrain/model: the pre-training has not left its model yet; run `fcsd"
+            " pretrain` first, with the same recipe and options, or `fcsd run`, which"
+            " runs all stages"
+        )
