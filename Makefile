@@ -75,16 +75,17 @@ $(OLDEST):  # beside the environment, never in it
 
 NEWEST := .newest
 
-# The next release of a library is met by this command: contracts of all families, trainer, teachers, lm-eval.
-test-newest: $(STAMP)  ## the newest transformers, accelerate, datasets, peft, trl and lm-eval, beside the environment
+# Meet the next release of a library: contracts of all families, trainer, teachers, LoRA, ZeRO, lm-eval.
+test-newest: $(STAMP)  ## the newest transformers, accelerate, datasets, deepspeed, peft, trl and lm-eval, beside the environment
 	rm -rf $(NEWEST) $(NEWEST).new
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(NEWEST).new \
-	  transformers tokenizers huggingface_hub safetensors accelerate datasets peft trl lm-eval
+	  transformers tokenizers huggingface_hub safetensors accelerate datasets deepspeed peft trl lm-eval
 	mv $(NEWEST).new $(NEWEST)
 	ls $(NEWEST) | sed -n 's/\.dist-info$$//p'
 	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/model/connectivity
 	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not breadth" tests/model/families \
 	  tests/training/test_fcsd_trainer.py tests/training/test_trainer.py tests/training/teachers tests/training/losses \
+	  tests/model/connectivity/test_ways_peft.py tests/model/connectivity/test_ways_deepspeed.py \
 	  tests/evaluation/lm_eval tests/evaluation/test_runner.py tests/api
 
 EXTRAS := .extras

@@ -4,16 +4,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, read_config
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_config_class
 from fcsd.model.families import Family
-from tests.support import ROOT
+from tests.support import ROOT, skip_unavailable
 
 CONFIGS = ROOT / "tests" / "files" / "configs"
 
 
 def real_folder(name: str, folder: Path) -> Path:
     """Return a checkpoint folder that holds `config.json` and nothing else."""
+    skip_unavailable(read_json(CONFIGS / f"{name}.json")["model_type"])
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(CONFIGS / f"{name}.json", folder / CONFIG)
     return folder
@@ -25,4 +27,4 @@ def real_config(name: str, folder: Path) -> tuple[Family, Any]:
     """
     family = read_config(real_folder(name, folder))[1]
     assert family is not None
-    return family, base_model_class(family).config_class.from_pretrained(folder)
+    return family, base_config_class(family).from_pretrained(folder)

@@ -24,6 +24,7 @@ import yaml
 
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.model.families import UNAVAILABLE
 from fcsd.model.preserve import preserved
 from fcsd.parallel.ranks import ALONE, Ranks
 from tests.float64 import BOUND, error, logits_in_float64
@@ -34,6 +35,12 @@ SHARED_DATA = Path(
 )
 
 _PR_SET_PDEATHSIG = 1
+
+
+def skip_unavailable(model_type: str) -> None:
+    """Skip a test of a family that the installed transformers lacks or breaks."""
+    if model_type in UNAVAILABLE:
+        pytest.skip(f"{model_type} {UNAVAILABLE[model_type]}")
 
 
 KINDS = {

@@ -249,6 +249,8 @@ MOE: dict[str, Callable[[Any, Any, Tensor], Parts]] = {
     "mimo_v2_flash": _deepseek_v3,
     "phimoe": _phimoe,
     "qwen3_next": _qwen2_moe,
+    "sarvam_mla": _deepseek_v3,
+    "sarvam_moe": _deepseek_v3,
     "solar_open": _deepseek_v3,
 }
 

@@ -60,16 +60,23 @@ def _tree(path: Path) -> ast.Module:
 def moe_model_types() -> list[str]:
     """Return model types that an Auto class loads and whose modeling file has experts,
     sorted; also the supported ones, which are loaded by name."""
-    folders = {
-        path.parent.name
+    sources = {
+        path.parent.name: path.read_text(encoding="utf-8")
         for path in _MODELS.glob("*/modeling_*.py")
-        if _EXPERTS.search(path.read_text(encoding="utf-8"))
     }
-    loadable = {
-        name for mapping in _AUTO_MODELS for name in getattr(modeling_auto, mapping)
+    folders = {name for name, text in sources.items() if _EXPERTS.search(text)}
+    # A configuration of its own may have the models of another family.
+    classes = {
+        name
+        for folder in folders
+        for name in re.findall(r"^class (\w+)", sources[folder], re.MULTILINE)
     }
     with_experts = {
-        name for name in loadable if model_type_to_module_name(name) in folders
+        name
+        for mapping in _AUTO_MODELS
+        for name, model in getattr(modeling_auto, mapping).items()
+        if model_type_to_module_name(name) in folders
+        or classes.intersection([model] if isinstance(model, str) else model)
     }
     return sorted(with_experts | FAMILIES.keys())
 

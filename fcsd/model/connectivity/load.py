@@ -20,6 +20,7 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
+    base_config_class,
     base_model_class,
     farskip_config_class,
     farskip_model_class,
@@ -287,7 +288,7 @@ def load_config(checkpoint: Checkpoint) -> Any:
     if farskip:
         config_class = farskip_config_class(family)
     else:
-        config_class = base_model_class(family).config_class
+        config_class = base_config_class(family)
     try:
         if checkpoint.foreign or checkpoint.leftover:
             # it writes into rope_scaling

@@ -207,10 +207,12 @@ def modeling_source(family: Family) -> str:
 
 def _imports(family: Family, classes: list[str]) -> str:
     folder = family.upstream.split("/")[1]
-    import_line = f"    from transformers.models.{folder}"
+    config_folder = family.model_type if family.classes_of else folder
+    configuration = f"{config_folder}.configuration_{config_folder}"
     return (
-        f"{import_line}.configuration_{folder} import {family.config}\n"
-        f"{import_line}.modeling_{folder} import {', '.join(classes)}"
+        f"    from transformers.models.{configuration} import {family.config}\n"
+        f"    from transformers.models.{folder}.modeling_{folder}"
+        f" import {', '.join(classes)}"
     )
 
 
@@ -273,6 +275,11 @@ def farskip_model_class(family: Family) -> Any:
     return getattr(modeling_module(family), f"FarSkip{family.causal_lm}")
 
 
+def base_config_class(family: Family) -> Any:
+    """Return the family's own configuration class."""
+    return getattr(modeling_module(family), family.config)
+
+
 def base_model_class(family: Family) -> Any:
     """Return the family's own CausalLM class."""
     return getattr(modeling_module(family), family.causal_lm)
@@ -299,7 +306,7 @@ def with_farskip(config: Any, family: Family, field: dict[str, Any]) -> Any:
 
 def without_farskip(config: Any, family: Family) -> Any:
     """Return a copy of a config as the base family's config."""
-    copied = _as_class(config, base_model_class(family).config_class)
+    copied = _as_class(config, base_config_class(family))
     copied.architectures = [family.causal_lm]
     return copied
 

@@ -34,10 +34,13 @@ class Family:
     """Key in Hugging Face's Auto mappings."""
     config: str
     """Class of the configuration, NAMEConfig; the other classes that a row leaves out
-    begin with NAME.
+    begin with NAME, or with `classes_of`.
     """
     moe_block: str
     """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
+    classes_of: str = ""
+    """Beginning of the names of the classes, which are in `upstream`, if transformers
+    gives a configuration of its own the models of another family."""
     upstream: str = ""
     """File in the transformers package from which the other names come; by default
     models/TYPE/modeling_TYPE.py, where TYPE is the model type (or `like`) without
@@ -144,7 +147,7 @@ class Family:
     With an older one installed, the family is in `UNAVAILABLE` instead of `FAMILIES`."""
 
     def __post_init__(self) -> None:
-        name = self.config.removesuffix("Config")
+        name = self.classes_of or self.config.removesuffix("Config")
         causal_lm = self.causal_lm or f"{name.removesuffix('Text')}ForCausalLM"
         text = causal_lm.endswith("ForCausalLM")
         kind = (self.like or self.model_type).removesuffix("_text")

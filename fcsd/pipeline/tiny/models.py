@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_config_class, base_model_class
 from fcsd.model.families import FAMILIES
 from fcsd.pipeline.tiny.cut import cut_sizes
 
@@ -43,9 +43,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
         raise UserError(
             f"no family has the model type '{model_type}'; `fcsd families` lists them"
         )
-    return small_model(
-        base_model_class(FAMILIES[model_type]).config_class(), seed, **changes
-    )
+    return small_model(base_config_class(FAMILIES[model_type])(), seed, **changes)
 
 
 @torch.no_grad()

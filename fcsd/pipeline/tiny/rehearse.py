@@ -30,7 +30,7 @@ from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_na
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_config_class
 from fcsd.model.connectivity.spec import parse_selection
 from fcsd.model.families import family_of
 from fcsd.model.inspect.checkpoint import config_object, find_source
@@ -275,7 +275,7 @@ def _config(model: ModelConfig) -> PreTrainedConfig:
     family = family_of(config)
     raw = without_quantisation(config)  # of its weights
     return config_object(
-        base_model_class(family).config_class, raw, family.model_type, source.where
+        base_config_class(family), raw, family.model_type, source.where
     )
 
 

@@ -14,7 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_config_class, base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
@@ -142,7 +142,8 @@ def built(training: Training) -> tuple[Family, Any, Callable[[], Any]]:
     raw = {
         key: value for key, value in plain.items() if key != "experts_implementation"
     }
-    config = config_object(cls.config_class, raw, family.model_type, training.where)
+    config_class = base_config_class(family)
+    config = config_object(config_class, raw, family.model_type, training.where)
     # Checked again with the class's defaults for keys that the file lacks.
     try:
         family_of(config)

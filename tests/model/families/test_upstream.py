@@ -147,3 +147,10 @@ def test_a_model_type_that_gets_experts_is_listed(tmp_path, monkeypatch, text):
     for content, listed in (("class LlamaMLP:\n    pass", False), (text, True)):
         (tmp_path / "llama" / "modeling_llama.py").write_text(content, encoding="utf-8")
         assert ("llama" in moe_model_types()) == listed
+
+
+def test_a_configuration_that_has_the_models_of_an_moe_family_is_listed(monkeypatch):
+    mapping = "tests.reference.upstream.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    for model, listed in (("LlamaForCausalLM", False), ("Glm4MoeForCausalLM", True)):
+        monkeypatch.setattr(mapping, {"newcomer": model})
+        assert ("newcomer" in moe_model_types()) == listed

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.modeling import base_model_class
+from fcsd.model.connectivity.modeling import base_config_class, base_model_class
 from fcsd.model.connectivity.rewire import decoder_layers
 from fcsd.model.families import FAMILIES, Family, family_of, moe_mask
 from fcsd.model.families.family import text_config
@@ -120,7 +120,7 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
     model_type: str,
 ) -> None:
     family = FAMILIES[model_type]
-    real = base_model_class(family).config_class(**PUBLISHED.get(model_type, {}))
+    real = base_config_class(family)(**PUBLISHED.get(model_type, {}))
     model = small_model(real, vocab_size=120, max_position_embeddings=64)
     assert sum(parameter.numel() for parameter in model.parameters()) < 3_000_000
     assert sum(moe_mask(model.config, family)) >= 2
@@ -142,9 +142,7 @@ def test_the_cut_model_of_every_family_has_all_kinds_of_layers_converts_and_runs
 def test_the_configs_of_published_checkpoints_are_cut(path: Path) -> None:
     family = family_of(raw := json.loads(path.read_text()))
     raw.pop("quantization_config", None)
-    config = config_object(
-        base_model_class(family).config_class, raw, family.model_type, path.name
-    )
+    config = config_object(base_config_class(family), raw, family.model_type, path.name)
     model = small_model(config, vocab_size=512, max_position_embeddings=4096)
     assert sum(parameter.numel() for parameter in model.parameters()) < 600_000
     mask, whole = moe_mask(model.config, family), moe_mask(config, family)

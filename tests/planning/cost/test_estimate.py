@@ -50,7 +50,7 @@ from tests.memory import (
 )
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import ROOT, few
+from tests.support import ROOT, few, skip_unavailable
 
 MEASURED = {
     "kl": PLAIN,
@@ -560,6 +560,8 @@ SHIPPED = {
 def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name.startswith("llama-4"):
+        skip_unavailable("llama4")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     path = ROOT / "recipes" / f"{name}.yaml"
     spread = 8 if "--expert-parallel 8" in path.read_text() else 1

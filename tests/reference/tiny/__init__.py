@@ -11,6 +11,7 @@ from fcsd.model.connectivity.modeling import register
 from fcsd.model.families import FAMILIES, UNAVAILABLE
 from fcsd.pipeline.tiny.models import randomise
 from tests.reference.tiny import adapted, multimodal, standard
+from tests.support import skip_unavailable
 
 TINY: dict[str, dict[str, Any]] = {
     name: fields
@@ -43,6 +44,7 @@ _COMMON: dict[str, Any] = {
 def tiny_config(model_type: str, **overrides: Any) -> Any:
     """Build a configuration of 4 layers of width 32; `overrides` are config fields, in
     a wrapper those of its text config."""
+    skip_unavailable(model_type)
     if FAMILIES[model_type].like:
         register(model_type)
     fields = dict(TINY[model_type])

@@ -107,6 +107,22 @@ TINY: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "sarvam_mla": {
+        **MLA,
+        **ROUTED_EXPERTS,
+        **GROUPS,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+    },
+    "sarvam_moe": {
+        **ROUTED_EXPERTS,
+        "first_k_dense_replace": 1,
+        "head_dim": 8,
+        "n_group": 1,
+        "topk_group": 1,
+        "tie_word_embeddings": False,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
     "llama4_text": {
