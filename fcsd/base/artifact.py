@@ -31,11 +31,12 @@ from fcsd.base.files import (
 from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 from fcsd.base.weights import weights_fingerprint
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 # Former versions. 1: early stopping's task was written flat into its section; 2:
 # min_lr_rate was a key of train; 3: streaming was a key of a source; 4: only the
 # weights of a checkpoint were recorded; 5: train had keys of another optimiser and of
-# learning rates by layer.
+# learning rates by layer; 6: decontaminate had test sets besides a suite, and the data
+# of a pre-training held-out text.
 
 # The end of a difference that does not count: folders of a former fcsd may have the
 # key.

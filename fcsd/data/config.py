@@ -73,42 +73,20 @@ def source_option(text: str | None, option: str) -> dict[str, Any] | None:
     return validate(SourceConfig, {"columns": None} | source, option).model_dump()
 
 
-class TestSetConfig(Strict):
-    """A test split that training data is decontaminated against."""
-
-    path: str  # hub id or folder below evaluation.data_root, or a local folder or file
-    name: str | None = None  # configuration of the data set
-    split: str = "test"
-    revision: str | None = None
-    # columns whose text is compared; empty: all of them
-    columns: list[str] = Field(default_factory=list)
-
-
 class DecontaminateConfig(Strict):
     """Test items: training examples that share `ngram` words in a row with one are left
     out and listed.
     """
 
-    suite: str | None = None  # name in eval/suites, or a path: the items of its tasks
-    against: list[TestSetConfig] = Field(default_factory=list)  # and of these data sets
+    suite: str  # name in eval/suites, or a path: the items of its tasks
     ngram: int = Field(13, ge=5)
 
-    @model_validator(mode="after")
-    def _has_test_items(self) -> "DecontaminateConfig":
-        if self.suite is None and not self.against:
-            raise ValueError(
-                "needs test items: name a suite, or data sets under `against`"
-            )
-        return self
 
-
-class DataConfig(Strict):
-    """Training text, and held-out text on which KL to the original is reported."""
+class TrainingDataConfig(Strict):
+    """Training text."""
 
     train: list[SourceConfig] = Field(min_length=1)
     decontaminate: DecontaminateConfig | None = None
-    heldout: SourceConfig | None = None
-    heldout_examples: int = option(256, "number of examples of the text", gt=0)
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = True
     # skip: leave out, up to 1 %, and ten in any case
@@ -116,6 +94,13 @@ class DataConfig(Strict):
     loss_on: Literal["response", "all"] = option(
         "response", "tokens that the loss is computed on: response or all"
     )
+
+
+class DataConfig(TrainingDataConfig):
+    """Training text, and held-out text on which KL to the original is reported."""
+
+    heldout: SourceConfig | None = None
+    heldout_examples: int = option(256, "number of examples of the text", gt=0)
 
 
 class ModelStudy(Strict):

@@ -3,12 +3,11 @@ suite as tokens.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
-from fcsd.data.config import SourceConfig, TestSetConfig
+from fcsd.data.config import SourceConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.evaluation.code.generate import prompts
@@ -36,7 +35,7 @@ def suite_items(
 
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
     location = dataset_location(row, data_root)
-    for index, problem in enumerate(_load(location, row, row.dataset_name)):
+    for index, problem in enumerate(_load(location, row)):
         # Generated inputs and outputs, megabytes of numbers; a reader sees the
         # other columns.
         visible_columns = {
@@ -55,50 +54,18 @@ def _lm_eval_items(
             yield Item(row.task, item, tuple(all_texts(document)))
 
 
-def dataset_items(test_set: TestSetConfig, data_root: Path | None) -> Iterator[Item]:
-    """Read the rows of one split as items."""
-    location = test_set_location(test_set.path, data_root)
-    for index, row in enumerate(
-        _load(location, test_set, test_set.name, test_set.columns)
-    ):
-        counted = {column: row[column] for column in test_set.columns} or row
-        yield Item(test_set.path, str(index), tuple(all_texts(counted)))
-
-
-def _load(
-    location: str,
-    test_set: TestSetConfig | CodeTaskConfig,
-    name: str | None,
-    columns: Sequence[str] = (),
-) -> Any:
+def _load(location: str, row: CodeTaskConfig) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
-    revision = None if Path(location).exists() else test_set.revision
-    # Not validated: the columns of a test set are any, those of a training source make
-    # an example.
-    named_columns: Any = {f"item's {column}": column for column in columns}
     options = {
         "path": location,
-        "name": name,
-        "split": test_set.split,
-        "revision": revision,
-        "columns": named_columns,
+        "name": row.dataset_name,
+        "split": row.split,
+        "revision": None if Path(location).exists() else row.revision,
+        "columns": {},
     }
+    # Not validated: the columns of a test set are any, those of a training source make
+    # an example.
     return load_source(SourceConfig.model_construct(**options))
-
-
-def test_set_location(path: str, data_root: Path | None) -> str:
-    """Find where a data set lies: the path itself where it exists, its folder below
-    `data_root`, or its hub id.
-    """
-    if data_root is None or Path(path).exists():
-        return path
-    folder = data_root / path
-    if not folder.exists():
-        raise UserError(
-            f"{folder}: no such folder; evaluation.data_root must hold the data set"
-            f" {path} in the layout of its hub repository"
-        )
-    return str(folder.resolve())
 
 
 def suite_prompts(

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
-from fcsd.data.config import DataConfig
+from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import named_tasks
@@ -238,7 +238,7 @@ def check_overlap(run: Run) -> None:
 
 
 def check_settings(
-    train: TrainConfig, data: DataConfig, launch: Launch, where: str = ""
+    train: TrainConfig, data: TrainingDataConfig, launch: Launch, where: str = ""
 ) -> None:
     """Check a `train` section and its `data` section; `where` is the beginning of their
     keys.
@@ -247,11 +247,10 @@ def check_settings(
         check_precision(train, launch.engine)
         check_reporters(train)
         micro_batches(train, data.max_length, launch.ranks.size)
-        for source in [
-            *data.train,
-            *([data.heldout] if data.heldout is not None else []),
-        ]:
+        for source in data.train:
             check_source(source)
+        if isinstance(data, DataConfig) and data.heldout is not None:
+            check_source(data.heldout)
     except UserError as error:
         raise UserError(f"{where}{error}") from None
 

@@ -44,9 +44,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
             " model.path"
         )
     folder = run.layout.stage(variant or "original")
-    settings = section.model_dump(
-        mode="json", exclude={"data": {"heldout", "heldout_examples"}}
-    )
+    settings = section.model_dump(mode="json")
     settings["seed"] = recipe.seed
 
     def read() -> dict[str, Any]:

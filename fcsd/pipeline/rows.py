@@ -3,7 +3,6 @@ their sources, and the record of examples that were left out.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import sys
@@ -14,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fcsd.base.files import hold_folder, make_folder, release_folder, write_json
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.config import DataConfig, DecontaminateConfig
+from fcsd.data.config import DecontaminateConfig, TrainingDataConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.dates import BEGAN, note_date, writes_date
 from fcsd.data.decontaminate import Decontaminator, ItemIndex
@@ -22,7 +21,7 @@ from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.items import dataset_items, suite_items, test_set_location
+from fcsd.evaluation.items import suite_items
 from fcsd.evaluation.stage import test_set_fingerprints
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
@@ -33,7 +32,7 @@ _DATE = "date.json"  # beside the tokens of a run: what its chat templates write
 
 
 def training_rows(
-    data: DataConfig,
+    data: TrainingDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     run: Run,
     *,
@@ -107,7 +106,7 @@ def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 
 def _folder_names(
-    data: DataConfig,
+    data: TrainingDataConfig,
     tokenizer: PreTrainedTokenizerBase,
     vocab_size: int | None,
     inputs: dict[str, str],
@@ -212,10 +211,8 @@ def _decontaminator(
 ) -> Decontaminator | None:
     if config is None:
         return None
-    sets = [dataset_items(test_set, data_root) for test_set in config.against]
-    if config.suite is not None:
-        sets.append(suite_items(load_suite(config.suite), data_root, tokenizer))
-    return Decontaminator(ItemIndex(itertools.chain(*sets), config.ngram))
+    items = suite_items(load_suite(config.suite), data_root, tokenizer)
+    return Decontaminator(ItemIndex(items, config.ngram))
 
 
 def exclusions(rows: PackedRows, folder: Path, launch: Launch) -> dict[str, Any]:
@@ -248,7 +245,7 @@ def _write(
     return {name: value for name, value in record.items() if name != "left_out"}
 
 
-def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
+def data_inputs(data: TrainingDataConfig, run: Run) -> dict[str, str]:
     """Return fingerprints of the training sources, and of the test items that are kept
     out of them.
     """
@@ -259,15 +256,8 @@ def data_inputs(data: DataConfig, run: Run) -> dict[str, str]:
     config, data_root = data.decontaminate, run.data_root
     # Test items decide which examples are left out, so they are inputs, too.
     if config is not None:
-        for index, test_set in enumerate(config.against):
-            location = test_set_location(test_set.path, data_root)
-            inputs[f"data.decontaminate.against.{index}"] = data_fingerprint(
-                location, test_set.revision
-            )
-        if config.suite is not None:
-            fingerprints = test_set_fingerprints(load_suite(config.suite), data_root)
-            inputs |= {
-                f"data.decontaminate {name}": value
-                for name, value in fingerprints.items()
-            }
+        fingerprints = test_set_fingerprints(load_suite(config.suite), data_root)
+        inputs |= {
+            f"data.decontaminate {name}": value for name, value in fingerprints.items()
+        }
     return inputs

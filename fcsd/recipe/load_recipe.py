@@ -14,7 +14,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
-from fcsd.data.config import DataConfig, SourceConfig
+from fcsd.data.config import SourceConfig, TrainingDataConfig
 from fcsd.evaluation.config import is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
@@ -161,7 +161,9 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
                     )
 
 
-def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Graded]:
+def graded_splits(
+    recipe: Recipe, data: TrainingDataConfig, where: str
+) -> Iterator[Graded]:
     """Yield the splits that the models of a recipe are graded on, and those that one of
     its `data` sections excludes.
     """
@@ -176,15 +178,7 @@ def graded_splits(recipe: Recipe, data: DataConfig, where: str) -> Iterator[Grad
     # Suites by the key that names them, to which errors then point.
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
-        for test_set in data.decontaminate.against:
-            yield Graded(
-                "data.decontaminate.against",
-                test_set.path,
-                test_set.name,
-                test_set.split,
-            )
-        if data.decontaminate.suite is not None:
-            suites.append(("data.decontaminate.suite", data.decontaminate.suite))
+        suites.append(("data.decontaminate.suite", data.decontaminate.suite))
     for key, name in suites:
         try:
             suite = load_suite(name)

@@ -25,7 +25,7 @@ from pydantic import (
 from fcsd.base.errors import UserError
 from fcsd.base.strict import FolderPath, Name, Strict, did_you_mean, option, validate
 from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
-from fcsd.data.config import DataConfig
+from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.evaluation.config import (
     EvaluationConfig,
     SuiteConfig,
@@ -119,7 +119,7 @@ class PretrainConfig(Strict):
     config: dict[str, Any]
     tokenizer: str
     connectivity: ConnectivityConfig = ConnectivityConfig(layers="none")
-    data: DataConfig
+    data: TrainingDataConfig
     train: TrainConfig
 
     @field_validator("train")
@@ -484,10 +484,10 @@ class Recipe(Strict):
         return [self, *map(self.variant, self.variants)]
 
     @property
-    def data_sections(self) -> dict[str, DataConfig]:
+    def data_sections(self) -> dict[str, TrainingDataConfig]:
         """The `data` sections of all trainings, by their keys as errors show them."""
         names = ["data", *(f"variants.{name}: data" for name in self.variants)]
-        sections = dict(
+        sections: dict[str, TrainingDataConfig] = dict(
             zip(names, (recipe.data for recipe in self.with_variants), strict=True)
         )
         return (

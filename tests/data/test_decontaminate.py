@@ -10,15 +10,15 @@ from typing import Any
 
 import datasets
 import pytest
+import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.data import config as sections
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
-from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.items import dataset_items, suite_items
+from fcsd.evaluation.config import load_suite, named_tasks
+from fcsd.evaluation.items import suite_items
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import Bench
 
@@ -187,13 +187,18 @@ def places(
     return sources, tmp_path / "root"
 
 
+def suite_file(folder: Path) -> Path:
+    """Write a suite with the data set of `places`."""
+    file = folder / "suite.yaml"
+    task = {"kind": "code", "task": "bench", "dataset": "owner/bench"}
+    file.write_text(yaml.safe_dump({"name": "s", "tasks": [task]}))
+    return file
+
+
 def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     sources = places[0]
-    items = list(
-        dataset_items(
-            sections.TestSetConfig(path="owner/bench", columns=["question"]), places[1]
-        )
-    )
+    suite = load_suite(suite_file(places[1]))
+    items = list(suite_items(suite, places[1], tiny_tokenizer()))
     decontaminator = Decontaminator(ItemIndex(items))
     rows = build_dataset(
         sources,
@@ -207,16 +212,13 @@ def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     names = [f"{source.path}:train" for source in sources]
     overlaps = {overlap["source"]: overlap for overlap in decontaminator.overlaps()}
     assert len(decontaminator.overlaps()) == 2 and set(overlaps) == set(names)
-    assert (
-        overlaps[names[0]]["item"] == "1"
-        and overlaps[names[0]]["task"] == "owner/bench"
-    )
+    assert overlaps[names[0]]["item"] == "1" and overlaps[names[0]]["task"] == "bench"
     assert overlaps[names[0]]["begins"].startswith("Tell me: A farmer's well")
     assert overlaps[names[1]]["ngram"] == " ".join(words(QUESTION)[:13])
     summary = decontaminator.summary()
-    assert summary["by_task"] == {"owner/bench": 2} and summary[
-        "num_items_too_short"
-    ] == {"owner/bench": 1}
+    assert summary["by_task"] == {"bench": 2} and summary["num_items_too_short"] == {
+        "bench": 1
+    }
     assert summary["by_source"][names[0]] == {"num_examples": 50, "num_left_out": 1}
 
 
@@ -225,7 +227,7 @@ def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(
 ) -> None:
     sources, root = places
     train = [source.model_dump(mode="json") for source in sources]
-    plan = {"against": [{"path": "owner/bench", "columns": ["question"]}]}
+    plan = {"suite": str(suite_file(root))}
     path = bench.recipe(
         "r",
         data={"train": train, "max_length": 32, "decontaminate": plan},
@@ -242,7 +244,7 @@ def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(
     listed = read_json(folder / "decontamination.json")
     assert len(listed["left_out"]) == 2 and listed["by_source"] == results["by_source"]
     inputs = read_json(folder / "manifest.json")["inputs"]
-    assert "data.decontaminate.against.0" in inputs
+    assert [key for key in inputs if key.startswith("data.decontaminate ")]
 
 
 def test_what_the_items_are_is_checked(
@@ -250,13 +252,8 @@ def test_what_the_items_are_is_checked(
 ) -> None:
     root = places[1]
     for change, message in {
-        "{against: [{path: owner/other}]}": (
-            "owner/other: no such folder; evaluation.data_root must hold"
-        ),
-        "{against: [{path: owner/bench, columns: [query]}]}": (
-            "no column 'query'; it has 'id', 'question'"
-        ),
-        "{ngram: 13}": "needs test items: name a suite, or data sets under `against`",
+        "{against: []}": "against: unknown key",
+        "{ngram: 13}": "data.decontaminate.suite: is required",
         "{suite: tinny}": "suite 'tinny': no such suite; did you mean 'tiny'?",
     }.items():
         command = [
@@ -269,11 +266,9 @@ def test_what_the_items_are_is_checked(
         assert message in capsys.readouterr().err
 
 
-def items_of(shared_data: Path, name: str) -> Iterator[Item]:
-    config = {"openai/gsm8k": "main"}.get(name)
-    return dataset_items(
-        sections.TestSetConfig(path=name, name=config), shared_data / "hub"
-    )
+def items_of(shared_data: Path, task: str) -> Iterator[Item]:
+    suite = named_tasks("paper11", [task])
+    return suite_items(suite, shared_data / "hub", tiny_tokenizer())
 
 
 def test_the_suites_loaders_give_the_items_of_likelihood_generation_and_code_tasks(
@@ -312,7 +307,7 @@ def test_every_test_problem_of_gsm8k_overlaps_with_itself_and_few_with_the_train
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    searched = ItemIndex(items_of(shared_data, "openai/gsm8k"))
+    searched = ItemIndex(items_of(shared_data, "gsm8k"))
     assert len(searched.items) == 1319 and searched.unchecked.total() == 0
 
     def left_out(split: str) -> tuple[int, int]:
@@ -336,7 +331,7 @@ def test_mbpp_items_overlap_by_their_short_questions(
     shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    items = list(items_of(shared_data, "evalplus/mbppplus"))
+    items = list(items_of(shared_data, "mbpp_plus"))
     # code and question
     searched = ItemIndex(Item(item.task, item.id, item.texts[:2]) for item in items)
     overlaps = [

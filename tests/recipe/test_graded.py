@@ -66,15 +66,17 @@ def test_a_training_split_by_another_name_and_another_configuration_are_not(
         {"path": "cais/mmlu", "name": "all", "split": "auxiliary_train"},
         evaluation=PAPER,
     )
-    against = {"against": [{"path": "a/b", "name": "one", "split": "test"}]}
+    row = {"kind": "code", "task": "b", "dataset": "a/b", "dataset_name": "one"}
+    suite = tmp_path / "kept_out.yaml"
+    suite.write_text(yaml.safe_dump({"name": "kept_out", "tasks": [row]}))
     data = {
         "train": [{"path": "a/b", "name": "two", "split": "test"}],
-        "decontaminate": against,
+        "decontaminate": {"suite": str(suite)},
     }
     load(tmp_path, {}, data=data)
     data["train"] = [{"path": "a/b", "name": "all", "split": "test"}]
     with pytest.raises(
-        UserError, match=r"is what data\.decontaminate\.against is graded on"
+        UserError, match="is what task b of suite kept_out is graded on"
     ):
         load(tmp_path, {}, data=data)
 

@@ -25,7 +25,13 @@ from transformers import PreTrainedConfig
 from fcsd.base.errors import UserError
 from fcsd.base.files import inside, is_empty, new_folder
 from fcsd.base.strict import validate
-from fcsd.data.config import DataConfig, DecontaminateConfig, SourceConfig, making_of
+from fcsd.data.config import (
+    DataConfig,
+    DecontaminateConfig,
+    SourceConfig,
+    TrainingDataConfig,
+    making_of,
+)
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
@@ -177,17 +183,18 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _small_data(data: DataConfig, folder: Path, section: str) -> dict[str, Any]:
+def _small_data(data: TrainingDataConfig, folder: Path, section: str) -> dict[str, Any]:
     def small(source: SourceConfig, name: str) -> dict[str, Any]:
         path = str(_place(source.path, folder, f"{section}-{name}"))
         return source.model_dump(mode="json") | {"path": path, "revision": None}
 
-    return {
-        "train": [small(source, str(index)) for index, source in enumerate(data.train)],
-        "heldout": small(data.heldout, "heldout") if data.heldout is not None else None,
-        "heldout_examples": min(data.heldout_examples, _NUM_ITEMS),
-        "max_length": min(data.max_length, _MAX_LENGTH),
-    }
+    sources = [small(source, str(index)) for index, source in enumerate(data.train)]
+    changes = {"train": sources, "max_length": min(data.max_length, _MAX_LENGTH)}
+    if not isinstance(data, DataConfig):
+        return changes
+    heldout = None if data.heldout is None else small(data.heldout, "heldout")
+    num_examples = min(data.heldout_examples, _NUM_ITEMS)
+    return changes | {"heldout": heldout, "heldout_examples": num_examples}
 
 
 def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
@@ -350,18 +357,6 @@ def _write_data(
                 for config_and_split in sorted(splits)
                 if config_and_split not in files
             }
-        # Decontamination may compare with splits that no suite evaluates.
-        compared = {
-            (test_set.name or "default", test_set.split)
-            for section in _decontaminations(recipe)
-            for test_set in section.against
-            if test_set.path == path
-        }
-        files |= {
-            config_and_split: rows
-            for config_and_split in sorted(compared)
-            if config_and_split not in files
-        }
     for folder, files in repositories.items():
         write_data_set(folder, files)
 
@@ -376,6 +371,7 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
     )
     if recipe.sweep is not None:
         tokens = max(tokens, *recipe.sweep.batch_size_tokens)
+    sections: list[tuple[str, TrainingDataConfig, int]]
     sections = [("data", recipe.data, tokens)]
     if recipe.pretrain is not None:
         sections.append(
@@ -387,8 +383,8 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
         num_examples = 2 * (batch // data.max_length) // len(data.train) + _NUM_ITEMS
         for index, source in enumerate(data.train):
             yield f"{section}-{index}", source, num_examples
-        if data.heldout is not None:
-            yield f"{section}-heldout", data.heldout, _NUM_ITEMS
+    if recipe.data.heldout is not None:
+        yield "data-heldout", recipe.data.heldout, _NUM_ITEMS
 
 
 def _decontaminations(recipe: Recipe) -> list[DecontaminateConfig]:
@@ -430,7 +426,7 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
     suites = {
         suite,
         *scored,
-        *(section.suite or suite for section in _decontaminations(recipe)),
+        *(section.suite for section in _decontaminations(recipe)),
     }
     root, inventable, user_test_sets = (
         recipe.evaluation.data_root,
