@@ -136,6 +136,8 @@ def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(
         real, tiny = (
             each.variant(variant) if variant else each for each in (recipe, small)
         )
+        if recipe.only_pretrains:
+            real, tiny = real.pretrain, tiny.pretrain
         rows = real.train.batch_size_tokens // real.data.max_length
         assert tiny.train.batch_size_tokens == min(rows, 64) * tiny.data.max_length
 
