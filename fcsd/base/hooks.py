@@ -37,6 +37,7 @@ def hooked(
     them.
     """
 
+    # Each makes a new scope: a lambda in the loops below would call the last function.
     def pre_hook(call: Before) -> Any:
         return lambda _, args, kwargs: call(args, kwargs)
 

@@ -162,18 +162,13 @@ def refuse_keys(
     """Raise pydantic's error from messages by key; missing keys are told apart, because
     `validate` puts them last.
     """
-    raise ValidationError.from_exception_data(
-        "record",
-        [
-            InitErrorDetails(
-                type=PydanticCustomError(kind, "{text}", {"text": text}),
-                loc=(str(key),),
-                input=None,
-            )
-            for kind, texts in (("key", wrong), ("missing", missing))
-            for key, text in texts.items()
-        ],
-    )
+    problems = []
+    for kind, texts in (("key", wrong), ("missing", missing)):
+        for key, text in texts.items():
+            # The text is passed as a value, because it may hold braces itself.
+            error = PydanticCustomError(kind, "{text}", {"text": text})
+            problems.append(InitErrorDetails(type=error, loc=(str(key),), input=None))
+    raise ValidationError.from_exception_data("record", problems)
 
 
 def _kinds(annotation: Any) -> list[Any]:

@@ -175,14 +175,13 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
         )
     # Labels and masks may both be given, but must not contradict each other.
     labelled = [label != NO_LOSS for label in labels]
-    differ = [
-        position
-        for position, is_attended in enumerate(attended)
-        if is_attended
-        and masks
-        and "labels" in columns
-        and labelled[position] != has_loss[position]
-    ]
+    differ = []
+    if masks and "labels" in columns:
+        differ = [
+            position
+            for position, is_attended in enumerate(attended)
+            if is_attended and labelled[position] != has_loss[position]
+        ]
     if differ:
         raise BadExample(
             f"columns {columns['labels']!r} and {', '.join(map(repr, masks))}: they"
@@ -233,14 +232,11 @@ def _conversation(
     if "completion" in columns:
         prompt = messages_of(example, columns["prompt"])
         return [*prompt, *messages_of(example, columns["completion"])], len(prompt)
-    prompt_messages, response = (
-        (
-            messages_of(example, columns[name])
-            if isinstance(example[columns[name]], list)
-            else None
-        )
-        for name in ("prompt", "response")
-    )
+    prompt_messages = response = None
+    if isinstance(example[columns["prompt"]], list):
+        prompt_messages = messages_of(example, columns["prompt"])
+    if isinstance(example[columns["response"]], list):
+        response = messages_of(example, columns["response"])
     extra = example.get(columns["input"]) if "input" in columns else None
     history = _history(example, columns["history"]) if "history" in columns else []
     if prompt_messages is not None:

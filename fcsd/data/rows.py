@@ -72,6 +72,7 @@ def first_fit(
             room.append(max_length)
         open_rows[index].append(number)
         room[index] -= length
+        # A full row can take no more; of the others the oldest has waited longest.
         if room[index] == 0 or len(open_rows) > num_open_rows:
             closed = index if room[index] == 0 else 0
             room.pop(closed)

@@ -95,6 +95,7 @@ class TaskStore:
         content = {"key": self._key(row), "facts": facts, "samples": samples}
         content = {"sha256": content_fingerprint(content), **content}
         write_text(self._path(row), json.dumps(content, allow_nan=False) + "\n")
+        # The journal of single answers, which the samples hold now.
         self._path(row).with_suffix(".jsonl").unlink(missing_ok=True)
 
     def journal(self, row: TaskConfig) -> "Journal":

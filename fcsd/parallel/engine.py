@@ -175,15 +175,10 @@ def _replicas(world: int) -> int:
     if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
         return 1
     # `accelerate launch` passes each size on as PARALLELISM_CONFIG_NAME.
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
     sizes = {
         name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
-        for name in (
-            "dp_replicate_size",
-            "dp_shard_size",
-            "tp_size",
-            "cp_size",
-            "sp_size",
-        )
+        for name in names
     }
     where = "accelerate's configuration: parallelism_config"
     for name in ("tp_size", "cp_size", "sp_size"):

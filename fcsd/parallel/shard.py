@@ -449,6 +449,8 @@ def _serve(body: nn.Module) -> None:
     """Give a partitioned, frozen module the hooks that gather its parameters."""
     import deepspeed
 
+    # An engine of its own: DeepSpeed's hooks come with one, and the student's has other
+    # parameters.
     dtype = next(body.parameters()).dtype
     settings = {
         "train_micro_batch_size_per_gpu": 1,

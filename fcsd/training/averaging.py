@@ -44,6 +44,7 @@ class WeightAverage(TrainerCallback):
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Start from the present weights, unless an average has been loaded."""
+        # A run that continues has loaded the average of its checkpoint.
         if not self.average:
             self.average = {
                 part.name: part.of(part.slot).float().clone() for part in self._parts()

@@ -131,6 +131,7 @@ def run_sweep(
                 # A candidate that diverges loses; it does not end the sweep.
                 diverged = True
             last_steps = sweep.steps_of(batch_size_tokens, base, sweep.last_steps)
+            # Written when the run has ended, so a candidate without it is run again.
             ranks.from_first(
                 lambda: _note_losses(
                     candidate_folder, 0 if diverged else train.max_steps, last_steps

@@ -137,6 +137,7 @@ def grading(
         )
         return (f"{setup}\n", _ORACLE, f"{call}\n")
 
+    # Without their number base inputs cannot be told apart: all count as plus.
     if not num_base:
         return Grading(name, (), part(0, None))
     return Grading(name, part(0, num_base), part(num_base, None))

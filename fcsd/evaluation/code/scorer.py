@@ -170,20 +170,13 @@ class CodeScorer:
 
     def _refuse_weak(self) -> None:
         # Only these two are required; a result records which of the others there were.
-        missing = [
-            text
-            for key, text in (
-                (
-                    "network_off",
-                    (
-                        "keep generated programs off the network (seccomp on x86_64 or"
-                        " aarch64)"
-                    ),
-                ),
-                ("writes_restricted", "keep them from writing files (Landlock)"),
-            )
-            if not self.layers[key]
-        ]
+        required = {
+            "network_off": (
+                "keep generated programs off the network (seccomp on x86_64 or aarch64)"
+            ),
+            "writes_restricted": "keep them from writing files (Landlock)",
+        }
+        missing = [text for layer, text in required.items() if not self.layers[layer]]
         if missing and not self.allow_weak_sandbox:
             raise UserError(
                 "code tasks: this machine's sandbox cannot"

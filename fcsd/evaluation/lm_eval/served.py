@@ -161,21 +161,18 @@ class ServedModel(LanguageModel):
         if not sampled:
             return {"temperature": 0.0, "repetition_penalty": penalty}
         # transformers' own defaults, where neither task nor model sets a value
-        defaults = {
+        defaults: dict[str, Any] = {
             "temperature": 1.0,
             "top_p": 1.0,
             "top_k": 50,
             "min_p": 0.0,
             "seed": seed,
         }
-        chosen = {
-            name: settings.get(
-                name,
-                defaults[name]
-                if model_settings[name] is None
-                else model_settings[name],
-            )
-            for name in defaults
-        }
+        # The task's own settings count first, then the model's.
+        chosen = {}
+        for name, value in defaults.items():
+            if model_settings[name] is not None:
+                value = model_settings[name]
+            chosen[name] = settings.get(name, value)
         # transformers writes no limit as top_k 0, vLLM as -1.
         return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}

@@ -138,6 +138,7 @@ class Connectivity:
         """
         field = self.field(moe_mask)
         layers = field["layers"]
+        # With the regular MLP input only these layers differ from regular ones.
         behind = self.attention == "partial" and any(
             moe_mask[k] and k + 1 in layers for k in layers
         )

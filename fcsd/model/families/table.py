@@ -15,20 +15,22 @@ def families_facts() -> dict[str, Any]:
 
     {"families": [...], "refused": {model type: reason}}
     """
-    facts: list[dict[str, Any]] = [
-        {
-            "model_type": name,
-            "model_class": family.causal_lm,
-            "multimodal": family.multimodal,
-            "shared_experts": bool(family.block_shared or family.layer_shared),
-            "additive": family.additive,
-            "dense_layers": []
-            if family.moe_layers == "all"
-            else list(MOE_LAYERS[family.moe_layers][0]),
-            "reference": family.reference,
-        }
-        for name, family in sorted(FAMILIES.items())
-    ]
+    facts: list[dict[str, Any]] = []
+    for name, family in sorted(FAMILIES.items()):
+        dense_layers: list[str] = []
+        if family.moe_layers != "all":
+            dense_layers = list(MOE_LAYERS[family.moe_layers][0])
+        facts.append(
+            {
+                "model_type": name,
+                "model_class": family.causal_lm,
+                "multimodal": family.multimodal,
+                "shared_experts": bool(family.block_shared or family.layer_shared),
+                "additive": family.additive,
+                "dense_layers": dense_layers,
+                "reference": family.reference,
+            }
+        )
     return {"families": facts, "refused": dict(sorted(REFUSED.items()))}
 
 

@@ -104,6 +104,7 @@ def nvfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
     """Return rows of E2M1 values times the E4M3 scale of each group of columns, and
     that of the tensor.
     """
+    # compressed-tensors divides by its second scale, ModelOpt multiplies by its own.
     scale = parts["scale"][begin:end].to(torch.float32)
     if "global_scale" in parts:
         scale = scale / _scalar(parts["global_scale"])

@@ -78,12 +78,16 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
     """Return the steps of a layer in their order."""
     arrive = (ARRIVE,) if layer.incoming else ()
     finish = () if layer.outgoing else (FINISH_COMBINE,)
+    # A dense layer exchanges nothing; the combine of the layer before it ends behind
+    # its attention.
     if not layer.moe:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):
         # No part of attention is left to run beside the dispatch, so the shared expert
         # does.
         return (*_ATTENTION, *arrive, *BLOCK[:-1], *finish)
+    # The full overlap: part a of attention runs beside the combine that comes in, part
+    # b beside the dispatch.
     if layer.incoming and layer.split == "core":
         return (
             ATTENTION_A,
@@ -94,6 +98,8 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
             SHARED,
             *finish,
         )
+    # Attention as a whole runs beside the dispatch, and the combine beside what comes
+    # behind it.
     if layer.incoming or layer.outgoing or layer.split != "core":
         return (*arrive, *_DISPATCH, *_ATTENTION, *_EXPERTS, SHARED, *finish)
     # No combine is in flight between this layer and its neighbours, so both of its

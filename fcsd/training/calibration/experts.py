@@ -129,6 +129,7 @@ def calls_of(module: nn.Module) -> Iterator[list[Call]]:
 @torch.no_grad()
 def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
     """Return whether the outputs of single experts add up to the module's output."""
+    # A shared expert inside the module, or a scale on the sum, shows here.
     total = torch.zeros_like(call.out)
     for number in range(num_experts):
         tokens, out = call.expert(module, number)

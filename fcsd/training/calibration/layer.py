@@ -38,6 +38,7 @@ from fcsd.training.calibration.state import Models, State, Text, Work, to
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     """Fold maps into a layer, move both streams behind it, and return the residuals."""
+    # Looked up anew in each layer: a model may have dense ones, and several kinds.
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
     # The order matters: each step is solved on the layer as the steps before it left

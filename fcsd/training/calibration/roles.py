@@ -81,6 +81,7 @@ def roles_of(layer: Any, family: Family) -> Roles:
     folding, roles, closed = family.folding, Roles(), []
     for modules in _branches(layer, family):
         name = modules[0]
+        # What cannot be folded is named in the result, never passed over.
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:

@@ -112,6 +112,7 @@ class LeastSquares:
         if prior is None:
             prior = self._identities()
         prior_residual = self.residual(prior)
+        # Nothing to be mapped; the Gram matrix need not even be regular here.
         if not self.different.item() or prior_residual < _NOISE:
             return Solution(None, prior_residual, prior_residual)
         weight = ridge * self.xx.diagonal().mean()
@@ -152,6 +153,7 @@ class LeastSquares:
         """
         if prior is None:
             prior = self._identities()
+        # A map that only fits its sample is worse than none on the rows left out.
         matrix = self.solve(ridge, name, ranks, prior).map
         prior_residual = held_out.residual(prior)
         residual = prior_residual if matrix is None else held_out.residual(matrix)

@@ -70,6 +70,7 @@ def _kl(
         value = t.addcmul_(p, s, value=-1.0).sum(-1)
     else:
         value = t.sub_(s).mul_(p).sum(-1)
+    # The gradient of the logits is p_s - p_t.
     gradient = s.exp_().sub_(p)
     value += gradient.sum(-1)  # sum(p_s - p_t), see `Measure`
     return gradient, value, entropy
@@ -115,6 +116,7 @@ def _cross_entropy(
     by: Any, s: Tensor, labels: Tensor, work: list[Tensor], wants_entropy: bool
 ) -> Compared:
     value = -s.gather(1, labels).squeeze(1)
+    # The gradient of the logits is p_s, less 1 at the label.
     gradient = s.exp_()
     return (
         gradient.scatter_add_(1, labels, gradient.new_full(labels.shape, -1)),

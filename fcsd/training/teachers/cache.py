@@ -209,21 +209,20 @@ def write_manifest(folder: Path, locations: Iterable[Place]) -> dict[str, Any]:
     for name, begin, end, _ in locations:
         rows[name] = rows.get(name, 0) + 1
         tokens[name] = tokens.get(name, 0) + end - begin
-    shards = {
-        name: {
-            "bytes": (folder / name).stat().st_size,
+    shards = {}
+    for name in sorted(rows):
+        num_bytes = (folder / name).stat().st_size
+        shards[name] = {
+            "bytes": num_bytes,
             "rows": rows[name],
             "tokens": tokens[name],
         }
-        for name in sorted(rows)
-    }
     manifest = {
         "format": FORMAT,
         "teacher": read_json(folder / TEACHER),
-        **{
-            count: sum(shard[count] for shard in shards.values())
-            for count in ("rows", "tokens", "bytes")
-        },
+        "rows": sum(rows.values()),
+        "tokens": sum(tokens.values()),
+        "bytes": sum(shard["bytes"] for shard in shards.values()),
         "shards": shards,
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
