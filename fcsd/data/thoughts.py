@@ -194,12 +194,11 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
         return re.split(markers.stop, answer, maxsplit=1)[0].rstrip()
     if _begins(answer, markers):
         return ""
-    # The wrapper may be unclosed in an answer that was cut off.
     if markers.wrapper is not None and answer.startswith(markers.wrapper[0]):
-        answer = answer.removeprefix(markers.wrapper[0]).rpartition(markers.wrapper[1])[
-            0
-        ] or (answer.removeprefix(markers.wrapper[0]))
-        return answer.strip()
+        opening, closing = markers.wrapper
+        answer = answer.removeprefix(opening)
+        # In an answer that was cut off the wrapper is open: then all of it counts.
+        return (answer.rpartition(closing)[0] or answer).strip()
     return answer
 
 

@@ -38,6 +38,7 @@ def families_table(facts: Mapping[str, Any]) -> str:
     """Format `families_facts` as the Markdown of `fcsd families` and of docs/families.md."""
     rows = []
     for fact in facts["families"]:
+        # Where a norm follows the sum, shared experts are in flight with the routed ones.
         shared_experts = "no"
         if fact["shared_experts"]:
             shared_experts = "yes" if fact["additive"] else "in flight, too"
