@@ -225,22 +225,18 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
         return_token_type_ids=False,
         **options,
     )
-    rows = iter(
-        zip(
-            *(
-                encoded[name]
-                for name in ("input_ids", "offset_mapping")
-                if name in encoded
-            ),
-            strict=True,
-        )
-    )
-    return [
-        _row(chat_text, tokenizer, *next(rows))
-        if isinstance(chat_text, _Written)
-        else chat_text
-        for chat_text in written
+    columns = [
+        encoded[name] for name in ("input_ids", "offset_mapping") if name in encoded
     ]
+    encoded_rows = zip(*columns, strict=True)
+    rows: list[dict[str, list] | BadExample] = []
+    for chat_text in written:
+        # Bad ones have no text, and stay in their places.
+        if isinstance(chat_text, _Written):
+            rows.append(_row(chat_text, tokenizer, *next(encoded_rows)))
+        else:
+            rows.append(chat_text)
+    return rows
 
 
 def _row(

@@ -104,6 +104,7 @@ class Codec:
                     "t": name,
                     "v": [[self.encode(k), self.encode(v)] for k, v in value.items()],
                 }
+        # Latin-1 has a character for each byte.
         if isinstance(value, bytes | bytearray):
             return {"t": kind.__name__, "v": value.decode("latin-1")}
         if isinstance(value, complex):
@@ -124,6 +125,7 @@ class Codec:
         return self._handle(value)
 
     def _handle(self, value: Any) -> Any:
+        # Some objects refuse to say, such as arrays; they are something all the same.
         try:
             truth = bool(value)
         except Exception:
@@ -199,9 +201,11 @@ def _all_short(values: Iterable[Any]) -> bool:
 
 def _all_leaves(rows: list[tuple[Any, ...]]) -> bool:
     chain = itertools.chain.from_iterable
-    return set(map(type, chain(rows))) <= _LEAF and _all_short(
-        {id(x): x for x in chain(rows)}.values()
-    )
+    if not set(map(type, chain(rows))) <= _LEAF:
+        return False
+    # Each object is looked at once: rows may repeat a few of them millions of times.
+    objects = {id(value): value for value in chain(rows)}
+    return _all_short(objects.values())
 
 
 _FIRST, _MOST, _LARGE = 35, 90, 4096  # cells are printable characters
