@@ -56,7 +56,7 @@ def _lm_eval_items(
 
 def _load(location: str, row: CodeTaskConfig) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
-    options = {
+    options: dict[str, Any] = {
         "path": location,
         "name": row.dataset_name,
         "split": row.split,

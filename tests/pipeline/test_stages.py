@@ -26,7 +26,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as layers
 from fcsd.recipe.load_recipe import load_recipe
-from tests.support import Bench, run_of, start
+from tests.support import Bench, run_of, start, with_suite
 
 CONFIG = {
     "model_type": "qwen2_moe",
@@ -107,7 +107,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_test=4,
         vocab_size=400,
     )
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(pipeline(folder)))
+    recipe = pipeline(folder)
+    stopping = recipe["early_stopping"]
+    recipe["early_stopping"] = with_suite(stopping, folder / "stopping.yaml")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
         assert main(["run", str(folder / "recipe.yaml")]) == 0
