@@ -31,7 +31,8 @@ class Progress:
 
     tasks: name -> work of each task still to do, in order. kept: number of tasks that
     were finished before. label: (name, position, work) -> beginning of the line. ended:
-    (name, duration) -> the line that says how long a task took.
+    (name, duration) -> the line that says how long a task took. noun: what a task is
+    called.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Progress:
         *,
         label: Callable[[str, str, Work], str] = "[{1}] {0}: {2.items} items".format,
         ended: Callable[[str, str], str] | None = None,
+        noun: str = "task",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -48,7 +50,7 @@ class Progress:
         self.kept = kept
         self._stream = stream
         self._clock = clock
-        self._label, self._ended = label, ended
+        self._label, self._ended, self._noun = label, ended, noun
         self._began = clock()
         # Unit -> seconds, and the amount of work that was done in them.
         self._spent: dict[str, tuple[float, float]] = {}
@@ -99,11 +101,13 @@ class Progress:
         estimates = [pace[unit] * amount for unit, amount in parts if unit in pace]
         if sum(estimates) < 1:
             return ""
-        # A kind of work that is still to come may have no pace yet.
-        word = "at least"
-        if all(unit in pace or not amount for unit, amount in parts):
-            word = "about"
-        return f"{word} {duration(sum(estimates))}"
+        # A kind of work that is still to come may have no pace yet. What is missing from
+        # the sum is counted beside it: most of a run may lie there.
+        missing = sum(unit not in pace and amount > 0 for unit, amount in parts)
+        time_left = f"about {duration(sum(estimates))}"
+        if not missing:
+            return time_left
+        return f"{time_left} + {missing} {self._noun}{'' if missing == 1 else 's'}"
 
     def _with_current(self, done: float) -> dict[str, tuple[float, float]]:
         """Return unit -> seconds and amount so far, with the share `done` of the

@@ -71,7 +71,12 @@ def run_progress(run: Run, **where: Any) -> Progress:
     }
     heading, ended = "\n== {1}: {0}".format, "   {0} took {1}".format
     return Progress(
-        unfinished, len(stages) - len(unfinished), label=heading, ended=ended, **where
+        unfinished,
+        len(stages) - len(unfinished),
+        label=heading,
+        ended=ended,
+        noun="stage",
+        **where,
     )
 
 

@@ -319,7 +319,8 @@ _SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):
-    """One line on the first rank with step, time left, loss and tokens per second.
+    """One line of at most 80 columns on the first rank: step, time left, loss, and
+    the time that the whole run still takes, or else tokens per second.
 
     remaining: as in `TrainingRun`.
     """
@@ -340,7 +341,11 @@ class ProgressBar(TrainerCallback):
                 total=state.max_steps,
                 initial=state.global_step,
                 desc=self.description,
-                unit="step",
+                # Shorter than tqdm's own: at 80 columns that leaves no room for a bar,
+                # and cuts what comes last, the time of the whole run.
+                bar_format=(
+                    "{desc} {n_fmt}/{total_fmt} |{bar}| [{remaining}]{postfix}"
+                ),
             )
 
     def on_step_end(
@@ -353,14 +358,17 @@ class ProgressBar(TrainerCallback):
         self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> None:
         if self.bar is not None and "tokens_per_second" in logs:
-            postfix = {name: nats(logs[name]) for name in _SHOWN if name in logs}
-            postfix["tok/s"] = f"{logs['tokens_per_second']:.0f}"
+            # The first measure is the loss; the others are in history.jsonl.
+            loss = next((name for name in _SHOWN if name in logs), None)
+            parts = [] if loss is None else [f"{loss} {nats(logs[loss])}"]
             done_share = (state.global_step - self._first_step) / max(
                 1, state.max_steps - self._first_step
             )
             if self.remaining is not None and (time := self.remaining(done_share)):
-                postfix["all stages"] = f"{time} left"
-            self.bar.set_postfix(postfix, refresh=False)
+                parts.append(f"run: {time.removeprefix('about ')}")
+            else:
+                parts.append(f"{logs['tokens_per_second']:.0f} tok/s")
+            self.bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def close(self) -> None:
         """End the line, also after an error, so that the next text starts a new one."""

@@ -345,8 +345,8 @@ def test_the_time_left_is_that_of_the_work_to_come_at_the_pace_of_its_kind() -> 
         now[0] += seconds
     assert out.getvalue().splitlines() == [
         "[2/5] a: 100 items",
-        "[3/5] b: 50 items; 3 min so far, at least 5 min left",
-        "[4/5] c: 10 items; 5 min so far, at least 3 min left",
+        "[3/5] b: 50 items; 3 min so far, about 5 min + 1 task left",
+        "[4/5] c: 10 items; 5 min so far, about 3 min + 1 task left",
         "[5/5] d: 10 items; 1 h 05 min so far, about 3 min left",
     ]
     assert [duration(s) for s in (0, 59.4, 60, 3599, 7500)] == [

@@ -3,6 +3,8 @@
 import io
 from types import SimpleNamespace
 
+import pytest
+
 from fcsd.pipeline.progress import run_progress
 from fcsd.training.run import ProgressBar
 from tests.support import Bench, run_of
@@ -25,11 +27,11 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(
     assert after(60, "distillation fcsd") == "== 2/8: distillation fcsd"
     now[0] += 600
     assert (
-        progress.left(0.5) == "at least 25 min"
+        progress.left(0.5) == "about 25 min + 4 stages"
     )  # 600 s of this one, and three quarters of 1200 s of the other
     assert (
         after(600, "distillation sft")
-        == "== 3/8: distillation sft; 21 min so far, at least 15 min left"
+        == "== 3/8: distillation sft; 21 min so far, about 15 min + 4 stages left"
     )
     assert after(900, "evaluation of original") == "== 4/8: evaluation of original"
     assert after(120, "evaluation of converted").endswith(
@@ -73,5 +75,24 @@ def test_the_bar_of_a_training_shows_what_all_stages_still_take() -> None:
     state.global_step = 6
     bar.on_log(None, state, None, logs={"kl": 0.5, "tokens_per_second": 10.0})
     assert shares == [0.25]  # 2 of the 8 steps after the checkpoint
-    assert "all stages=about 0.25 h left" in bar.bar.postfix
+    assert bar.bar.postfix == "kl 0.5000, run: 0.25 h"
     bar.close()
+
+
+def test_the_bar_fits_a_terminal_of_80_columns_to_its_last_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    bar = ProgressBar("distil sft", lambda share: "about 23 h 05 min + 6 stages")
+    state = SimpleNamespace(is_world_process_zero=True, max_steps=20000, global_step=0)
+    bar.on_train_begin(None, state, None)
+    state.global_step = 12000
+    bar.on_log(None, state, None, logs={"kl": 0.0123, "tokens_per_second": 10.0})
+    bar.on_step_end(None, state, None)
+    bar.bar.ncols = 80
+    bar.bar.refresh()
+    line = screen.getvalue().rsplit("\r", 1)[-1]
+    bar.close()
+    assert len(line) <= 80 and "kl 0.01230" in line, line
+    assert line.rstrip().endswith("run: 23 h 05 min + 6 stages"), line
