@@ -149,7 +149,7 @@ READERS = [
     "unconvert OUT NEW",
     "dequantize OUT NEW",
     "quantize OUT NEW",
-    "export OUT NEW --format amd",
+    "convert OUT NEW --format amd",
     "calibrate OUT NEW --text TEXT",
     "evaluate OUT --suite tiny --output NEW",
     "evaluate OUT --suite tiny --output NEW --server http://127.0.0.1:9",
