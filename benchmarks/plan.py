@@ -34,7 +34,7 @@ FITTED = {
     "slowdown": 0.0,
 }
 V3 = {"num_hidden_layers": 6, "first_k_dense_replace": 0}
-MEGATRON = {"sharding": "optimizer", "rows_once": False}
+MEGATRON = {"sharding": "optimizer", "rows_once": False, "keep_activations": True}
 ON_8: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True} | MEGATRON
 ON_32: dict[str, Any] = ON_8 | {"nodes": 4, "global_batch": 64}
 
@@ -52,7 +52,7 @@ ON_300X: dict[str, Any] = {
     "gpu": "mi300x",
     "phase": "prefill",
     "batch": 16,
-    "fp8": True,
+    "dtype": "fp8",
 }
 V2 = {
     "num_hidden_layers": 60, "hidden_size": 5120, "num_attention_heads": 128, "num_key_value_heads": 128,

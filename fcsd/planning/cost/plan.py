@@ -4,25 +4,24 @@
     times = plan_times(planned)                              seconds: arithmetic on the operations
     facts = plan(planned)                                    with memory, and how each assumption matters
 
-Not covered: pipeline parallelism, tensor parallelism in training, activation
-checkpointing, everything that only a profiler shows (launches, the host's work,
-contention). Measured times replace the roofline (`fcsd.planning.cost.measured`).
+Not covered: pipeline parallelism, tensor parallelism in training, everything that only
+a profiler shows (launches, the host's work, contention). Measured times replace the
+roofline (`fcsd.planning.cost.measured`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_json
-from fcsd.base.text import size
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.memory import CONTEXT_BYTES, memory_parts
-from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.planned import Planned, prepare
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
@@ -35,10 +34,7 @@ paper's measurements: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
 
 def plan(planned: Planned) -> dict[str, Any]:
     """Plan a step of training, the time to the first token, or the time between tokens,
-    as JSON data.
-
-    Raises:
-        UserError: a batch beyond the memory.
+    as JSON data; also where the memory does not suffice, which `memory` then says.
     """
     times = plan_times(planned)
     machine, rows = planned.machine, []
@@ -63,11 +59,16 @@ def plan(planned: Planned) -> dict[str, Any]:
         "settings": _settings(planned),
         "times": times,
         # Megatron's sharding is planned for the comparison of times only.
-        "memory": memory(planned) if planned.settings.sharding == "fsdp2" else None,
+        "memory": (
+            memory(planned) | _what_fits(planned)
+            if planned.settings.sharding == "fsdp2"
+            else None
+        ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
+        # Known for the time to the first token alone.
         "over_prediction": (
-            None if planned.settings.phase == "train" else list(OVER_PREDICTION)
+            list(OVER_PREDICTION) if planned.settings.phase == "prefill" else None
         ),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
@@ -76,9 +77,10 @@ def plan(planned: Planned) -> dict[str, Any]:
 
 def _settings(planned: Planned) -> dict[str, Any]:
     settings = planned.settings
-    names = ("phase", "batch", "global_batch", "length", "fp8")
+    names = ("phase", "batch", "global_batch", "length")
     spec = planned.connectivity
     return {name: getattr(settings, name) for name in names} | {
+        "weights": asdict(planned.stored),
         "fused_attention": not settings.unfused_attention,
         "expert_parallel": planned.expert_parallel,
         "tensor_parallel": planned.tensor_parallel,
@@ -92,8 +94,8 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def memory(planned: Planned) -> dict[str, Any]:
-    """Return the bytes of a rank, in serving those of weights, keys and values; raise
-    UserError for more than the GPU has.
+    """Return the bytes of a rank, in serving those of weights, keys and values, and
+    whether the GPU has so many.
     """
     settings = planned.settings
     # Training is traced, as in `fcsd estimate`; a server holds weights, cache and one
@@ -111,33 +113,83 @@ def memory(planned: Planned) -> dict[str, Any]:
         parts = memory_parts(trace_of(setting), setting, planned.layout)
     else:
         parts = _serving_memory(planned)
-    needed_bytes, available_bytes = (
-        sum(parts.values()),
-        int(planned.machine.gpu.memory_gb * 1e9),
-    )
-    if needed_bytes > available_bytes:
-        raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: a rank needs"
-            f" {size(needed_bytes)}, the {planned.machine.gpu.name} has"
-            f" {size(available_bytes)} (mostly"
-            f" {max(parts, key=lambda name: parts[name])}); a smaller batch,"
-            " shorter rows, more GPUs"
-        )
-    return {"parts": parts, "total_bytes": needed_bytes, "gpu_bytes": available_bytes}
+    needed_bytes = sum(parts.values())
+    available_bytes = int(planned.machine.gpu.memory_gb * 1e9)
+    return {
+        "parts": parts,
+        "total_bytes": needed_bytes,
+        "gpu_bytes": available_bytes,
+        "fits": needed_bytes <= available_bytes,
+    }
+
+
+def _what_fits(planned: Planned) -> dict[str, Any]:
+    """Return the changes that make a plan fit its GPUs, and the GPUs that it needs as
+    it is: `changes`, text, and `needs_gpus`, None where 64 times as many are too few.
+    """
+    if memory(planned)["fits"]:
+        return {"changes": [], "needs_gpus": planned.machine.num_gpus}
+    settings = planned.settings
+
+    def fits(**changed: Any) -> bool:
+        try:
+            return bool(memory(prepare(settings.model_copy(update=changed)))["fits"])
+        except UserError:  # ranks that do not divide batch or experts
+            return False
+
+    changes = []
+    keeps = settings.keep_activations and settings.phase == "train"
+    if keeps and fits(keep_activations=False):
+        changes.append("without --keep-activations")
+    if settings.phase != "train" and settings.dtype != "fp8" and fits(dtype="fp8"):
+        changes.append("--dtype fp8")
+    for batch in _halves(settings.batch):
+        if fits(batch=batch):
+            changes.append(f"--batch {batch}")
+            break
+    for length in _halves(settings.length):
+        if length >= 256 and fits(length=length):
+            changes.append(f"--length {length}")
+            break
+    needs_gpus = None
+    for factor in (2, 4, 8, 16, 32, 64):
+        nodes = factor * settings.nodes
+        more: dict[str, Any] = {"nodes": nodes}
+        # The ranks that share a server's weights grow with the machine, a training's
+        # that share the experts only as far as these divide.
+        if settings.phase == "train":
+            more["expert_parallel"] = planned.expert_parallel
+            if settings.global_batch is not None:
+                more["global_batch"] = factor * settings.global_batch
+        elif settings.data_parallel is not None:
+            more["data_parallel"] = factor * settings.data_parallel
+            more["batch"] = factor * settings.batch
+        elif settings.tensor_parallel is not None:
+            more["tensor_parallel"] = factor * settings.tensor_parallel
+            more["expert_parallel"] = None
+        if fits(**more):
+            needs_gpus = nodes * settings.gpus_per_node
+            changes.append(f"--nodes {nodes}")
+            break
+    return {"changes": changes, "needs_gpus": needs_gpus}
+
+
+def _halves(value: int) -> Iterator[int]:
+    while value > 1:
+        value //= 2
+        yield value
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:
-    settings, work, tp = planned.settings, planned.work, planned.tensor_parallel
+    work, tp = planned.work, planned.tensor_parallel
     # A rank of a wide server has all but the other ranks' experts.
-    elsewhere = (
-        work.num_expert_parameters * (1 - 1 / planned.expert_parallel)
-        if planned.wide
-        else 0
-    )
+    experts = work.num_expert_parameters
+    others = work.num_parameters - experts
+    if planned.wide:
+        experts /= planned.expert_parallel
+    stored = planned.stored
     return {
-        "weights": (
-            int((work.num_parameters - elsewhere) * (1 if settings.fp8 else 2)) // tp
-        ),
+        "weights": int(experts * stored.experts + others * stored.others) // tp,
         "keys and values": int(planned.cached),
         # Serving keeps no activations for a backward pass.
         "activations": work.tokens * work.hidden_size * 2 * 4,

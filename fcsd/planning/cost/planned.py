@@ -16,12 +16,14 @@ from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import text_config
 from fcsd.model.inspect.checkpoint import find_source
 from fcsd.model.inspect.memory import cache_bytes
+from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
-from fcsd.planning.cost.roofline import Precision, Roofline
+from fcsd.planning.cost.roofline import Roofline
+from fcsd.planning.cost.stored import BFLOAT16, FP8, Dtype, Stored, stored_weights
 from fcsd.planning.cost.training import Training, built
 from fcsd.steering.network.links import LinkModel
 from fcsd.training.config import TrainConfig
@@ -76,7 +78,16 @@ class PlanSettings(Cluster):
     length: int = option(
         4096, "tokens of a row, of a prompt, or of the text so far", metavar="N", ge=1
     )
-    fp8: bool = option(False, "projections and experts in FP8")
+    dtype: Dtype = option(
+        "auto",
+        "weights and matmuls of projections and experts; auto: in serving what the"
+        " checkpoint's quantisation says, else bfloat16",
+    )
+    keep_activations: bool = option(
+        False,
+        "train without activation checkpointing: keep what the backward pass needs"
+        " instead of running each layer again",
+    )
     unfused_attention: bool = option(
         False, "attention with its scores in memory, not in one kernel"
     )
@@ -160,12 +171,25 @@ class Planned:
         )
 
     @property
+    def stored(self) -> Stored:
+        """How the weights lie in memory; a training has them in bfloat16."""
+        if self.settings.dtype == "fp8":
+            return FP8
+        if self.settings.dtype == "bfloat16" or self.settings.phase == "train":
+            return BFLOAT16
+        has_fp8 = self.machine.gpu.fp8_tflops is not None
+        return stored_weights(self.training.config, has_fp8=has_fp8)
+
+    @property
     def roofline(self) -> Roofline:
         """The roofline that times its operations."""
-        precision: Precision = "fp8" if self.settings.fp8 else "bfloat16"
+        stored = self.stored
         fused = not self.settings.unfused_attention
         rows_once = self.settings.rows_once and self.settings.phase == "train"
-        return Roofline(self.machine, precision, fused, self.tensor_parallel, rows_once)
+        return Roofline(
+            self.machine, stored.precision, fused, self.tensor_parallel, rows_once,
+            stored.experts, stored.others,
+        )  # fmt: skip
 
 
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
@@ -178,9 +202,9 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings.assumptions,
         links,
     )
-    if settings.fp8 and machine.gpu.fp8_tflops is None:
+    if settings.dtype == "fp8" and machine.gpu.fp8_tflops is None:
         raise UserError(
-            f"--fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out"
+            f"--dtype fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out"
         )
     if settings.global_batch is not None and settings.phase != "train":
         raise UserError(
@@ -196,6 +220,10 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             if saved_connectivity
             else Connectivity()
         )
+    if (said := source.quantisation) is not None and FIELD not in config:
+        # ModelOpt says it in a file of its own.
+        fields = {"quant_method": said.method, "quant_algo": said.algorithm}
+        config = {**config, FIELD: fields}
     training = _training(settings, config, source.where, spec)
     family, model_config, build = built(training)
     ep, tp = _ranks(settings, machine, links)
@@ -355,7 +383,7 @@ def _training(
         learning_rate=1e-5,
         dtype="float32",
         bf16=True,
-        gradient_checkpointing=False,
+        gradient_checkpointing=not settings.keep_activations,
     )
     return Training(
         name="plan",

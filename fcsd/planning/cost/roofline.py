@@ -31,7 +31,9 @@ class Roofline:
     causal mask excludes; else batched matmuls with the scores in memory.
     tensor_parallel: ranks that share each layer. rows_once: a token sends one row to
     each rank of its experts, as fcsd trains; else one row to each expert, as do
-    Megatron's all-to-all and servers' low-latency kernels.
+    Megatron's all-to-all and servers' low-latency kernels. expert_bytes, weight_bytes:
+    of an element of the experts' and of all other weights, as they are read from
+    memory; None: as wide as `precision`.
     """
 
     machine: Machine
@@ -39,6 +41,8 @@ class Roofline:
     fused: bool = True
     tensor_parallel: int = 1
     rows_once: bool = True
+    expert_bytes: float | None = None
+    weight_bytes: float | None = None
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
         """Return this roofline with other values of some assumptions."""
@@ -74,8 +78,11 @@ class Roofline:
         work. read: fraction of the weights that is read.
         """
         computing = work.flops / (self._peak(self.precision) * self.values[share])
-        weight_bytes = 1 if self.precision == "fp8" else self.value_bytes
-        reading = work.weights * read * weight_bytes / self._bytes_per_s
+        is_experts = share == "grouped"
+        width = self.expert_bytes if is_experts else self.weight_bytes
+        if width is None:
+            width = 1 if self.precision == "fp8" else self.value_bytes
+        reading = work.weights * read * width / self._bytes_per_s
         return max(computing, reading) / ranks
 
     def passes(self, number: float, elements: float) -> float:

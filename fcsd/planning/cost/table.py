@@ -247,10 +247,21 @@ def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield [_windows(facts["times"])]
     if facts.get("study"):
         yield [_study(facts["study"])]
-    if facts["memory"] is not None:
-        yield [_memory(facts["memory"], f" of {size(facts['memory']['gpu_bytes'])}")]
+    if (memory := facts["memory"]) is not None:
+        yield [_memory(memory, f" of {size(memory['gpu_bytes'])}")]
+        if not memory["fits"]:
+            yield [_does_not_fit(memory)]
     if facts["sensitivity"]:
         yield [_sensitivity(facts["sensitivity"])]
+
+
+def _does_not_fit(memory: Mapping[str, Any]) -> str:
+    needs = memory["needs_gpus"]
+    gpus = "no number of GPUs" if needs is None else f"{needs} GPUs"
+    changes = " or ".join(memory["changes"])
+    return f"DOES NOT FIT: as it is needs {gpus}" + (
+        f"; one of these makes it fit: {changes}" if changes else ""
+    )
 
 
 def _plan_head(facts: Mapping[str, Any]) -> list[str]:
@@ -284,6 +295,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
             ),
         ),
         ("phase", f"{settings['phase']}, {ranks}, {batch}"),
+        ("weights", settings["weights"]["name"]),
     ]
     return _named(rows, 10)
 
@@ -314,9 +326,14 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "hidden: " + ", ".join(
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
-    if facts["upper_bound"]:
-        # The factor is known for the time to the first token of two models; the bound
-        # is printed for both phases of a server.
+    if facts["upper_bound"] and facts["over_prediction"] is None:
+        yield (
+            "UPPER BOUND: the gain between tokens was compared with no measurement; in"
+            " the time to the first token a server's was smaller than planned. With"
+            " measured times (--measured) the gain is f v / (1 - f v)"
+        )
+    elif facts["upper_bound"]:
+        # The factor is known for the time to the first token of two models.
         least, most = facts["over_prediction"]
         gain = times["speed_up"] - 1
         yield (

@@ -9,7 +9,11 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.steering.network.links import LinkModel
 from tests.real_configs import CONFIGS
 
-EIGHT: dict[str, Any] = {"gpu": "mi325x", "unfused_attention": True}
+EIGHT: dict[str, Any] = {
+    "gpu": "mi325x",
+    "unfused_attention": True,
+    "keep_activations": True,
+}
 
 
 def lite(tmp_path: Path) -> str:

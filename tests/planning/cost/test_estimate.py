@@ -501,15 +501,16 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
 
 
 @pytest.mark.usefixtures("own_setting_only")
+@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_a_step_takes_as_long_as_fcsd_plan_says(
-    recipe: Callable[..., Path], ranks: int
+    recipe: Callable[..., Path], ranks: int, checkpointing: bool
 ) -> None:
-    """Check a pre-training: no teacher, no checkpointing, everything sharded by FSDP2;
-    exchanges that block.
+    """Check a pre-training: no teacher, everything sharded by FSDP2; exchanges that
+    block.
     """
     train = {
-        "bf16": True, "gradient_checkpointing": False, "per_device_train_batch_size": 2, "max_steps": 10,
+        "bf16": True, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 2, "max_steps": 10,
         "batch_size_tokens": 2 * 2 * 8 * 1024, "learning_rate": 1e-4, "warmup_steps": 1,
     }  # fmt: skip
     folder = few_layers(recipe(), 2).parent / "Qwen3-30B-A3B"
@@ -534,6 +535,8 @@ def test_a_step_takes_as_long_as_fcsd_plan_says(
             batch=2,
             global_batch=32,
             length=1024,
+            keep_activations=not checkpointing,
+            connectivity=Connectivity("none"),
         )
     )
     times = plan_times(planned)

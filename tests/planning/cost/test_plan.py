@@ -131,7 +131,7 @@ def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it
         "gpu": "mi300x",
         "phase": "prefill",
         "batch": 16,
-        "fp8": True,
+        "dtype": "fp8",
         "length": 1024,
     }
     gain = plan_times(published("DeepSeek-V2-Lite", V2, settings))["speed_up"] - 1
@@ -178,7 +178,7 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     short = published(
         "DeepSeek-V2-Lite",
         {},
-        {"phase": "prefill", "batch": 2, "length": 100, "fp8": True},
+        {"phase": "prefill", "batch": 2, "length": 100, "dtype": "fp8"},
     )
     assert memory(short)["parts"]["weights"] == 15_706_484_224 // 8
     assert parts["weights"] == 15_706_484_224 * 2 // 8
@@ -223,7 +223,7 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
     text = config["text_config"] | {"num_hidden_layers": 2}
     kept = []
     for length in (512, 1024):
-        settings = {"length": length, "expert_parallel": 8}
+        settings = {"length": length, "expert_parallel": 8, "keep_activations": True}
         one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
         kept.append(memory(one)["parts"]["activations"])
     # By token, layer and expert, the routed and the shared one: gate, up, activation
@@ -231,6 +231,106 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
     # be 1.1 MB.
     experts = 2 * 4 * 8192 * 2
     assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
+
+
+def test_a_plan_beyond_the_memory_says_what_would_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = lite(tmp_path)
+    settings = ["--gpu", "h100", "--batch", "24", "--keep-activations"]
+    assert main(["plan", folder, *settings, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    memory = facts["memory"]
+    assert not memory["fits"] and memory["total_bytes"] > memory["gpu_bytes"]
+    # The activations are most of it, so more GPUs alone do not help, less of them does.
+    assert memory["needs_gpus"] is None and facts["times"]["speed_up"] > 1
+    first, *others = memory["changes"]
+    assert first == "without --keep-activations"
+    assert main(["plan", folder, *settings]) == 0
+    (line,) = (
+        line for line in capsys.readouterr().out.splitlines() if "DOES NOT FIT" in line
+    )
+    assert (
+        "as it is needs no number of GPUs; one of these makes it fit: without" in line
+    )
+    for change in others:
+        assert main(["plan", folder, *settings, *change.split(), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["fits"], change
+    assert main(["plan", folder, *settings[:-1], "--batch", "1", "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)["memory"]
+    assert whole["fits"] and whole["needs_gpus"] == 8 and whole["changes"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "gpu", "expected"),
+    [
+        ("DeepSeek-V3", {}, "h100", ("FP8", 1.0, 1.0, "fp8")),
+        (
+            "DeepSeek-V3",
+            {},
+            "a100",
+            ("FP8, computed in bfloat16", 1.0, 1.0, "bfloat16"),
+        ),
+        ("gpt-oss-20b", {}, "h100", ("MXFP4 experts", 0.53125, 2.0, "bfloat16")),
+        ("Qwen3-30B-A3B", {}, "h100", ("bfloat16", 2.0, 2.0, "bfloat16")),
+        (
+            "Qwen3-30B-A3B",
+            {"quant_method": "gptq", "bits": 4, "group_size": 128},
+            "h100",
+            ("INT4", 0.515625, 0.515625, "bfloat16"),
+        ),
+        (
+            "Qwen3-30B-A3B",
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "b200",
+            ("NVFP4", 0.5625, 0.5625, "bfloat16"),
+        ),
+        (
+            "Qwen3-30B-A3B",
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {
+                    "group_0": {"weights": {"num_bits": 8, "type": "float"}}
+                },
+            },
+            "h200",
+            ("FP8", 1.0, 1.0, "fp8"),
+        ),
+        (
+            "Qwen3-30B-A3B",
+            {"quant_method": "aqlm"},
+            "h200",
+            ("bfloat16 (the method aqlm is not planned)", 2.0, 2.0, "bfloat16"),
+        ),
+    ],
+)
+def test_a_server_holds_weights_as_the_checkpoint_says(
+    name: str, changed: dict[str, Any], gpu: str, expected: tuple[Any, ...]
+) -> None:
+    changes = {"quantization_config": changed} if changed else {}
+    served = {"phase": "decode", "gpu": gpu, "length": 64, "batch": 8}
+    # gpt-oss names the kind of each of its layers.
+    few = {} if name == "gpt-oss-20b" else {"num_hidden_layers": 4}
+    planned = published(name, changes | few, served)
+    stored = planned.stored
+    assert (stored.name, stored.experts, stored.others, stored.precision) == expected
+    # One decoding step reads the weights of its experts once, at the rate of memory.
+    work, roofline = planned.work, planned.roofline
+    layer = next(layer for layer in reversed(work.layers) if layer.moe)
+    tp, active = (
+        planned.tensor_parallel,
+        1 - (1 - work.experts_per_token / work.num_experts) ** 8,
+    )
+    bandwidth = planned.machine.gpu.memory_gb_s * 1e9 * 0.65
+    read = layer.work("experts").weights * active * expected[1] / bandwidth / tp
+    rows = 2 * roofline.passes(
+        roofline.values["row_passes"] / 4,
+        work.tokens * work.experts_per_token / tp * work.row_width,
+    )
+    assert roofline.steps(work, layer, 1)["experts"] == pytest.approx(read + rows)
+    # A training has them in bfloat16, whatever the checkpoint says.
+    trained = published(name, changes | few, {"length": 64})
+    assert trained.stored.name == "bfloat16"
 
 
 # ---- files
@@ -467,7 +567,6 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "gpu": ([model, "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
-        "memory": ([model, "--gpu", "h100", "--batch", "64"], "--batch 64 --length 4096: a rank needs"),
         "far beyond memory": (
             [model, "--batch", str(10**20)],
             f"--batch {10**20} --length 4096: the stream of these tokens alone takes",
@@ -533,7 +632,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--cluster", str(tmp_path / "more.yaml")],
             "assumptions.slowdown: 5: must be 0 or more, at most 1: seconds computation loses",
         ),
-        "fp8": ([model, "--fp8", "--gpu", "a100"], "--fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
+        "fp8": ([model, "--dtype", "fp8", "--gpu", "a100"], "--dtype fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
         "steps of a server": (
             [model, "--phase", "decode", "--global-batch", "8"],
             "--global-batch: rows of an optimiser step; --phase decode has none",

@@ -140,7 +140,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
         "phase": "prefill",
         "batch": 2,
         "length": 512,
-        "fp8": fp8,
+        "dtype": "fp8" if fp8 else "auto",
     }
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), hbm=1e9)
     peak, bf16, tokens = (1978.9e12 if fp8 else 989.4e12) * 0.5, 989.4e12, 1024
@@ -168,7 +168,11 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
 def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(
     fp8: bool,
 ) -> None:
-    settings: dict[str, Any] = {"gpu": "h200", "length": 8, "fp8": fp8}
+    settings: dict[str, Any] = {
+        "gpu": "h200",
+        "length": 8,
+        "dtype": "fp8" if fp8 else "auto",
+    }
     lite = with_values(
         published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9
     )
@@ -220,6 +224,7 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
         "length": 64,
         "batch": 2,
         "global_batch": 48,
+        "keep_activations": True,
     }
     lite = published("DeepSeek-V2-Lite", {}, settings)
     roofline, bandwidth, parameters = lite.roofline, 4800e9 * 0.65, 15_706_484_224
@@ -500,6 +505,7 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
         "expert_parallel": 8,
         "global_batch": 1024,
         "length": 4096,
+        "keep_activations": True,
     }
     one = published("Qwen3-30B-A3B", {}, settings)
     experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048

@@ -1,0 +1,88 @@
+"""How a server holds a model's weights: bytes of an element, and the precision of its
+matmuls, from the checkpoint's quantisation.
+
+Not covered: modules that a method leaves out, except that MXFP4 is of experts only; the
+model of a method that is not known here is planned in bfloat16, and the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fcsd.model.quantised.methods import FIELD
+from fcsd.planning.cost.roofline import Precision
+
+Dtype = Literal["auto", "bfloat16", "fp8"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Weights as they lie in memory. experts, others: bytes of an element, its share of
+    the scales included. precision: of the matmuls.
+    """
+
+    name: str
+    experts: float = 2.0
+    others: float = 2.0
+    precision: Precision = "bfloat16"
+
+
+BFLOAT16 = Stored("bfloat16")
+FP8 = Stored("FP8", 1.0, 1.0, "fp8")
+
+
+def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
+    """Return how a server holds the weights of a checkpoint.
+
+    config: its `config.json`. has_fp8: the GPU has FP8 matmuls; without them FP8
+    weights are read as such and multiplied in bfloat16.
+    """
+    quantisation = config.get(FIELD) or config.get("text_config", {}).get(FIELD) or {}
+    method = str(quantisation.get("quant_method", ""))
+    if not method:
+        return BFLOAT16
+    if method in ("fp8", "fbgemm_fp8"):
+        stored = FP8
+    elif method == "mxfp4":
+        # 4 bits, and 8 bits of scale for 32 of them; attention stays in bfloat16.
+        stored = Stored("MXFP4 experts", 4.25 / 8)
+    elif (bits := _bits(quantisation)) is not None:
+        is_float, number, group = bits
+        if is_float and number == 8:
+            stored = FP8
+        else:
+            # A scale of 16 bits for each group, or of 8 for 16 floats of 4 bits.
+            scale = 8 / 16 if is_float else 16 / group if group > 0 else 0.0
+            width = (number + scale) / 8
+            kind = "NVFP" if is_float else "INT"
+            stored = Stored(f"{kind}{number}", width, width)
+    else:
+        return Stored(f"bfloat16 (the method {method} is not planned)")
+    if stored.precision == "fp8" and not has_fp8:
+        return Stored(f"{stored.name}, computed in bfloat16", 1.0, 1.0)
+    return stored
+
+
+def _bits(quantisation: Mapping[str, Any]) -> tuple[bool, int, int] | None:
+    """Return whether weights are floats, their bits, and the size of a group with one
+    scale (0: none); None where the method does not say so.
+    """
+    algorithm = str(quantisation.get("quant_algo", "")).upper()
+    if algorithm.startswith(("FP8", "NVFP4")):
+        return True, 8 if algorithm.startswith("FP8") else 4, 16
+    for group in dict(quantisation.get("config_groups") or {}).values():
+        weights = group.get("weights") or {}
+        if "num_bits" in weights:
+            is_float = weights.get("type") == "float"
+            return (
+                is_float,
+                int(weights["num_bits"]),
+                int(weights.get("group_size") or 0),
+            )
+    # GPTQ, AWQ and auto-round
+    bits = quantisation.get("bits", quantisation.get("w_bit"))
+    if bits is None:
+        return None
+    return False, int(bits), int(quantisation.get("group_size", 128))
