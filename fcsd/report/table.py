@@ -93,7 +93,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
             str(row["lost"]),
             p_text(row["p_value"]),
             _retained(row),
-            row["verdict"],
+            _verdict(row),
         ]
         for task, row in comparison["tasks"].items()
     ]
@@ -115,6 +115,18 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     return _with_notes(markdown(header, rows), _compared_at_limit(comparison))
 
 
+def _verdict(row: Mapping[str, Any]) -> str:
+    """Return a task's verdict; where its own interval excludes 0 and the correction for
+    several tasks makes it noise, the cell says so.
+    """
+    interval = row["interval"]
+    if row["verdict"] == "within noise" and interval is not None:
+        low, high = interval
+        if low > 0 or high < 0:
+            return "within noise, after correction for several tasks"
+    return str(row["verdict"])
+
+
 def narrow_table(comparison: Mapping[str, Any]) -> str:
     """Format the comparison in six columns, as many as fit on a page of the Hub."""
     rows = [
@@ -122,7 +134,7 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
             task,
             f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot",
             *_narrow(row),
-            row["verdict"],
+            _verdict(row),
         ]
         for task, row in comparison["tasks"].items()
     ]

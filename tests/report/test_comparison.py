@@ -539,6 +539,18 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     )
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
+    # Only the cell of a task says that noise is so after Holm's correction.
+    corrected = "within noise, after correction for several tasks"
+    one_task = compare(evaluated({"x": [1.0] * 4}), evaluated({"x": [0.0] * 4}))
+    for word, interval, cell in (
+        ("within noise", [-0.5, -0.1], corrected),
+        ("within noise", [0.1, 0.5], corrected),
+        ("within noise", [-0.5, 0.1], "within noise"),
+        ("lost", [-0.5, -0.1], "lost"),
+    ):
+        one_task["tasks"]["x"] |= {"verdict": word, "interval": interval}
+        line = paired_table(one_task).splitlines()[2]
+        assert line.rstrip("| ").rpartition("| ")[2].strip() == cell
 
 
 def test_every_key_of_the_comparison_is_documented(
