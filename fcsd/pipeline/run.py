@@ -72,7 +72,7 @@ def report(run: Run, *, as_json: bool = False) -> Path:
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
-        print(f"{table}\n\nreport: {folder / 'report.md'}")
+        print(f"{table}\n\nreport: {folder / 'report.html'}, or report.md beside it")
     return folder
 
 

@@ -11,7 +11,7 @@ teacher-cache/       hidden states of the teacher (`fcsd run RECIPE --only cache
 evaluate/NAME/       results of every model, on the same items
 router-bias/MODEL/   tables that steer the routers of a model, NAME.safetensors
 layers/              untrained KL against the rewired layers
-report/              report.md, report.json, figures
+report/              report.md, the same as report.html, report.json, figures
 publish/             the folder that goes to the Hub
 """
 

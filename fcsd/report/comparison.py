@@ -19,6 +19,7 @@ from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.scores import compare
 from fcsd.report.items import write_items
+from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
 from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
@@ -177,8 +178,8 @@ def write_details(
 def write_comparison(
     evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None
 ) -> None:
-    """Write `comparison.md`, `comparison.json` (schema_version 1, docs/results.md), and
-    the files of `write_details`.
+    """Write `comparison.md`, the same as `comparison.html`, `comparison.json`
+    (schema_version 1, docs/results.md), and the files of `write_details`.
 
     Raises:
         UserError: the results do not match; `folder` is not empty and not a comparison.
@@ -217,7 +218,9 @@ def write_comparison(
             "## Settings",
             settings_text(evaluated),
         ]
-        write_text(new / "comparison.md", "\n\n".join(parts) + "\n")
+        text = "\n\n".join(parts) + "\n"
+        write_text(new / "comparison.md", text)
+        write_page(text, new / "comparison.html")
 
 
 def verdicts(comparisons: Comparisons) -> list[str]:

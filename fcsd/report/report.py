@@ -1,7 +1,8 @@
 """The report of a run: the scores of every model, its losses against the original,
 whether they are noise, and how it was trained.
 
-Reads only the files that the stages left; writes `report.md`, `report.json`, figures,
+Reads only the files that the stages left; writes `report.md`, the same as
+`report.html` with its figures in it, `report.json`, figures,
 `items.html` (all answers side by side) and `lm_eval/` (the results in lm-eval's files).
 """
 
@@ -35,6 +36,7 @@ from fcsd.report.comparison import (
     write_details,
 )
 from fcsd.report.figure import model_colours
+from fcsd.report.page import write_page
 from fcsd.report.plots import plot_models, plot_sweep
 from fcsd.report.steering import steering_figure, steering_parts, steering_points
 from fcsd.report.study_plots import plot_layers
@@ -120,7 +122,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         figures |= _figures(report, evaluated, look, colours, new)
         figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
-        write_text(new / "report.md", _markdown(recipe, report, table, figures))
+        text = _markdown(recipe, report, table, figures)
+        write_text(new / "report.md", text)
+        write_page(text, new / "report.html")
     sentences = [
         verdict(name, comparison).replace("**", "")
         for name, comparison in comparisons.items()

@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 
 from fcsd.evaluation.scores import compare
 from fcsd.report.items import write_items
-from tests.report.chromium import PROGRAM, Chromium
+from tests.report.chromium import Chromium
 from tests.report.test_report import result
 
 HOSTILE = (
@@ -241,28 +240,6 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"
 TEXT = "document.querySelector('main').innerText"
-
-
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if PROGRAM is None:
-        pytest.skip(
-            "no Chromium on this machine (Debian: apt-get install"
-            " --no-install-recommends chromium)"
-        )
-    with Chromium(tmp_path_factory.mktemp("chromium")) as browser:
-        yield browser
-
-
-@pytest.fixture
-def browser(chromium: Chromium) -> Iterator[Chromium]:
-    """Yield the browser; a page that logs an error or asks for anything but itself fails."""
-    chromium.requests.clear()
-    chromium.errors.clear()
-    yield chromium
-    assert chromium.errors == []
-    pages = {request.partition("#")[0] for request in chromium.requests}
-    assert len(pages) == 1 and pages.pop().startswith("file:"), chromium.requests
 
 
 def choose(browser: Chromium, place: str, value: str) -> None:

@@ -183,7 +183,7 @@ def _halves(value: int) -> Iterator[int]:
 def _serving_memory(planned: Planned) -> dict[str, int]:
     work, tp = planned.work, planned.tensor_parallel
     # A rank of a wide server has all but the other ranks' experts.
-    experts = work.num_expert_parameters
+    experts: float = work.num_expert_parameters
     others = work.num_parameters - experts
     if planned.wide:
         experts /= planned.expert_parallel

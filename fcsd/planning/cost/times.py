@@ -253,7 +253,7 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
         planned.layout,
         planned.micro_batches,
         planned.work.num_parameters,
-        recomputes=planned.training.train.gradient_checkpointing,
+        recomputes=bool(planned.training.train.gradient_checkpointing),
     )
     return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
 

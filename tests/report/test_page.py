@@ -1,0 +1,74 @@
+"""The report as one HTML page."""
+
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+
+from fcsd.base.text import fold
+from fcsd.report.page import write_page
+from tests.report.chromium import Chromium
+
+ROW = "| " + " | ".join(f"a long cell {i}" for i in range(12)) + " |"
+TEXT = f"""# Report of `x`
+
+## Verdict
+
+- **fcsd**: <script>document.title = "run"</script> within noise
+
+{ROW}
+|{"---|" * 12}
+{ROW}
+
+{fold("The recipe", "```yaml" + chr(10) + "a: " + "b" * 300 + chr(10) + "```")}
+
+![A figure](loss.png)
+
+[Every answer side by side](items.html)
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    figure, _ = plt.subplots(figsize=(12, 3))
+    figure.savefig(tmp_path / "loss.png")
+    plt.close(figure)
+    write_page(TEXT, tmp_path / "report.html")
+    # The page is one file: its figures go with it.
+    (tmp_path / "loss.png").unlink()
+    return tmp_path / "report.html"
+
+
+def test_the_page_has_titles_tables_and_figures_in_one_file(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert "<title>Report of x</title>" in text and "default-src" in text
+    assert text.count("<table>") == text.count('<div class="wide"><table>') == 1
+    assert 'src="data:image/png;base64,' in text and ".png" not in text
+    assert '<a href="items.html">' in text and "<details><summary>" in text
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_page_fits_a_window_and_runs_nothing(
+    page: Path, chromium: Chromium, width: int
+) -> None:
+    chromium.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=width,
+        height=800,
+        deviceScaleFactor=1,
+        mobile=False,
+    )
+    chromium.requests.clear()
+    chromium.open(page.as_uri())
+    assert chromium.value("document.title") == "Report of x"
+    assert chromium.value("document.documentElement.scrollWidth") <= width
+    assert chromium.value("document.images[0].naturalWidth") == 1200
+    table = "document.querySelector('.wide')"
+    scrolls = f"{table}.scrollWidth > {table}.clientWidth"
+    assert chromium.value(scrolls) is True
+    asked = [each for each in chromium.requests if not each.startswith("data:")]
+    assert [each.rpartition("/")[2] for each in asked] == ["report.html"]
+    # The policy refused the script of the text, and the browser says so.
+    assert any("Content Security Policy" in str(error) for error in chromium.errors)
+    chromium.errors.clear()
+    chromium.call("Emulation.clearDeviceMetricsOverride")
