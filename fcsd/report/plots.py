@@ -375,7 +375,7 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         axis.set(
             xscale="log",
             xlabel=f"{name.lower()}{' (tokens)' if key == batch else ''}",
-            ylabel=f"mean loss of the last {last_text(result)}",
+            ylabel=f"mean loss of the last\n{last_text(result)}",
         )
         axis.xaxis.set_major_locator(FixedLocator([row[key] for row in rows]))
         axis.xaxis.set_minor_locator(NullLocator())
