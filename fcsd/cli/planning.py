@@ -29,6 +29,9 @@ def _plan(arguments: Namespace) -> None:
     from fcsd.planning.cost.planned import PlanSettings
 
     options = vars(arguments) | _cluster(arguments)
+    if arguments.sweep is not None:
+        _plan_sweep(arguments, options)
+        return
     settings = PlanSettings.from_options(
         options, connectivity=connectivity_of(arguments)
     )
@@ -57,6 +60,58 @@ def _plan(arguments: Namespace) -> None:
     if arguments.windows is not None:
         write_windows(facts, arguments.windows)
     print_result(arguments, facts, plan_table)
+
+
+_SWEPT = {
+    "nodes": int,
+    "gpus-per-node": int,
+    "network-gb-s": float,
+    "batch": int,
+    "global-batch": int,
+    "length": int,
+    "ep": int,
+    "tp": int,
+    "dp": int,
+}
+"""What `--sweep` varies, by the name of its option -> the type of a value."""
+
+
+def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
+    """Plan for each value of `--sweep`."""
+    from fcsd.pipeline.plan import sweep_plans
+    from fcsd.planning.cost.planned import PlanSettings
+    from fcsd.planning.cost.table import sweep_table
+
+    for name in ("windows", "study", "metric", "figure", "measured", "links"):
+        if getattr(arguments, name) is not None:
+            raise UserError(
+                f"--sweep and --{name} are both given; plan one value with --{name}"
+            )
+    name, _, text = arguments.sweep.partition("=")
+    if name not in _SWEPT or not text:
+        raise UserError(
+            f"--sweep {arguments.sweep}: must look like nodes=1,2,4; one of"
+            f" {', '.join(_SWEPT)} can be swept"
+        )
+    key = name.replace("-", "_")
+    values: dict[str, Any] = {}
+    for value in text.split(","):
+        try:
+            number = _SWEPT[name](value)
+        except ValueError:
+            raise UserError(
+                f"--sweep {arguments.sweep}: {value!r} is no number; values are"
+                " separated by commas"
+            ) from None
+        try:
+            values[value] = PlanSettings.from_options(
+                options | {key: number}, connectivity=connectivity_of(arguments)
+            )
+        except UserError as error:
+            values[value] = error
+    rows = sweep_plans(values, routing=arguments.routing)
+    facts = {"swept": name, "phase": arguments.phase or "train", "rows": rows}
+    print_result(arguments, facts, sweep_table)
 
 
 def _cluster(arguments: Namespace) -> dict[str, Any]:
@@ -90,6 +145,15 @@ def _plan_options(parser: ArgumentParser) -> None:
     field_options(parser, PlanSettings, *_MACHINE, default=None)
     field_options(parser, PlanSettings)
     connectivity_arguments(parser)
+    parser.add_argument(
+        "--sweep",
+        metavar="NAME=A,B,…",
+        help=(
+            "plan once for each value of one of the options nodes, gpus-per-node,"
+            " network-gb-s, batch, global-batch, length, ep, tp, dp, and print a row"
+            " for each: nodes=1,2,4,8"
+        ),
+    )
     parser.add_argument(
         "--links",
         type=Path,

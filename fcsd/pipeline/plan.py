@@ -35,9 +35,10 @@ def plan_from_files(
     study: Path | None = None,
     metric: str | None = None,
     figure: Path | None = None,
+    advise: bool = True,
 ) -> dict[str, Any]:
     """Return the result of `fcsd.planning.cost.plan.plan`, with measured times instead
-    of the roofline's, and with the points of a study.
+    of the roofline's, and with the points of a study. advise: as in `plan`.
 
     Raises:
         UserError: `prepare`, `plan` or a reader of these files refuses its input; there
@@ -70,12 +71,57 @@ def plan_from_files(
     planned = prepare(settings, link_model)
     if routing is not None:
         planned = planned.assuming(imbalance=_imbalance(routing, planned))
-    facts = plan(planned) if times is None else _measured(times, planned)
+    if times is None:
+        facts = plan(planned, advise=advise)
+    else:
+        facts = _measured(times, planned)
     if study is not None:
         facts["study"] = _against_quality(planned, times, study, metric)
         if figure is not None:
             plot_worth(facts["study"], figure)
-    return facts
+    return facts | {"tokens_per_second_per_gpu": _rates(facts, planned)}
+
+
+def sweep_plans(
+    values: Mapping[str, PlanSettings | UserError], **files: Any
+) -> list[dict[str, Any]]:
+    """Plan once for each value of a swept option, and return a row for each.
+
+    values: value -> its settings, or why they are refused. files: as in
+    `plan_from_files`. A row has the `value` and either the plan or the `refused` reason.
+    """
+    rows = []
+    for value, settings in values.items():
+        try:
+            if isinstance(settings, UserError):
+                raise settings
+            facts = plan_from_files(settings, advise=False, **files)
+            rows.append({"value": value, **facts})
+        except UserError as error:
+            # A value that the model or the machine does not allow is a gap in the
+            # sweep, not its end.
+            rows.append({"value": value, "refused": str(error)})
+    if all("refused" in row for row in rows):
+        raise UserError(f"--sweep: no value can be planned: {rows[0]['refused']}")
+    return rows
+
+
+def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
+    """Return tokens a second and GPU: those of a training's step, of the prompts until
+    the first token, or of the answers.
+    """
+    settings = planned.settings
+    if settings.phase == "train":
+        # Every rank has micro-batches of its own.
+        tokens, gpus = planned.micro_batches * settings.batch * settings.length, 1
+    else:
+        length = settings.length if settings.phase == "prefill" else 1
+        tokens = settings.batch * length
+        gpus = settings.data_parallel or planned.tensor_parallel
+    return {
+        name: tokens / gpus / facts["times"][f"{name}_s"]
+        for name in ("regular", "overlapped")
+    }
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:

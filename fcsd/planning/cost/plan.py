@@ -32,9 +32,11 @@ paper's measurements: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
 """
 
 
-def plan(planned: Planned) -> dict[str, Any]:
+def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     """Plan a step of training, the time to the first token, or the time between tokens,
     as JSON data; also where the memory does not suffice, which `memory` then says.
+
+    advise: look for what would fit then, which traces the model several times.
     """
     times = plan_times(planned)
     machine, rows = planned.machine, []
@@ -60,7 +62,7 @@ def plan(planned: Planned) -> dict[str, Any]:
         "times": times,
         # Megatron's sharding is planned for the comparison of times only.
         "memory": (
-            memory(planned) | _what_fits(planned)
+            memory(planned) | (_what_fits(planned) if advise else {})
             if planned.settings.sharding == "fsdp2"
             else None
         ),

@@ -241,6 +241,46 @@ def plan_table(facts: Mapping[str, Any]) -> str:
     return _joined(_plan_parts(facts))
 
 
+def sweep_table(facts: Mapping[str, Any]) -> str:
+    """Format the result of `fcsd.pipeline.plan.sweep_plans` for `fcsd plan --sweep`."""
+    rows, refused = [], []
+    for row in facts["rows"]:
+        if "refused" in row:
+            refused.append(f"{facts['swept']} {row['value']}: {row['refused']}")
+            continue
+        times, rates = row["times"], row["tokens_per_second_per_gpu"]
+        memory = row["memory"]
+        rows.append(
+            [
+                row["value"],
+                str(row["machine"]["num_gpus"]),
+                _ms(times["regular_s"]),
+                _ms(times["overlapped_s"]),
+                f"{times['communication_share']:.1%}",
+                f"{times['exposed_s'] / times['overlapped_s']:.1%}",
+                f"{times['speed_up']:.3f}",
+                _number(rates["regular"]),
+                _number(rates["overlapped"]),
+                "-" if memory is None else _yes(memory["fits"]),
+            ]
+        )
+    table = markdown(
+        [
+            facts["swept"], "GPUs", f"{_DURATIONS[facts['phase']]}, ms", "overlapped", "communication", "exposed",
+            "times as fast", "tokens/s a GPU", "overlapped", "fits",
+        ],
+        rows,
+    )  # fmt: skip
+    return "\n".join([table, *refused])
+
+
+_DURATIONS = {
+    "train": "step",
+    "prefill": "time to first token",
+    "decode": "time between tokens",
+}
+
+
 def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield _plan_head(facts)
     yield [_result(facts["times"], facts["settings"]["phase"]), *_notes(facts)]
@@ -301,11 +341,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
-    duration = {
-        "train": "step",
-        "prefill": "time to first token",
-        "decode": "time between tokens",
-    }[phase]
+    duration = _DURATIONS[phase]
     columns = [f"{duration}, ms", "communication", "exposed", "times as fast"]
     share = times["communication_share"]
     rows = [
@@ -326,6 +362,10 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "hidden: " + ", ".join(
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
+    if rates := facts.get("tokens_per_second_per_gpu"):
+        yield "tokens/s a GPU: " + ", ".join(
+            f"{name} {_number(rate)}" for name, rate in rates.items()
+        )
     if facts["upper_bound"] and facts["over_prediction"] is None:
         yield (
             "UPPER BOUND: the gain between tokens was compared with no measurement; in"

@@ -333,6 +333,41 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
     assert trained.stored.name == "bfloat16"
 
 
+def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = lite(tmp_path)
+    machine = ["--gpu", "h100", "--batch", "2", "--length", "512"]
+    assert main(["plan", folder, *machine, "--sweep", "ep=2,3,8", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["swept"] == "ep" and facts["phase"] == "train"
+    two, three, eight = facts["rows"]
+    assert three["refused"] == "--ep 3: does not divide the 8 GPUs (1 x 8)"
+    for row, ep in ((two, "2"), (eight, "8")):
+        assert main(["plan", folder, *machine, "--ep", ep, "--json"]) == 0
+        single = json.loads(capsys.readouterr().out)
+        assert row["times"] == single["times"]
+        # A rank's tokens of a step, by hand.
+        rate = 2 * 512 / single["times"]["regular_s"]
+        assert row["tokens_per_second_per_gpu"]["regular"] == pytest.approx(rate)
+    served = ["--phase", "decode", "--tp", "8", "--length", "512"]
+    assert main(["plan", folder, *served, "--sweep", "batch=8,16", "--json"]) == 0
+    first, _ = json.loads(capsys.readouterr().out)["rows"]
+    rate = 8 / 8 / first["times"]["overlapped_s"]
+    assert first["tokens_per_second_per_gpu"]["overlapped"] == pytest.approx(rate)
+    assert main(["plan", folder, *served, "--sweep", "batch=8,16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "time between tokens, ms" in lines[0] and len(lines) == 4
+    for wrong, reason in {
+        "gpu=h100": "one of nodes, gpus-per-node",
+        "batch": "must look like nodes=1,2,4",
+        "batch=1,x": "'x' is no number",
+        "ep=3,5": "no value can be planned: --ep 3: does not divide",
+    }.items():
+        assert main(["plan", folder, "--sweep", wrong]) == 2
+        assert reason in capsys.readouterr().err
+
+
 # ---- files
 
 
