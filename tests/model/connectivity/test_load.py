@@ -173,6 +173,7 @@ def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
             load_model(path)
     with pytest.raises(UserError, match="is a file; a checkpoint is a folder"):
         load_model(saved / "base" / "config.json")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
     with pytest.raises(
         UserError,
         match=r"config\.json: no such file; is this folder a Hugging Face checkpoint",

@@ -447,7 +447,11 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path):
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda folder: None, "config.json: no such file"),
+        (lambda folder: None, "is an empty folder"),
+        (
+            lambda folder: (folder / "notes.txt").write_text("mine"),
+            "config.json: no such file",
+        ),
         (
             lambda folder: (folder / "config.json").write_text("{"),
             "config.json: not valid JSON",
