@@ -116,7 +116,8 @@ class Family:
     like: str | None = None
     """Model type from whose transformers classes the family's own are derived, if
     transformers has none: they are in `fcsd/model/connectivity/classes`. Weights are
-    converted and tokenizers found as for that type."""
+    converted and tokenizers found as for that type. `upstream` follows from it, while
+    `decoder_layer` and `moe_block` are to be named as that type has them."""
     reference: Literal["written", "generic"] = "written"
     """The reference of the contract tests: forward passes written by hand down to the
     routing, or the layer equations on the family's own modules."""

@@ -1,5 +1,9 @@
-"""The objectives that a training minimises, in nats per kept token. A new one is added
-in this module alone.
+"""The objectives that a training minimises, in nats per kept token.
+
+A new one is its arithmetic, an entry of `MEASURES` and a record of its keys here; a row
+in docs/distil.md and its name in the docstring of `FCSDConfig`; its formula in
+tests/training/losses/test_fused.py. Its unit is taken to be nats: others also need
+`fcsd.report.plots` and `fcsd.training.meters`.
 
     y = logits of the model, scaled and capped as its family does (`fcsd.training.losses.fused`)
     p = softmax(y / temperature)        of the student p_s, of the teacher p_t; m = (1-b) p_s + b p_t

@@ -6,6 +6,7 @@ import pytest
 
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
+from tests.support import ROOT
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -19,6 +20,8 @@ def test_every_objective_has_a_measure_and_keys_that_are_arguments_with_help(
     assert kind(name=name, **values).logged in MEASURES
     # a model card knows how it was trained
     assert kind.has_teacher != (name in kind.trained)
+    page = (ROOT / "docs" / "distil.md").read_text(encoding="utf-8")
+    assert f"`{name}`" in page and f'"{name}"' in (FCSDConfig.__doc__ or "")
     arguments = {field.name: field.metadata for field in dataclasses.fields(FCSDConfig)}
     keys = kind.model_fields.keys() - {"name"}
     assert keys <= arguments.keys()
