@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -299,8 +300,16 @@ def test_what_cannot_be_talked_to_is_one_line(
 
 
 def test_a_reply_that_is_stopped_ends_long_before_its_limit(
-    base_checkpoint: Path,
+    base_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    criterion = Reply._criterion
+
+    # A step that sleeps lets this thread stop the other, however busy the machine is.
+    def slow(*args: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return criterion(*args, **options)
+
+    monkeypatch.setattr(Reply, "_criterion", slow)
     speaker = load_speaker(str(base_checkpoint))
     speaker.messages = [{"role": "user", "content": "x"}]
     speaker.model.generation_config.eos_token_id = None

@@ -6,6 +6,7 @@ without it. Its body may do what it likes, raise, or never end; what the program
 is wrong.
 """
 
+import contextlib
 import os
 import resource
 import shutil
@@ -668,12 +669,12 @@ def test_a_server_without_descriptors_is_a_scorer_error_and_the_next_call_starts
     with opened("all layers") as scorer:
         assert run(scorer, PROBLEM.canonical).passed
         folder = scorer._servers[0].folder
-        pids = [
-            int(entry)
-            for entry in os.listdir("/proc")
-            if entry.isdigit()
-            and folder in (Path("/proc") / entry / "cmdline").read_text()
-        ]
+        pids = []
+        for entry in filter(str.isdigit, os.listdir("/proc")):
+            # Any other process may end in between.
+            with contextlib.suppress(OSError):
+                if folder in (Path("/proc") / entry / "cmdline").read_text():
+                    pids.append(int(entry))
         server = max(pids)
         in_use = max(int(fd) for fd in os.listdir(f"/proc/{server}/fd")) + 1
         resource.prlimit(
