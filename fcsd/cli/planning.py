@@ -93,6 +93,14 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
             f"--sweep {arguments.sweep}: must look like nodes=1,2,4; one of"
             f" {', '.join(_SWEPT)} can be swept"
         )
+    served = options.get("phase") not in (None, "train")
+    for ranks in ("tp", "dp"):
+        if name == "nodes" and served and options[ranks] is not None:
+            raise UserError(
+                f"--sweep nodes and --{ranks} are both given: a server of"
+                f" {options[ranks]} ranks is the same on any number of nodes; leave"
+                f" --{ranks} out, or --sweep {ranks}"
+            )
     key = name.replace("-", "_")
     values: dict[str, Any] = {}
     for value in text.split(","):

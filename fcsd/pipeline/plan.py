@@ -116,8 +116,7 @@ def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
         tokens, gpus = planned.micro_batches * settings.batch * settings.length, 1
     else:
         length = settings.length if settings.phase == "prefill" else 1
-        tokens = settings.batch * length
-        gpus = settings.data_parallel or planned.tensor_parallel
+        tokens, gpus = settings.batch * length, planned.num_gpus
     return {
         name: tokens / gpus / facts["times"][f"{name}_s"]
         for name in ("regular", "overlapped")

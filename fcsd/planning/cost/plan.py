@@ -18,10 +18,11 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_json
+from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.memory import CONTEXT_BYTES, memory_parts
-from fcsd.planning.cost.planned import Planned, prepare
+from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
@@ -62,9 +63,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         "times": times,
         # Megatron's sharding is planned for the comparison of times only.
         "memory": (
-            memory(planned) | (_what_fits(planned) if advise else {})
-            if planned.settings.sharding == "fsdp2"
-            else None
+            _memory(planned, advise) if planned.settings.sharding == "fsdp2" else None
         ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
@@ -82,6 +81,7 @@ def _settings(planned: Planned) -> dict[str, Any]:
     names = ("phase", "batch", "global_batch", "length")
     spec = planned.connectivity
     return {name: getattr(settings, name) for name in names} | {
+        "num_gpus": planned.num_gpus,
         "weights": asdict(planned.stored),
         "fused_attention": not settings.unfused_attention,
         "expert_parallel": planned.expert_parallel,
@@ -125,12 +125,20 @@ def memory(planned: Planned) -> dict[str, Any]:
     }
 
 
+def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
+    """Return `memory`, and with `advise` what would fit."""
+    facts = memory(planned)
+    if not advise:
+        return facts
+    if facts["fits"]:
+        return facts | {"changes": [], "needs_gpus": planned.num_gpus}
+    return facts | _what_fits(planned)
+
+
 def _what_fits(planned: Planned) -> dict[str, Any]:
     """Return the changes that make a plan fit its GPUs, and the GPUs that it needs as
     it is: `changes`, text, and `needs_gpus`, None where 64 times as many are too few.
     """
-    if memory(planned)["fits"]:
-        return {"changes": [], "needs_gpus": planned.machine.num_gpus}
     settings = planned.settings
 
     def fits(**changed: Any) -> bool:
@@ -155,8 +163,10 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
             break
     needs_gpus = None
     for factor in (2, 4, 8, 16, 32, 64):
-        nodes = factor * settings.nodes
-        more: dict[str, Any] = {"nodes": nodes}
+        num_gpus = factor * planned.num_gpus
+        more: dict[str, Any] = {
+            "nodes": max(settings.nodes, -(-num_gpus // settings.gpus_per_node))
+        }
         # The ranks that share a server's weights grow with the machine, a training's
         # that share the experts only as far as these divide.
         if settings.phase == "train":
@@ -164,14 +174,18 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
             if settings.global_batch is not None:
                 more["global_batch"] = factor * settings.global_batch
         elif settings.data_parallel is not None:
-            more["data_parallel"] = factor * settings.data_parallel
+            more["data_parallel"] = num_gpus
             more["batch"] = factor * settings.batch
         elif settings.tensor_parallel is not None:
-            more["tensor_parallel"] = factor * settings.tensor_parallel
-            more["expert_parallel"] = None
+            more["tensor_parallel"] = num_gpus
+            if settings.expert_parallel not in (None, 1):
+                more["expert_parallel"] = num_gpus
         if fits(**more):
-            needs_gpus = nodes * settings.gpus_per_node
-            changes.append(f"--nodes {nodes}")
+            needs_gpus = num_gpus
+            words = (
+                f"{flag_of(PlanSettings, name)} {value}" for name, value in more.items()
+            )
+            changes.append(" ".join(words))
             break
     return {"changes": changes, "needs_gpus": needs_gpus}
 

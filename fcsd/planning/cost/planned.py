@@ -159,6 +159,13 @@ class Planned:
         return self.settings.data_parallel is not None
 
     @property
+    def num_gpus(self) -> int:
+        """The GPUs that it runs on: all of a training, the ranks of one server."""
+        if self.settings.phase == "train":
+            return self.machine.num_gpus
+        return self.settings.data_parallel or self.tensor_parallel
+
+    @property
     def layout(self) -> Layout:
         """The layout of a training: who shares the weights."""
         num_gpus = self.machine.num_gpus

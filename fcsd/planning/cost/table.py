@@ -253,7 +253,7 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
         rows.append(
             [
                 row["value"],
-                str(row["machine"]["num_gpus"]),
+                str(row["settings"]["num_gpus"]),
                 _ms(times["regular_s"]),
                 _ms(times["overlapped_s"]),
                 f"{times['communication_share']:.1%}",

@@ -262,6 +262,25 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "needed"),
+    [("--tp", "--nodes 2 --tp 16"), ("--dp", "--nodes 2 --dp 16 --batch 32")],
+)
+def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
+    ranks: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSeek-V3's 671 GB in FP8, on four H100 of eight: 16 of 80 GB hold them."""
+    folder = str(real_folder("DeepSeek-V3", tmp_path / "m"))
+    server = ["--phase", "decode", "--gpu", "h100", "--length", "1024"]
+    words = ["plan", folder, *server, ranks, "4", "--batch", "8", "--json"]
+    assert main(words) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert not memory["fits"] and memory["needs_gpus"] == 16
+    assert memory["changes"] == [needed]
+    assert main(["plan", folder, *server, *needed.split(), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["fits"]
+
+
+@pytest.mark.parametrize(
     ("name", "changed", "gpu", "expected"),
     [
         ("DeepSeek-V3", {}, "h100", ("FP8", 1.0, 1.0, "fp8")),
@@ -358,6 +377,12 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
     assert main(["plan", folder, *served, "--sweep", "batch=8,16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "time between tokens, ms" in lines[0] and len(lines) == 4
+    assert main(["plan", folder, *served[:2], "--sweep", "tp=2,8"]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:]
+    # The GPUs of the server, not of the machine.
+    assert [row.split()[1:4:2] for row in rows] == [["2", "2"], ["8", "8"]]
+    assert main(["plan", folder, *served, "--sweep", "nodes=1,2"]) == 2
+    assert "a server of 8 ranks is the same on any" in capsys.readouterr().err
     for wrong, reason in {
         "gpu=h100": "one of nodes, gpus-per-node",
         "batch": "must look like nodes=1,2,4",
