@@ -20,6 +20,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.aliases import from_instella
 from fcsd.model.families import FAMILIES, PREFIX, SERVED
+from fcsd.planning.cost.planned import ALL2ALL
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
@@ -343,6 +344,7 @@ def test_what_farskip_layers_have_is_not_refused(plugin: Any) -> None:
         engine_config(data_parallel_size=1, use_ubatching=False, enable_eplb=True),
         rows["deepseek_v3"],
     )
+    assert tuple(ALL2ALL) == plugin.refusals.SPLITTABLE  # those that are planned
     for back_end in plugin.refusals.SPLITTABLE:
         plugin.refusals.check_engine(
             engine_config(data_parallel_size=8, all2all_backend=back_end),

@@ -87,6 +87,7 @@ def _settings(planned: Planned) -> dict[str, Any]:
         "expert_parallel": planned.expert_parallel,
         "tensor_parallel": planned.tensor_parallel,
         "data_parallel": settings.data_parallel,
+        "all2all": settings.all2all if planned.wide else None,
         "micro_batches": planned.micro_batches,
         "layers": resolve_layers(spec.layers, planned.work.moe),
         "num_layers": len(planned.work.layers),

@@ -22,7 +22,7 @@ from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
-from fcsd.planning.cost.roofline import Roofline
+from fcsd.planning.cost.roofline import Roofline, Rows
 from fcsd.planning.cost.stored import BFLOAT16, FP8, Dtype, Stored, stored_weights
 from fcsd.planning.cost.training import Training, built
 from fcsd.steering.network.links import LinkModel
@@ -31,6 +31,15 @@ from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 
 Phase = Literal["train", "prefill", "decode"]
 
+ALL2ALL: dict[str, Rows] = {
+    "allgather_reducescatter": "all",
+    "deepep_high_throughput": "node",
+    "deepep_low_latency": "expert",
+}
+"""What a server's token is sent to, by vLLM's name of the back end (0.32; its default
+first): those that FarSkip overlaps.
+"""
+
 
 class PlanSettings(Cluster):
     """The planned phase, batch and layout, and the machine.
@@ -38,8 +47,8 @@ class PlanSettings(Cluster):
     connectivity: None: that of a converted checkpoint; all layers of any other model.
     sharding: fsdp2 as fcsd trains; optimizer as Megatron does, to compare with its
     runs: a rank has its whole weights, they are sent once a step, and no memory is
-    planned. rows_once: see `Roofline`; False for the same comparison, and always for a
-    server.
+    planned. rows_once: a token of a training sends one row to each rank of its experts;
+    False, a row to each expert, for the same comparison.
     """
 
     model: str
@@ -65,6 +74,14 @@ class PlanSettings(Cluster):
         metavar="N",
         flag="--dp",
         ge=2,
+    )
+    all2all: Literal[
+        "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
+    ] = option(
+        "allgather_reducescatter",
+        "what the ranks of --dp exchange tokens by, in vLLM's words: all ranks gather"
+        " all tokens (its default), a row to each node and rank of a token's experts,"
+        " or a row to each expert",
     )
     batch: int = option(
         1,
@@ -192,9 +209,11 @@ class Planned:
         """The roofline that times its operations."""
         stored = self.stored
         fused = not self.settings.unfused_attention
-        rows_once = self.settings.rows_once and self.settings.phase == "train"
+        rows: Rows = "rank" if self.settings.rows_once else "expert"
+        if self.wide:
+            rows = ALL2ALL[self.settings.all2all]
         return Roofline(
-            self.machine, stored.precision, fused, self.tensor_parallel, rows_once,
+            self.machine, stored.precision, fused, self.tensor_parallel, rows,
             stored.experts, stored.others,
         )  # fmt: skip
 
@@ -283,6 +302,11 @@ def _ranks(
     if dp is not None:
         _check_wide(settings, machine, dp)
         ep = dp
+    elif settings.all2all != PlanSettings.model_fields["all2all"].default:
+        raise UserError(
+            f"--all2all {settings.all2all}: of the ranks of --dp, which is not given;"
+            " leave it out"
+        )
     # By default a training shares the experts over all GPUs; a server shares everything
     # by tensor parallelism.
     tp = (1 if train or dp else world) if tp is None else tp
@@ -314,6 +338,11 @@ def _ranks(
             raise UserError(
                 f"--links: measured for all-to-all; without --dp {settings.phase} is"
                 " planned with all-reduces, leave it out"
+            )
+        if dp and ALL2ALL[settings.all2all] == "all":
+            raise UserError(
+                f"--links: measured for all-to-all; --all2all {settings.all2all}"
+                " gathers, choose another"
             )
         if links.world_size != ep:
             raise UserError(

@@ -18,6 +18,12 @@ from fcsd.steering.network.simulate import Payload, rows_per_token, simulate
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 
+Rows = Literal["rank", "node", "expert", "all"]
+"""What a token sends rows to: each rank of its experts (fcsd's training); each node of
+them, and there each rank; each expert (Megatron's all-to-all, low-latency kernels); all
+ranks, which gather every token.
+"""
+
 PAIR_BYTES = 8
 """Bytes that travel with a row for each pair: the expert's index and its weight."""
 
@@ -29,18 +35,16 @@ class Roofline:
     precision: of the matmuls and their weights; with fp8, attention's core and
     activations are bfloat16. fused: attention is one kernel that skips the pairs that a
     causal mask excludes; else batched matmuls with the scores in memory.
-    tensor_parallel: ranks that share each layer. rows_once: a token sends one row to
-    each rank of its experts, as fcsd trains; else one row to each expert, as do
-    Megatron's all-to-all and servers' low-latency kernels. expert_bytes, weight_bytes:
-    of an element of the experts' and of all other weights, as they are read from
-    memory; None: as wide as `precision`.
+    tensor_parallel: ranks that share each layer. rows: what a token is sent to.
+    expert_bytes, weight_bytes: of an element of the experts' and of all other weights,
+    as they are read from memory; None: as wide as `precision`.
     """
 
     machine: Machine
     precision: Precision = "bfloat16"
     fused: bool = True
     tensor_parallel: int = 1
-    rows_once: bool = True
+    rows: Rows = "rank"
     expert_bytes: float | None = None
     weight_bytes: float | None = None
 
@@ -216,22 +220,29 @@ class Roofline:
         """Return the seconds of a dispatch and of a combine over `ranks`, with equal
         counts.
 
-        Each rank sends an equal share of its rows to every rank. Measured links, if
+        Each rank sends an equal share of its rows to every rank; a dispatch to all
+        ranks is an all-gather, and its combine a reduce-scatter. Measured links, if
         any, are simulated.
         """
+        width = model.row_width * self.value_bytes
+        if self.rows == "all":
+            seconds = self.ring(ranks * model.tokens * width, ranks)
+            return seconds, seconds
         uneven, experts = self.values["imbalance"], model.experts_per_token
         # The most loaded rank decides how long an exchange takes, so its excess is
         # charged to all.
         pairs = model.tokens * experts * uneven
-        rows = pairs
-        if self.rows_once:
-            rows = model.tokens * rows_per_token(
+
+        def rows_to(places: int) -> float:
+            return model.tokens * rows_per_token(
                 model.num_experts,
                 experts,
-                ranks,
+                places,
                 groups=model.expert_groups,
                 imbalance=uneven,
             )
+
+        rows = pairs if self.rows == "expert" else rows_to(ranks)
         if (links := self.machine.links) is not None:
             counts, weights = (
                 np.full((ranks, ranks), rows / ranks),
@@ -242,18 +253,29 @@ class Roofline:
             )
             times = simulate(links, counts, payload)
             return float(times.metadata + times.dispatch), float(times.combine)
-        seconds = self._all_to_all(rows * model.row_width * self.value_bytes, ranks)
+        far_bytes = None
+        nodes, rest = divmod(ranks, self.machine.gpus_per_node)
+        if self.rows == "node" and nodes > 1 and not rest:
+            far_bytes = rows_to(nodes) * (1 - 1 / nodes) * width
+        seconds = self._all_to_all(rows * width, ranks, far_bytes)
         return seconds, seconds
 
-    def _all_to_all(self, num_bytes: float, ranks: int) -> float:
+    def _all_to_all(
+        self, num_bytes: float, ranks: int, far_bytes: float | None
+    ) -> float:
+        """Return the seconds of an exchange. far_bytes: that leave a node, whose ranks
+        forward what comes in; None: rows go straight to their ranks.
+        """
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if ranks == 1:
             return 0.0
         # a group may lie across nodes
         groups = machine.near(ranks, machine.num_gpus // ranks)
-        peer_bytes, least, most = num_bytes / ranks, min(groups), max(groups)
+        least, most = min(groups), max(groups)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
+        # Forwarded rows cross the node's links as those do that stay in it.
+        peer_bytes = num_bytes / (ranks if far_bytes is None else most)
         # Within a node: the slowest of one peer's link and the sum over all peers
         # through the GPU's own links.
         within = (
@@ -264,14 +286,13 @@ class Roofline:
         )
         if least == ranks:
             return within
+        if far_bytes is None:
+            far_bytes = peer_bytes * (ranks - least)
         # Between nodes: everything for other nodes goes through the GPU's interface,
         # while the node's own links work.
         return max(
             within,
-            2 * latency
-            + peer_bytes
-            * (ranks - least)
-            / (machine.nic_gb_s * 1e9 * self.values["nic"]),
+            2 * latency + far_bytes / (machine.nic_gb_s * 1e9 * self.values["nic"]),
         )
 
     def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:

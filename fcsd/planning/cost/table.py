@@ -320,6 +320,8 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
             f"{kind} parallel {settings[f'{kind}_parallel']}, expert parallel"
             f" {settings['expert_parallel']}"
         )
+        if wide:
+            ranks += f" over {settings['all2all']}"
     network = (
         "measured links"
         if facts["links"]

@@ -557,6 +557,19 @@ def test_the_imbalance_of_a_routing_study_is_planned_with(
     assert uneven - 20e-6 == pytest.approx(hit[1] / hit[0] * (even - 20e-6))
 
 
+def test_the_table_names_the_back_end_of_a_wide_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", lite(tmp_path), "--phase", "decode", "--dp", "8", "--batch", "8"]
+    for chosen, named in (
+        ([], "allgather_reducescatter"),
+        (["--all2all", "deepep_low_latency"], "deepep_low_latency"),
+    ):
+        assert main([*words, *chosen]) == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x[:5] == "phase")
+        assert f"data parallel 8, expert parallel 8 over {named}, 8 x" in line
+
+
 def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(
     v3: Planned,
 ) -> None:
@@ -651,6 +664,14 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "both ways": ([model, "--phase", "prefill", "--dp", "8", "--tp", "8"], "(--tp 1 --ep 8); leave both out"),
         "ranks of no server": ([model, "--phase", "prefill", "--dp", "3"], "--dp 3: does not divide the 8 GPUs"),
         "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: requests of the whole"),
+        "back end of no ranks": (
+            [model, "--phase", "decode", "--all2all", "deepep_low_latency"],
+            "--all2all deepep_low_latency: of the ranks of --dp, which is not given",
+        ),
+        "links of a gather": (
+            [model, "--phase", "decode", "--dp", "4", "--batch", "4", "--links", str(tmp_path / "links.json")],
+            "--all2all allgather_reducescatter gathers, choose another",
+        ),
         "measured wide": (
             [model, "--phase", "decode", "--dp", "8", "--batch", "8", "--measured", str(tmp_path / "served.json")],
             "--measured: data_parallel is False in the file and True in the plan",

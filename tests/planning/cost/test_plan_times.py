@@ -12,7 +12,7 @@ from benchmarks.plan import planned as published
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.plan import plan
-from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.planned import ALL2ALL, Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
 from tests.planning.cost.plans import EIGHT, even_links, lite, with_links, with_values
 
@@ -316,6 +316,7 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
         "batch": 16,
         "length": 512,
         "data_parallel": 8,
+        "all2all": "deepep_low_latency",
     }
     lite = with_values(published("DeepSeek-V2-Lite", {}, settings), slowdown=0.25)
     times = plan_times(lite)
@@ -361,6 +362,48 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
         compute + rest + 0.25 * (52 * each - rest)
     )
     assert 0 < times["overlap"]["forward"] <= 1
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_back_end_says_what_a_wide_servers_tokens_are_sent_to(nodes: int) -> None:
+    """DeepSeek-V2-Lite, 128 tokens a rank in rows of 4,096 bytes, 6 of 64 experts."""
+    ranks, row = 8 * nodes, 128 * 2048 * 2
+    settings: dict[str, Any] = {
+        "gpu": "h200", "phase": "prefill", "length": 128, "batch": ranks, "nodes": nodes,
+        "data_parallel": ranks, "network_gb_s": 10.0,
+    }  # fmt: skip
+    link, nic = 450e9 * 0.85, 10e9 * 0.8
+    hit = {
+        n: n * (1 - math.comb(64 - 64 // n, 6) / math.comb(64, 6)) for n in (2, 8, 16)
+    }
+    if nodes == 1:
+        expected = {
+            # seven others' tokens arrive
+            "allgather_reducescatter": 20e-6 + 7 * row / link,
+            "deepep_high_throughput": 20e-6 + hit[8] * row / 8 * 7 / link,
+            "deepep_low_latency": 20e-6 + 6 * row / 8 * 7 / link,
+        }
+    else:
+        expected = {
+            # a ring over both nodes, with eight interfaces in each
+            "allgather_reducescatter": 20e-6 + 15 * row / (8 * nic),
+            # half of the nodes that a token is sent to are the other one
+            "deepep_high_throughput": 40e-6 + hit[2] * row / 2 / nic,
+            "deepep_low_latency": 40e-6 + 6 * row / 16 * 8 / nic,
+        }
+    assert list(expected) == list(ALL2ALL)
+    for name, seconds in expected.items():
+        one = published("DeepSeek-V2-Lite", {}, settings | {"all2all": name})
+        times = plan_times(one)["exchange_s"]
+        assert times == pytest.approx({"dispatch": seconds, "combine": seconds}), name
+    by_default = published("DeepSeek-V2-Lite", {}, settings)
+    assert by_default.roofline.rows == "all"  # as in vLLM
+    # What a node forwards crosses its links, too: those to ranks of the busiest of all.
+    if nodes == 2:
+        fast = settings | {"network_gb_s": 1e6, "all2all": "deepep_high_throughput"}
+        times = plan_times(published("DeepSeek-V2-Lite", {}, fast))["exchange_s"]
+        within = 20e-6 + hit[16] * row / 8 * 7 / link
+        assert times["combine"] == pytest.approx(max(40e-6, within), rel=1e-3)
 
 
 def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
