@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-transformers test-newest check bench bench-serving docs clean
+.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as a MoE, from 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron steering/fcsd_steering
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth"
 
 test-breadth: $(STAMP)  ## the same for all the others
@@ -106,8 +106,13 @@ $(EXTRAS): pyproject.toml
 	rm -rf $@.new/tests  # one of them ships its own, which would stand before ours
 	mv $@.new $@
 
+STEERING_TESTS := PYTHONPATH=$(CURDIR):$(CURDIR)/steering $(TEST_ENV) $(BIN)/python -m pytest -q -c steering/pyproject.toml
+
+test-steering: $(STAMP)  ## links, routes, bias tables and steered models
+	$(STEERING_TESTS) -n $(WORKERS) steering/tests
+
 test-network: $(STAMP)  ## profiles and simulated exchanges against real TCP in network namespaces; needs root
-	FCSD_NETWORK=1 $(TEST_ENV) $(BIN)/python -m pytest -q -s tests/steering/network/test_namespaces.py
+	FCSD_NETWORK=1 $(STEERING_TESTS) -s steering/tests/test_namespaces.py
 
 SERVING := .serving
 SERVING_STAMP := $(SERVING)/.installed
@@ -170,7 +175,7 @@ $(MEGATRON): megatron/tests/requirements.txt  # beside the environment, never in
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron steering/fcsd_steering
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

@@ -19,8 +19,8 @@ PACKAGE = ROOT / "fcsd"
 
 # Each folder imports only from those before it.
 ORDER = [
-    "base", "model", "data", "parallel", "training", "steering", "evaluation", "recipe", "planning", "report",
-    "pipeline", "api", "cli", "__main__",
+    "base", "model", "data", "parallel", "training", "evaluation", "recipe", "planning", "report",
+    "pipeline", "api", "cli", "extension", "__main__",
 ]  # fmt: skip
 
 # Third parties that are slow to import, or that a user may not have: only what lies
@@ -137,6 +137,26 @@ def test_a_third_party_is_imported_in_its_folder_alone(library: str) -> None:
         and not path.startswith(ONLY_IN[library])
     ]
     assert wrong == []
+
+
+# What the distributions beside fcsd may import of it: its two doors, and what a program
+# with commands needs.
+DOORS = ("fcsd", "fcsd.extension", "fcsd.cli.options", "fcsd.cli.program")
+
+
+@pytest.mark.parametrize("distribution", ["megatron", "steering"])
+def test_a_distribution_comes_in_by_the_doors(distribution: str) -> None:
+    paths = sorted((ROOT / distribution / f"fcsd_{distribution}").rglob("*.py"))
+    wrong = [
+        f"{path.relative_to(ROOT)}: {node.module}"
+        for path in paths
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ImportFrom) and node.level == 0
+        if str(node.module).split(".")[0] == "fcsd"
+        if node.module not in DOORS
+        if str(node.module).rpartition(".")[0] not in DOORS[1:]
+    ]
+    assert paths and wrong == []
 
 
 def test_a_private_name_stays_in_its_module() -> None:

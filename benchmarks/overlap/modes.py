@@ -20,7 +20,7 @@ from benchmarks.overlap.models import (
 )
 from benchmarks.overlap.one_node import one_node
 from benchmarks.overlap.report import flat
-from fcsd.steering.network.simulate import rows_per_token
+from fcsd.planning.network.simulate import rows_per_token
 
 MODES = (
     "regular", "beside", "both", "batons", "blocking", "forward", "full", "start", "end", "one-node", "each",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import nn
 
 from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
 from fcsd.evaluation.results import Samples, read_result, write_result
 from fcsd.evaluation.runner import prepare_evaluation
@@ -67,6 +68,7 @@ def evaluate_model(
     progress: bool = True,
     name: str = "model",
     launch: Launch | None = None,
+    batches: Batches | None = None,
 ) -> Evaluation:
     """Evaluate a model on every task of a suite; all ranks of a launch call this and
     get the same result.
@@ -83,6 +85,8 @@ def evaluate_model(
         limit: only the first items of every task, for a quick look.
         allow_weak_sandbox: run generated code even where it cannot be kept off the
             network.
+        batches: a hook that runs before each batch, and the facts that the result
+            records about it.
 
     Raises:
         UserError: a task, data set, metric or chat template does not exist; the sandbox
@@ -125,7 +129,7 @@ def evaluate_model(
         tokenizer, suite, config, ranks=launch.ranks, progress=progress
     )
     with preserved(model, tokenizer), prepared as evaluate:
-        result, samples = evaluate(model, name)
+        result, samples = evaluate(model, name, batches)
     # All ranks report the clock of the first, so that their results are equal.
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
     return Evaluation(result, samples)

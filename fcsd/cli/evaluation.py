@@ -79,7 +79,6 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.evaluation.stage import Evaluation
     from fcsd.model.config import ModelConfig
-    from fcsd.steering.routing.bias import read_tables
 
     data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
     return Evaluation(
@@ -98,11 +97,6 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
         ),
         device_map=arguments.device_map,
         server_check=not arguments.no_server_check,
-        bias=(
-            None
-            if arguments.router_bias is None
-            else read_tables(arguments.router_bias)
-        ),
     )
 
 
@@ -278,15 +272,6 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     field_options(parser, EvaluationConfig, "capacity_drop")
     expert_parallel_argument(parser)
     device_map_argument(parser)
-    parser.add_argument(
-        "--router-bias",
-        type=Path,
-        metavar="TABLES",
-        help=(
-            "steer the model's routers by what `fcsd bias` wrote; batch j of a task"
-            " belongs to endpoint j mod N"
-        ),
-    )
     _server_arguments(parser)
     field_options(parser, EvaluationConfig, "allow_weak_sandbox")
     _samples_arguments(parser)

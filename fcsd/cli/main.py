@@ -4,18 +4,8 @@ The modules of this folder import slow libraries, and whatever loads these, insi
 functions and after the checks of the options: help and mistakes then appear at once.
 """
 
-import errno
-import io
-import os
-import sys
-import traceback
-from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from fcsd import __version__
-from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
-from fcsd.base.files import release_folders
-from fcsd.base.temporary import sweep_scratch
 from fcsd.cli import (
     benchmarks,
     checkpoints,
@@ -23,22 +13,19 @@ from fcsd.cli import (
     planning,
     publishing,
     recipes,
-    routing,
 )
-from fcsd.cli.options import Command, Help
-from fcsd.parallel import failure as rank_failure
+from fcsd.cli.options import Command
+from fcsd.cli.program import Parser, Program
 
 COMMANDS: dict[str, Command] = {
     **checkpoints.COMMANDS,
     **recipes.COMMANDS,
     **planning.COMMANDS,
     **evaluation.COMMANDS,
-    **routing.COMMANDS,
     **benchmarks.COMMANDS,
     **publishing.COMMANDS,
 }
 
-# Commands of the last release that are called otherwise now, and what to type instead.
 # They go with the next release.
 MOVED_COMMANDS: dict[str, str] = {
     "recipe": "fcsd run RECIPE --show",
@@ -47,7 +34,26 @@ MOVED_COMMANDS: dict[str, str] = {
     "report": "fcsd run RECIPE --only report",
     "score": "fcsd evaluate --samples FILE",
     "export": "fcsd convert MODEL OUT --format amd",
+    "routing": "fcsd-steer routing",
+    "bias": "fcsd-steer bias",
+    "profile-network": "fcsd-steer profile-network",
 }
+
+FCSD = Program(
+    name="fcsd",
+    description=(
+        "Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it"
+        " from the original, evaluate it against the original and leave it ready to"
+        " publish."
+    ),
+    epilog=(
+        "First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains,"
+        " converts and evaluates a small MoE on a CPU. `fcsd COMMAND --help`"
+        " explains each command."
+    ),
+    commands=COMMANDS,
+    moved=MOVED_COMMANDS,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,169 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     A user's mistake is one line on stderr and status 2; Ctrl-C gives 130, SIGTERM 143.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
-    # The first word that is no option names the command; only its options are built.
-    command = next((word for word in words if not word.startswith("-")), "")
-    parser = build_parser(command)
-    if words[:1] == [command] and command in MOVED_COMMANDS:
-        parser.error(f"'{command}' is now `{MOVED_COMMANDS[command]}`")
-    if words[:1] == [command] and command not in parser.commands:
-        from fcsd.base.strict import did_you_mean
-
-        parser.error(
-            f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
-        )
-    arguments = parser.parse_args(words)
-    if arguments.command is None:
-        parser.print_help()
-        return 2
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # Printing the name of a file that is not UTF-8 must not end the command.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    if not sys.stderr.isatty():
-        # A bar adds a line to a log file at each update: at most every 15 seconds.
-        os.environ.setdefault("TQDM_MININTERVAL", "15")
-    first = os.environ.get("RANK", "0") == "0"
-    if not first:
-        # The first rank's bars stand for those of all ranks, libraries' bars too.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-    try:
-        # Remove what killed commands left, even where this one needs no such folder.
-        sweep_scratch()
-        arguments.run(arguments)
-        return 0
-    except (UserError, ScorerError) as error:
-        status = 2 if isinstance(error, UserError) else 1
-        return _failed(
-            f"fcsd {arguments.command}: error: {' '.join(str(error).split())}",
-            status,
-            error,
-        )
-    except Interrupted as interruption:
-        if first:
-            print(
-                f"fcsd {arguments.command}: {interruption}{_launchers_end()}",
-                file=sys.stderr,
-            )
-        return interruption.status
-    except KeyboardInterrupt:
-        if first:
-            text = (
-                f"\nfcsd {arguments.command}: interrupted; run the same command again"
-                " to continue"
-            )
-            print(f"{text}{_launchers_end()}", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        return 0
-    except Exception as error:
-        if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
-            reason = (" ".join(str(error).split()) or "the host's memory is full")[:200]
-            text = (
-                f"fcsd {arguments.command}: error: out of memory: {reason}; run `fcsd"
-                " estimate RECIPE` to see what a training needs, `fcsd inspect MODEL`"
-                " what its weights need"
-            )
-            return _failed(text, 2, error)
-        if (problem := _wrong_path(error)) is not None:
-            return _failed(f"fcsd {arguments.command}: error: {problem}", 2, error)
-        # A bug keeps its traceback. Python prints that of a single process; of several,
-        # the first failure alone is printed.
-        if _number_of_processes() == 1:
-            raise
-        return _failed(
-            f"{traceback.format_exc()}fcsd {arguments.command}: failed", 1, error
-        )
-    finally:
-        # Other ranks and later commands of this process must not wait for this one.
-        rank_failure.stop_watching()
-        release_folders()
+    return FCSD.run(argv)
 
 
-def _failed(text: str, status: int, error: Exception) -> int:
-    """Print an error, only once in a launch of several processes, and return the exit
-    status.
-    """
-    if _number_of_processes() > 1:
-        text = (
-            f"{text} (rank {os.environ.get('RANK', '?')} of {_number_of_processes()})"
-        )
-    to_print, status = rank_failure.first_failure(text, status, error)
-    if to_print is not None:
-        print(to_print, file=sys.stderr)
-        rank_failure.wait_until_known()
-    return status
-
-
-def _wrong_path(error: Exception) -> str | None:
-    """Describe what is wrong with a path that no file can have, whichever code tried to
-    open it; None for other errors.
-    """
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        name = str(error.filename or "a path")
-        return (
-            f"{name if len(name) <= 200 else f'{name[:199]}…'}: {error.strerror};"
-            " choose a shorter name"
-        )
-    if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
-        return (
-            f"{error.object[:200]!r}: holds half a character, or is not UTF-8; choose"
-            " another name"
-        )
-    return None
-
-
-def _launchers_end() -> str:
-    """Explain the output of torch's launcher after a signal; its status is not ours."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    return (
-        " (the launcher's status 1 and traceback, which follow, mean this signal and no"
-        " other error)"
-    )
-
-
-def _number_of_processes() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class _Parser(ArgumentParser):
-    """The parser of `fcsd` itself; commands: their parsers by name."""
-
-    commands: Mapping[str, ArgumentParser] = {}
-
-
-def build_parser(command_name: str | None = None) -> _Parser:
-    """Build the parser of all commands.
-
-    command_name: add the options of this command only, which saves the imports of the
-    others; None: of every command.
-    """
-    parser = _Parser(
-        prog="fcsd",
-        description=(
-            "Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it"
-            " from the original, evaluate it against the original and leave it ready to"
-            " publish."
-        ),
-        epilog=(
-            "First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains,"
-            " converts and evaluates a small MoE on a CPU. `fcsd COMMAND --help`"
-            " explains each command."
-        ),
-    )
-    parser.add_argument("--version", action="version", version=f"fcsd {__version__}")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", parser_class=ArgumentParser
-    )
-    for name, (text, options, run, details) in COMMANDS.items():
-        description = f"{text} {details}".strip()
-        command = commands.add_parser(
-            name, help=text, description=description, formatter_class=Help
-        )
-        command.set_defaults(run=run)
-        # Adding options imports the records that they mirror.
-        if command_name in (None, name):
-            options(command)
-    parser.commands = commands.choices
-    return parser
+def build_parser(command_name: str | None = None) -> Parser:
+    """Build the parser of all commands; command_name: with the options of this one only."""
+    return FCSD.parser(command_name)

@@ -41,7 +41,7 @@ def _plan(arguments: Namespace) -> None:
                 f"--windows: of dispatch and combine, which --phase {arguments.phase}"
                 " has not; use train, or --dp"
             )
-        from fcsd.steering.routing.tables import read_windows_file
+        from fcsd.planning.cost.windows import read_windows_file
 
         check_file_place(arguments.windows, read_windows_file)
     # Bad paths are refused before the planning, not after it.
@@ -50,8 +50,8 @@ def _plan(arguments: Namespace) -> None:
 
         check_file_place(arguments.figure, check_figure)
     from fcsd.pipeline.plan import plan_from_files
-    from fcsd.planning.cost.plan import write_windows
     from fcsd.planning.cost.table import plan_table
+    from fcsd.planning.cost.windows import write_windows
 
     names = ("links", "measured", "routing", "study", "metric", "figure")
     facts = plan_from_files(
@@ -166,7 +166,7 @@ def _plan_options(parser: ArgumentParser) -> None:
         "--links",
         type=Path,
         metavar="FILE",
-        help="links between the --ep ranks, as `fcsd profile-network` measured them",
+        help="links between the --ep ranks, as `fcsd-steer profile-network` measured them",
     )
     parser.add_argument(
         "--measured",
@@ -182,7 +182,7 @@ def _plan_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help=(
-            "study of `fcsd routing`, whose imbalance of the ranks is used instead of"
+            "study of `fcsd-steer routing`, whose imbalance of the ranks is used instead of"
             " even routing"
         ),
     )

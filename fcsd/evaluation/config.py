@@ -23,7 +23,6 @@ from fcsd.base.strict import (
 )
 from fcsd.base.unions import one_of
 from fcsd.data.config import ModelStudy
-from fcsd.steering.config import RouterBiasConfig
 from fcsd.training.config import check_capacity
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
@@ -334,9 +333,6 @@ class EvaluationConfig(Strict):
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its
     # KL alone.
     layer_study: LayerStudyConfig | None = None
-    router_bias: RouterBiasConfig | None = (
-        None  # models of the run again, their routers steered away from slow links
-    )
     allow_weak_sandbox: bool = option(
         False,
         "run generated code even where this machine's sandbox cannot keep it off the"
@@ -385,12 +381,9 @@ class EvaluationConfig(Strict):
                 " dropped would depend on the batch, and padding, of which lm-eval"
                 " tells nothing, would take room"
             )
-        if self.router_bias is not None or (
-            self.layer_study is not None and self.layer_study.tasks
-        ):
+        if self.layer_study is not None and self.layer_study.tasks:
             raise ValueError(
-                "capacity_factor: not with router_bias or layer_study.tasks; leave one"
-                " of them out"
+                "capacity_factor: not with layer_study.tasks; leave one of them out"
             )
 
     @model_validator(mode="after")
@@ -405,23 +398,6 @@ class EvaluationConfig(Strict):
         if isinstance(value, bool):
             return {} if value else None
         return value
-
-    @model_validator(mode="after")
-    def _a_bias_knows_its_batches(self) -> "EvaluationConfig":
-        if self.router_bias is None:
-            return self
-        if self.server is not None:
-            raise ValueError(
-                "server: a router bias is one for each endpoint that tokens come from,"
-                " and the ranks of a server that end a layer in an all-reduce all hold"
-                " the same tokens: leave the section out, or router_bias"
-            )
-        if self.batch_size == "auto":
-            raise ValueError(
-                "batch_size: 'auto' has no meaning with router_bias: which endpoint an"
-                " item belongs to depends on the batch size; give a number"
-            )
-        return self
 
 
 class Scoring(Strict):

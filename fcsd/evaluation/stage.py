@@ -1,5 +1,5 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
-server, steered or not, with or without a recipe.
+server, with or without a recipe.
 
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
     config), folder, launch)
@@ -8,7 +8,7 @@ server, steered or not, with or without a recipe.
 import contextlib
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,20 +25,13 @@ from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
-from fcsd.evaluation.backend import Batches, check_batch_size
+from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
 from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
-from fcsd.evaluation.steered import (
-    Sweep,
-    bias_facts,
-    biased_routers,
-    check_bias,
-    check_bias_model,
-)
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
@@ -47,13 +40,12 @@ from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import refusal
 from fcsd.parallel.place import check_device_map, load_for_evaluation
-from fcsd.steering.routing.bias import BiasTables
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 FINISHED_TASKS = "finished-tasks"
 _DEFINITION = ", its definition"
-Measure = Callable[[PreTrainedModel, Batches | None], dict[str, Any]]
-"""Measures a model beside its scores, for its result, while its routers are biased."""
+Measure = Callable[[PreTrainedModel], dict[str, Any]]
+"""Measures a model beside its scores, for its result."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +55,10 @@ class Reference:
 
     The original's outputs are computed once for all evaluations that share the
     reference, and stay in main memory between them: each needs all of them to its end.
-
-    inputs: name -> fingerprint of anything that results depend on beside model,
-    original and data. sweep: for a steered model, returns the model that is asked under
-    every bias.
     """
 
     original: ModelFolder
     data: DataConfig
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    sweep: Callable[[], Sweep] | None = None
     _known: list[tuple[Any, Original]] = field(
         default_factory=list, repr=False, compare=False
     )
@@ -81,14 +67,12 @@ class Reference:
         """Return the function that measures a model; None without held-out text. All
         ranks call this, before the model is loaded.
         """
-        if self.sweep is not None:
-            return self.sweep().measure
         rows = heldout_of(self.data, tokenizer, self.original)
         if rows is None:
             return None
         original_outputs = self.read(rows, launch)
 
-        def kl(loaded: PreTrainedModel, batches: Batches | None) -> dict[str, Any]:
+        def kl(loaded: PreTrainedModel) -> dict[str, Any]:
             divergence = mean_kl(original_outputs, loaded, rows, ranks=launch.ranks)
             original_outputs.head.cpu()  # off the device, where the next model needs the room
             return {"kl_to_original": divergence}
@@ -116,10 +100,8 @@ class Evaluation:
 
     name: the model's name in the result. model: its folder, or a `model` section.
     config: batch size, limit, data root, cache, server and sandbox. reference: of a
-    model of a recipe. bias: tables that steer the model's routers; batch j of a task
-    belongs to endpoint j mod N. device_map: see
-    `fcsd.parallel.place.load_for_evaluation`. server_check: first check which model is
-    served.
+    model of a recipe. device_map: see `fcsd.parallel.place.load_for_evaluation`.
+    server_check: first check which model is served.
     """
 
     name: str
@@ -127,7 +109,6 @@ class Evaluation:
     suite: SuiteConfig
     config: EvaluationConfig
     reference: Reference | None = None
-    bias: BiasTables | None = None
     device_map: str | None = None
     server_check: bool = True
 
@@ -148,14 +129,10 @@ class Evaluation:
     @property
     def answered_by(self) -> dict[str, Any]:
         """The facts on which scores depend where a server answers (that there is one,
-        not where), routers are biased, or pairs are dropped.
+        not where), or pairs are dropped.
         """
         served = {} if self.config.server is None else {"server": True}
-        return (
-            served
-            | bias_facts(self.bias, self.config.batch_size)
-            | self.config.capacity
-        )
+        return served | self.config.capacity
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which a result depends, for the manifest."""
@@ -164,7 +141,7 @@ class Evaluation:
             return {**suite, "limit": self.config.limit, **self.answered_by}
         # No score depends on the batch size beyond float noise, so an evaluation may
         # continue with another.
-        left_out = {"layer_study", "cache", "batch_size", "server", "router_bias"}
+        left_out = {"layer_study", "cache", "batch_size", "server"}
         text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
         return {
             "evaluation": self.config.model_dump(mode="json", exclude=left_out),
@@ -185,10 +162,7 @@ class Evaluation:
             ),
         }
         if reference is not None:
-            fingerprints |= {
-                **reference.inputs,
-                **reference.original.fingerprints("original"),
-            }
+            fingerprints |= reference.original.fingerprints("original")
             heldout = reference.data.heldout
         return fingerprints | test_set_fingerprints(self.suite, self.data_root, heldout)
 
@@ -201,22 +175,17 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     task. All ranks call this.
 
     Raises:
-        UserError: what rules itself out (a server and several ranks, a bias and an
-            automatic batch size); a model, task or data set that is not there; a folder
-            with another evaluation.
+        UserError: what rules itself out (a server and several ranks); a model, task or
+            data set that is not there; a folder with another evaluation.
     """
     config = evaluation.config
     check_server(config.server, launch)
-    check_bias(evaluation.bias, config.batch_size, config.server)
     launch = launch.for_evaluation()
     check_device_map(evaluation.device_map, launch)
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.checkpoint
     if evaluation.reference is None:
         _check_overlap(model, launch)
-    if evaluation.bias is not None:
-        raw, *_ = read_config(model.folder, any_family=True)
-        check_bias_model(evaluation.bias, raw["model_type"])
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,
@@ -259,8 +228,6 @@ def _ask(
     reference = evaluation.reference
 
     def load() -> PreTrainedModel:
-        if reference is not None and reference.sweep is not None:
-            return reference.sweep().loaded
         return load_for_evaluation(
             evaluation.checkpoint, launch, device_map=evaluation.device_map
         )
@@ -273,16 +240,10 @@ def _ask(
     measure = reference.measure(tokenizer, launch) if reference is not None else None
     if backend is not None:
         result, samples = prepared.ask(backend, evaluation.name)
-        return result | (measure(load(), None) if measure is not None else {}), samples
+        return result | (measure(load()) if measure is not None else {}), samples
     loaded = load()
-    with biased_routers(
-        loaded, evaluation.bias, evaluation.config.batch_size
-    ) as batches:
-        result, samples = prepared(loaded, evaluation.name, batches)
-        return (
-            result | (measure(loaded, batches) if measure is not None else {}),
-            samples,
-        )
+    result, samples = prepared(loaded, evaluation.name)
+    return result | (measure(loaded) if measure is not None else {}), samples
 
 
 def _check_overlap(model: ModelFolder, launch: Launch) -> None:
@@ -360,7 +321,6 @@ def _store(
         "configuration": configuration_fingerprint(evaluation.checkpoint.folder),
         "loading": loading,
         **served,
-        **bias_facts(evaluation.bias, config.batch_size),
         **config.capacity,
         "limit": config.limit,
         "versions": {

@@ -32,11 +32,9 @@ from fcsd.parallel.engine import check_precision
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.steer import links_of
 from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
-from fcsd.steering.routing.placement import contiguous
 from fcsd.training.arguments import (
     check_reporters,
     micro_batches,
@@ -96,16 +94,7 @@ def check_run(run: Run) -> None:
     if run.launch.first and _unfinished(layout.convert):
         connectivity, where = recipe.connectivity.spec(), "connectivity.layers:"
         tell_first_layers(connectivity, config, family, where, recipe.model_path)
-    bias, evaluated = recipe.evaluation.router_bias, recipe.model_names
-    if bias is not None:
-        num_experts, _ = expert_counts(text_config(config, family))
-        links = links_of(bias)
-        try:
-            contiguous(num_experts or 0, len(links.endpoints))
-        except UserError as error:
-            raise UserError(f"evaluation.router_bias: {error}") from None
-        evaluated += bias.names
-    if any(_unfinished(layout.evaluation(name)) for name in evaluated):
+    if any(_unfinished(layout.evaluation(name)) for name in recipe.model_names):
         _check_evaluation(run)
 
 

@@ -21,9 +21,9 @@ from fcsd.planning.layers.points import (
     study_metric,
 )
 from fcsd.planning.layers.study import read_study
+from fcsd.planning.network.links import read_links
+from fcsd.planning.network.simulate import rank_imbalance
 from fcsd.report.study_plots import plot_worth
-from fcsd.steering.network.links import read_links
-from fcsd.steering.routing.metrics import rank_imbalance
 
 
 def plan_from_files(
@@ -140,7 +140,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
         loads = np.asarray(facts["counts"]).sum(1)
     except (LookupError, TypeError, ValueError):
         raise UserError(
-            f"{folder}: holds no routing study; `fcsd routing` writes one"
+            f"{folder}: holds no routing study; `fcsd-steer routing` writes one"
         ) from None
     work = planned.work
     expected = (

@@ -27,10 +27,6 @@ def distillation(name: str | None) -> str:
     return f"distillation {name or MAIN}"
 
 
-def steering(model: str) -> str:
-    return f"tables that steer the routers of {model}"
-
-
 def evaluation(name: str) -> str:
     return f"evaluation of {name}"
 
@@ -55,11 +51,6 @@ def run_progress(run: Run, **where: Any) -> Progress:
         _add_distillations(run, add)
     for name in recipe.model_names:
         add(evaluation(name), layout.evaluation(name), "evaluations", 1)
-    if (bias := recipe.evaluation.router_bias) is not None:
-        for model in bias.models:
-            add(steering(model), layout.router_bias(model), "evaluations", 1)
-            for name in bias.names_of(model):
-                add(evaluation(name), layout.evaluation(name), "evaluations", 1)
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)

@@ -33,7 +33,6 @@ from fcsd.pipeline.progress import (
     run_progress,
 )
 from fcsd.pipeline.rows import tokenize
-from fcsd.pipeline.steer import steer
 from fcsd.planning.layers.settings import Study
 from fcsd.planning.layers.study import study_layers
 from fcsd.recipe.layout import MAIN
@@ -120,8 +119,6 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     else:
         _distill_all(run)
     evaluate_models(run)
-    if recipe.evaluation.router_bias is not None:
-        steer(run)
     if run.studies_layers:
         run.begin(LAYERS)
         layers(run)

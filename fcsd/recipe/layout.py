@@ -9,7 +9,6 @@ distill/             the main distillation
 variants/NAME/       further distillations
 teacher-cache/       hidden states of the teacher (`fcsd run RECIPE --only cache-teacher`)
 evaluate/NAME/       results of every model, on the same items
-router-bias/MODEL/   tables that steer the routers of a model, NAME.safetensors
 layers/              untrained KL against the rewired layers
 report/              report.md, the same as report.html, report.json, figures
 publish/             the folder that goes to the Hub
@@ -85,13 +84,6 @@ class RunLayout:
         start from.
         """
         return self.root / "calibrate" / name
-
-    def router_bias(self, model: str) -> Path:
-        """Return the folder of the tables that steer one of the run's models."""
-        return self.root / "router-bias" / model
-
-    def bias_tables(self, name: str, model: str = "original") -> Path:
-        return self.router_bias(model) / f"{name}.safetensors"
 
     def evaluation(self, name: str) -> Path:
         return self.root / "evaluate" / name

@@ -20,7 +20,6 @@ from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
 _FILES_BESIDE = (
     "evaluation.suite",
-    "evaluation.router_bias.links",
     "early_stopping.suite",
     "data.decontaminate.suite",
     "pretrain.data.decontaminate.suite",

@@ -399,24 +399,6 @@ class Recipe(Strict):
                 "evaluation.layer_study needs data.heldout, the text on which KL is"
                 " measured"
             )
-        if (bias := self.evaluation.router_bias) is not None:
-            if self.data.heldout is None:
-                raise ValueError(
-                    "evaluation.router_bias needs data.heldout, the text on which time"
-                    " and KL are measured"
-                )
-            for name in bias.models:
-                if name not in self.model_names:
-                    suggestion = did_you_mean(name, self.model_names)
-                    raise ValueError(
-                        f"evaluation.router_bias.models: no model {name!r} in the"
-                        f" report{suggestion}"
-                    )
-            if duplicates := sorted(bias.names.keys() & self.variants.keys()):
-                raise ValueError(
-                    f"variants.{duplicates[0]}: is the name of a model of"
-                    " evaluation.router_bias"
-                )
         return self
 
     @model_validator(mode="after")

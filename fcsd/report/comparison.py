@@ -310,10 +310,7 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
             for key in ("limit", "dtype", "device", "scorer", "template_date")
         }
         compared["engine"] = engine_of(settings)
-        bias = settings.get("router_bias")
-        compared["router bias"] = (
-            f"{bias['kind']} {bias['strength']:g}" if bias else "none"
-        )
+        compared["router bias"] = settings.get("router_bias", "none")
         factor = settings.get("capacity_factor")
         compared["capacity factor"] = (
             f"{factor:g} by {settings['capacity_drop']}" if factor else "none"

@@ -38,7 +38,6 @@ from fcsd.report.comparison import (
 from fcsd.report.figure import model_colours
 from fcsd.report.page import write_page
 from fcsd.report.plots import plot_models, plot_sweep
-from fcsd.report.steering import steering_figure, steering_parts, steering_points
 from fcsd.report.study_plots import plot_layers
 from fcsd.report.table import models_table
 from fcsd.report.training import stopping_table
@@ -57,17 +56,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         UserError: the results were not measured on the same items, or on weights that
             no longer exist.
     """
-    layout, bias = RunLayout(recipe.folder), recipe.evaluation.router_bias
-    steered = (
-        {}
-        if bias is None
-        else {name: steering.model for name, steering in bias.names.items()}
-    )
-    # Steered models have results of their own, and weights and layers of the model
-    # without a bias.
-    names = [*names, *steered]
+    layout = RunLayout(recipe.folder)
     evaluated = {
-        name: _evaluated(layout, name, steered.get(name, name))
+        name: _evaluated(layout, name)
         for name in sorted(names, key=lambda name: name != "original")
         if read_manifest(layout.evaluation(name))
     }
@@ -85,7 +76,7 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     }
     models = {
         name: {
-            "layers": _layers(layout, steered.get(name, name)),
+            "layers": _layers(layout, name),
             "training": (
                 _training(training[name])
                 if name in training
@@ -111,7 +102,6 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         ),
         "training": {name: read_manifest(path) for name, path in training.items()},
         "sweep": read_manifest(layout.sweep).get("results"),
-        "router_bias": steering_points(recipe, layout, models),
         "layers": read_study(layout.layers) if read_manifest(layout.layers) else None,
         "versions": versions(),
     }
@@ -120,7 +110,6 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         colours = model_colours(list(names))
         figures = write_details(evaluated, comparisons, training, new, colours)
         figures |= _figures(report, evaluated, look, colours, new)
-        figures |= steering_figure(report["router_bias"], new, look)
         write_json(new / "report.json", report)
         text = _markdown(recipe, report, table, figures)
         write_text(new / "report.md", text)
@@ -132,14 +121,11 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
     return "\n\n".join([table, *(["\n".join(sentences)] if sentences else [])])
 
 
-def _evaluated(layout: RunLayout, name: str, weights: str) -> dict[str, Any]:
+def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     """Read result and samples of one model; refuse results of weights that the run no
     longer has.
-
-    weights: the model whose weights were evaluated; for a steered model, the one
-    without a bias.
     """
-    stage, scores = layout.stage(weights), layout.evaluation(name)
+    stage, scores = layout.stage(name), layout.evaluation(name)
     current = read_manifest(stage).get("outputs", {}).get("model")
     measured = read_manifest(scores).get("inputs", {}).get("model")
     if current is not None and measured is not None and current != measured:
@@ -294,7 +280,6 @@ def _markdown(
             "## Against the original, item by item",
             *tables(report["comparisons"]),
         ]
-    parts += steering_parts(report["router_bias"], report["models"])
     if report["sweep"] is not None:
         sweep = report["sweep"]
         parts += [

@@ -5,7 +5,7 @@ built. No Megatron in here.
 from collections.abc import Callable
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.extension.base import UserError
 
 
 def _more_than_one(value: Any) -> bool:

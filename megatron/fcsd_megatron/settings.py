@@ -5,8 +5,8 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from fcsd.base.errors import UserError
-from fcsd.model.families import base_model_type
+from fcsd.extension.base import UserError
+from fcsd.extension.models import base_model_type
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 

@@ -8,7 +8,7 @@ or not at all raises nothing.
 
 from importlib.metadata import version
 
-from fcsd.base.errors import UserError
+from fcsd.extension.base import UserError
 
 VERSIONS = ("0.16.1", "0.19.2")
 """Releases whose layers were compared with fcsd's: the newest for Python 3.11, and for

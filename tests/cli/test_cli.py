@@ -50,7 +50,7 @@ def test_the_commands_are_these() -> None:
         "convert", "unconvert", "calibrate", "families",
         "pretrain", "sweep", "distill", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
-        "push", "chat", "trace", "bench", "routing", "profile-network", "plan", "bias",
+        "push", "chat", "trace", "bench", "plan",
         "dequantize", "quantize",
     }  # fmt: skip
 
@@ -357,14 +357,6 @@ def test_a_text_that_cannot_be_read_is_refused_with_what_its_option_takes(
         for command in (
             ["calibrate", str(bench.base), f"{out}-c-{next(iter(row))}"],
             ["layers", str(bench.base), "--output", f"{out}-l-{next(iter(row))}"],
-            [
-                "routing",
-                str(bench.base),
-                "--endpoints",
-                "2",
-                "--output",
-                f"{out}-r-{next(iter(row))}",
-            ],
         ):
             refused(*command, "--text", str(file), message=message)
 
@@ -488,7 +480,6 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         ["run", recipe, "--rehearse", out],
         ["evaluate", model, "--suite", "tiny", "--output", out],
         ["layers", model, "--text", text, "--output", out],
-        ["routing", model, "--text", text, "--endpoints", "2", "--output", out],
         ["calibrate", model, out, "--text", text],
         ["convert", model, out],
         ["tiny-data", out],

@@ -54,7 +54,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     @contextlib.contextmanager
     def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name, batches: (
+        yield lambda model, name: (
             {"name": name, "vocabulary": len(tokenizer)},
             {},
         )
@@ -77,7 +77,7 @@ def test_a_model_is_judged_on_the_accelerator_of_the_process(
 
     @contextlib.contextmanager
     def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        def stop(model: Any, name: str, batches: Any) -> None:
+        def stop(model: Any, name: str) -> None:
             seen.append({parameter.device.type for parameter in model.parameters()})
             raise KeyboardInterrupt
 

@@ -598,8 +598,6 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
     }
     if key.startswith("data.heldout"):
         whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
-    if key.startswith("evaluation.router_bias"):
-        whole["evaluation"] = {"router_bias": {"links": "l.json", "strengths": [0.1]}}
     if section == "objective":
         name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
         whole["objective"] = {"name": name} | (
@@ -637,10 +635,6 @@ def test_true_is_no_number(tmp_path: Path, key: str) -> None:
     ("change", "place"),
     [
         ("sweep.learning_rate=[2e-5, true]", "sweep.learning_rate.1"),
-        (
-            "evaluation.router_bias.strengths=[true]",
-            "evaluation.router_bias.strengths.0",
-        ),
         # a number above 0, or a word
         ("evaluation.batch_size=true", "evaluation.batch_size"),
     ],
@@ -648,8 +642,7 @@ def test_true_is_no_number(tmp_path: Path, key: str) -> None:
 def test_true_is_no_number_in_a_list_or_beside_a_word_either(
     change: str, place: str, tmp_path: Path
 ) -> None:
-    evaluation = {"router_bias": {"links": "l.json"}}
-    path = write(tmp_path, MINIMAL | {"evaluation": evaluation, "sweep": {}})
+    path = write(tmp_path, MINIMAL | {"sweep": {}})
     with pytest.raises(
         UserError, match=rf"x\.yaml: {re.escape(place)}: a number is needed, got True"
     ):

@@ -15,7 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, did_you_mean, option, read_yaml, validate
 from fcsd.planning.cost.assumptions import ASSUMPTIONS, default_values
 from fcsd.planning.cost.hardware import Gpu, find_gpu
-from fcsd.steering.network.links import LinkModel
+from fcsd.planning.network.links import LinkModel
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ roofline (`fcsd.planning.cost.measured`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_json
 from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
@@ -212,22 +210,3 @@ def _serving_memory(planned: Planned) -> dict[str, int]:
         "activations": work.tokens * work.hidden_size * 2 * 4,
         "GPU context": CONTEXT_BYTES,
     }
-
-
-def write_windows(facts: Mapping[str, Any], path: Path) -> None:
-    """Write the windows of the forward pass, in seconds by MoE layer, for
-    `fcsd bias`.
-    """
-    rows = facts["times"]["windows"]
-    write_json(
-        path,
-        {
-            "version": 1,
-            "model_type": facts["model_type"],
-            "num_layers": facts["settings"]["num_layers"],
-            "expert_parallel": facts["settings"]["expert_parallel"],
-            "layers": [row["layer"] for row in rows],
-            "dispatch_s": [row["dispatch_s"] for row in rows],
-            "combine_s": [row["combine_s"] for row in rows],
-        },
-    )

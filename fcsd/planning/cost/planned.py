@@ -25,7 +25,7 @@ from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
 from fcsd.planning.cost.roofline import Roofline, Rows
 from fcsd.planning.cost.stored import BFLOAT16, FP8, Dtype, Stored, stored_weights
 from fcsd.planning.cost.training import Training, built
-from fcsd.steering.network.links import LinkModel
+from fcsd.planning.network.links import LinkModel
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
-from fcsd.steering.network.simulate import Payload, rows_per_token, simulate
+from fcsd.planning.network.simulate import Payload, rows_per_token, simulate
 
 Precision = Literal["float32", "bfloat16", "fp8"]
 

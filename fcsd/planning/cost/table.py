@@ -385,11 +385,11 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             " roofline to hide the same communication; with measured times (--measured)"
             " the gain is f v / (1 - f v)"
         )
-    # Real routing is uneven, and `fcsd routing` can measure it.
+    # Real routing is uneven, and `fcsd-steer routing` can measure it.
     elif facts["imbalance"] == 1 and "measured" not in facts:
         yield (
             "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
-            " 5.1: `fcsd routing` measures yours, --routing reads it"
+            " 5.1: `fcsd-steer routing` measures yours, --routing reads it"
         )
     # Only training gathers weights; a server's values are 0 or missing.
     if any(sharding := times.get("sharding_s", ())):

@@ -18,7 +18,7 @@ from fcsd.base.errors import UserError
 from fcsd.parallel.overlap import OverlappedEP
 from fcsd.parallel.overlap.rows import Parcels, gathered, pairs_of, summed
 from fcsd.parallel.overlap.transport import AllToAll
-from fcsd.steering.network.simulate import rows_per_token
+from fcsd.planning.network.simulate import rows_per_token
 from tests.reference.ranks import run_ranks
 from tests.support import few
 

@@ -303,7 +303,7 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
     place = folder / "run" / "pretrain"
     assert read_json(place / "manifest.json")["results"]["steps"] == 2
     model_type = json.loads((place / "model" / "config.json").read_text())["model_type"]
-    family = "qwen3_moe" if path.stem == "camoe" else "deepseek_v2"
+    family = "deepseek_v2"
     assert model_type == (f"farskip_{family}" if "farskip" in path.stem else family)
 
 
@@ -319,57 +319,6 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     result = read_json(stage.folder / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
-
-
-@pytest.mark.slow
-def test_camoes_setting_steers_a_rehearsal_by_its_headers_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = data_dir("recipes") / "qwen3-30b-a3b" / "camoe.yaml"
-    (command,) = [words for words in header_commands(path) if "--rehearse" in words]
-    # Prompts of 25 shots in a tokenizer of bytes take minutes: what is asked here is
-    # one task of the nine.
-    row = next(row for row in load_suite("camoe9").tasks if row.task == "piqa")
-    suite = tmp_path / "suite.yaml"
-    suite.write_text(
-        json.dumps(
-            {"name": "one", "tasks": [row.model_dump(mode="json", exclude_unset=True)]}
-        )
-    )
-    monkeypatch.chdir(tmp_path)
-    fewer = [f"evaluation.suite={suite}", "evaluation.router_bias.tokens=1024"]
-    fewer += ["evaluation.router_bias.strengths=[0, 0.05, 0.25]"]
-    assert (
-        main([*command[1:], *(word for change in fewer for word in ("--set", change))])
-        == 0
-    )
-    run = tmp_path / command[-1] / "run"
-    report = read_json(run / "report" / "report.json")
-    points = report["router_bias"]
-    assert load_recipe(path).evaluation.router_bias.strengths == [
-        0,
-        0.05,
-        0.1,
-        0.15,
-        0.2,
-        0.25,
-    ]
-    assert [point["strength"] for point in points] == [0, 0.05, 0.25]
-    assert points[2]["exchange"]["mean_s"] < points[0]["exchange"]["mean_s"]
-    assert {
-        report["models"][name]["layers"] for name in ("original", "converted", "fcsd")
-    } == {"0", "0/4"}
-    assert report["models"]["fcsd"]["result"]["kl_to_original"]["kl"] == pytest.approx(
-        0, abs=1e-6
-    )
-    # A test set has the rows that the shots of its task need.
-    rehearse(load_recipe(path), tmp_path / "nine")
-    arc = datasets.load_dataset(
-        str(tmp_path / "nine" / "hub" / "allenai" / "ai2_arc"),
-        "ARC-Challenge",
-        split="train",
-    )
-    assert len(arc) == 26
 
 
 @pytest.mark.slow
@@ -599,7 +548,7 @@ def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads
         launched = [
             words for words in header_commands(path) if words[0] == "accelerate"
         ]
-        assert launched or path.stem == "camoe", path
+        assert launched, path
         for words in launched:
             arguments = launch_command_parser().parse_args(words[2:])
             config = data_dir("recipes").parent / arguments.config_file

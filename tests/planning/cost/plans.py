@@ -6,7 +6,7 @@ from typing import Any
 
 from fcsd.base.files import read_json, write_json
 from fcsd.planning.cost.planned import Planned
-from fcsd.steering.network.links import LinkModel
+from fcsd.planning.network.links import LinkModel
 from tests.real_configs import CONFIGS
 
 EIGHT: dict[str, Any] = {

@@ -23,7 +23,7 @@ from fcsd.planning.cost.plan import OVER_PREDICTION, memory, plan
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
-from fcsd.steering.network.links import write_links
+from fcsd.planning.network.links import write_links
 from tests.planning.cost.plans import EIGHT, even_links, lite
 from tests.real_configs import CONFIGS, real_folder
 from tests.support import skip_unavailable

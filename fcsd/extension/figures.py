@@ -1,0 +1,15 @@
+"""Figures and cells of tables in the style of fcsd's reports."""
+
+from fcsd.report.figure import GREY, SIZE, save_figure, set_title
+from fcsd.report.table import percent, with_error
+from fcsd.report.verdict import quick_look
+
+__all__ = [
+    "GREY",
+    "SIZE",
+    "percent",
+    "quick_look",
+    "save_figure",
+    "set_title",
+    "with_error",
+]

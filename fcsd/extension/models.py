@@ -1,0 +1,69 @@
+"""Models: their folders, families, connectivity, routers, and the ranks that hold them."""
+
+from fcsd.model.connectivity import Connectivity, resolve_layers
+from fcsd.model.connectivity.checkpoint import (
+    CONFIG,
+    INDEX,
+    Checkpoint,
+    find_folder,
+    read_checkpoint,
+    read_checkpoint_json,
+)
+from fcsd.model.connectivity.export import carry_over, write_code
+from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.connectivity.modeling import MODELING_FILE
+from fcsd.model.connectivity.spec import TRAINED
+from fcsd.model.families import base_model_type, expert_counts, moe_mask, row_width
+from fcsd.model.families.capacity import capacity, kept_pairs
+from fcsd.model.families.choices import Routed, recording
+from fcsd.model.families.routers import Router, find_routers
+from fcsd.model.families.structure import unwrapped
+from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
+from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.overlap.transport import AllToAll, SendReceive, Transport
+from fcsd.parallel.place import check_device_map, load_for_evaluation
+from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.training.calibration.shards import write_changed
+
+__all__ = [
+    "ALONE",
+    "CONFIG",
+    "INDEX",
+    "MODELING_FILE",
+    "TRAINED",
+    "AllToAll",
+    "Checkpoint",
+    "Connectivity",
+    "Launch",
+    "ModelFolder",
+    "Ranks",
+    "Routed",
+    "Router",
+    "SendReceive",
+    "Transport",
+    "base_model_type",
+    "capacity",
+    "carry_over",
+    "check_device_map",
+    "check_tensors",
+    "config_and_class",
+    "expert_counts",
+    "find_folder",
+    "find_model",
+    "find_routers",
+    "free_memory",
+    "input_device",
+    "join_launch",
+    "kept_pairs",
+    "load_for_evaluation",
+    "load_tokenizer",
+    "moe_mask",
+    "read_checkpoint",
+    "read_checkpoint_json",
+    "recording",
+    "resolve_layers",
+    "row_width",
+    "unwrapped",
+    "write_changed",
+    "write_code",
+]

@@ -1,0 +1,1 @@
+"""Links between endpoints, and the simulated time of an exchange over them."""

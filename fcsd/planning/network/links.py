@@ -1,0 +1,279 @@
+"""Read and write links between endpoints: latency and seconds a byte of each direction
+and phase, rates of shared ports.
+
+The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts
+Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, for each phase of an
+expert-parallel exchange: metadata (counts of tokens), dispatch (hidden states and
+routing weights), combine (hidden states on their way back). Where only the hops of a
+path are known (a card, a switch, NVLink), a file gives an edge as the list of its hops'
+values, and `forwarding` (`compose`).
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json
+from fcsd.base.strict import Strict, validate
+
+Array = NDArray[np.float64]
+Phase = Literal["metadata", "dispatch", "combine"]
+Collective = Literal["p2p", "all_to_all_single"]
+"""p2p: every irecv posted, then every isend, so that both directions of a pair run at
+once. all_to_all_single: the backend's own; gloo's serves the two directions of a pair
+one after another."""
+
+Forwarding = Literal["store_and_forward", "cut_through"]
+"""Whether a hop forwards a message when it has all of it, or as its bytes arrive."""
+
+# Largest latency, or time of a byte: sums of larger ones may become infinite.
+_LONGEST_S = 1e6
+
+PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
+
+
+def compose(
+    alphas_s: Sequence[float], betas_s_per_byte: Sequence[float], forwarding: Forwarding
+) -> tuple[float, float]:
+    """Return alpha and beta of a path from those of its hops (CAMoE, equation 7 and
+    section 3.4).
+
+    store_and_forward: T(B) = sum_h (alpha_h + beta_h B), equation 7. cut_through: sum_h
+    alpha_h + max_h beta_h B.
+    """
+    slowest = sum if forwarding == "store_and_forward" else max
+    return float(sum(alphas_s)), float(slowest(betas_s_per_byte))
+
+
+class PhaseLinks(Strict):
+    """The fitted links of one phase; rows are sources, columns are destinations, the
+    diagonal is 0.
+
+    r2 of an edge is null where it was not fitted from measurements; refined is true
+    where it was also measured under contention (phase 2 of the profile), else its
+    values are those measured alone. In a file an edge may be a list of its hops'
+    values, with `forwarding` beside the tables; r2, refined and repeats may then be
+    omitted.
+    """
+
+    alpha_s: list[list[float]]
+    beta_s_per_byte: list[list[float]]
+    r2: list[list[float | None]]
+    refined: list[list[bool]]
+    repeats: int = Field(ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hops_are_composed(cls, value: Any) -> Any:
+        return _composed(value) if isinstance(value, dict) else value
+
+
+class Ports(Strict):
+    """Seconds a byte of an endpoint's traffic to all others together, or from them;
+    null where its edges do not share a port.
+    """
+
+    egress_s_per_byte: list[float | None]
+    ingress_s_per_byte: list[float | None]
+
+
+class LinkModel(Strict):
+    """Links between N endpoints; `endpoints` names them in the order of ranks."""
+
+    version: Literal[1] = 1
+    endpoints: list[str] = Field(min_length=2)
+    collective: Collective
+    backend: str
+    world_size: int = Field(ge=2)
+    libraries: dict[str, str]
+    metadata: PhaseLinks
+    dispatch: PhaseLinks
+    combine: PhaseLinks
+    ports: Ports
+
+    @model_validator(mode="after")
+    def _square_and_not_negative(self) -> "LinkModel":
+        size = len(self.endpoints)
+        if len(set(self.endpoints)) != size:
+            raise ValueError("endpoints: a name is given twice")
+        if self.world_size != size:
+            raise ValueError(
+                f"world_size {self.world_size}, but {size} endpoints are named"
+            )
+        # Errors name the edge, so that a file written by hand can be corrected.
+        for phase in PHASES:
+            links: PhaseLinks = getattr(self, phase)
+            for name in ("alpha_s", "beta_s_per_byte", "r2", "refined"):
+                rows = getattr(links, name)
+                if len(rows) != size or any(len(row) != size for row in rows):
+                    raise ValueError(
+                        f"{phase}.{name}: needs {size} rows of {size}, an edge is"
+                        " missing"
+                    )
+            for name in ("alpha_s", "beta_s_per_byte"):
+                for u, row in enumerate(getattr(links, name)):
+                    for v, value in enumerate(row):
+                        if value < 0:
+                            raise ValueError(
+                                f"{phase}.{name}: edge {u} -> {v} is negative"
+                                f" ({value:g})"
+                            )
+                        if value > _LONGEST_S:
+                            raise ValueError(
+                                f"{phase}.{name}: edge {u} -> {v} is no time"
+                                f" ({value:g} s)"
+                            )
+        for name in ("egress_s_per_byte", "ingress_s_per_byte"):
+            rates = getattr(self.ports, name)
+            if len(rates) != size:
+                raise ValueError(f"ports.{name}: needs {size} values")
+            for u, rate in enumerate(rates):
+                if rate is not None and not 0 <= rate <= _LONGEST_S:
+                    raise ValueError(
+                        f"ports.{name}: endpoint {u}: {rate:g} seconds a byte; 0 or"
+                        f" more is needed, at most {_LONGEST_S:g}, or null where its"
+                        " edges share none"
+                    )
+        return self
+
+    @property
+    def half_duplex(self) -> bool:
+        """Whether the two directions of a pair run one after the other."""
+        return self.backend == "gloo" and self.collective == "all_to_all_single"
+
+    def require(
+        self, size: int | None = None, collective: Collective | None = None
+    ) -> None:
+        """Refuse links between another number of endpoints, or measured with another
+        collective.
+        """
+        # A profile of other ranks or another collective would be priced without any
+        # error.
+        if size is not None and size != len(self.endpoints):
+            raise UserError(
+                f"the links are between {len(self.endpoints)} endpoints, {size} are"
+                " asked for; ask for as many, or measure those with"
+                " `fcsd-steer profile-network`"
+            )
+        if collective is not None and collective != self.collective:
+            raise UserError(
+                f"the links were measured with {self.collective}, the exchanges are"
+                f" {collective}; measure them with `fcsd-steer profile-network --collective"
+                f" {collective}`"
+            )
+
+    def alpha(self, phase: Phase) -> Array:
+        """Return the latencies in seconds, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).alpha_s)
+
+    def beta(self, phase: Phase) -> Array:
+        """Return the seconds a byte, [N, N], 0 on the diagonal."""
+        return _without_diagonal(getattr(self, phase).beta_s_per_byte)
+
+    def port(self, direction: Literal["egress", "ingress"]) -> Array:
+        """Return the seconds a byte of each endpoint's port, [N]; 0 where its edges share none."""
+        rates = getattr(self.ports, f"{direction}_s_per_byte")
+        return np.array([0.0 if rate is None else rate for rate in rates])
+
+
+def read_links(path: str | Path) -> LinkModel:
+    """Read and check a links file; raise a UserError that names the edge of a value
+    that is missing, negative or not a number.
+    """
+    value = read_json(
+        Path(path), "`fcsd-steer profile-network` writes one", ["endpoints", "ports"]
+    )
+    return validate(LinkModel, value, str(path))
+
+
+def write_links(path: str | Path, links: LinkModel) -> None:
+    """Write a links file under a temporary name, then rename it."""
+    write_json(Path(path), links.model_dump(mode="json"))
+
+
+def _composed(phase: dict[str, Any]) -> dict[str, Any]:
+    """Replace the edges of a phase that are given by their hops, as `compose` does;
+    other faults are left to the validation.
+    """
+    # Runs before pydantic checks the types, so nothing is known of the tables yet.
+    forwarding = phase.get("forwarding")
+    phase = {name: value for name, value in phase.items() if name != "forwarding"}
+    tables = [phase.get("alpha_s"), phase.get("beta_s_per_byte")]
+    if not all(
+        isinstance(table, list) and all(isinstance(row, list) for row in table)
+        for table in tables
+    ):
+        return phase
+    edges = sorted({edge for table in tables for edge in _edges_of_hops(table)})
+    if (forwarding is not None) != bool(edges) or (
+        edges and forwarding not in get_args(Forwarding)
+    ):
+        raise ValueError(
+            f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops;"
+            f" those need {' or '.join(get_args(Forwarding))}, and others none"
+        )
+    alpha, beta = ([list(row) for row in table or ()] for table in tables)
+    for u, v in edges:
+        alphas, betas = (
+            table[u][v] if u < len(table) and v < len(table[u]) else None
+            for table in (alpha, beta)
+        )
+        _check_hops(f"edge {u} -> {v}", alphas, betas)
+        alpha[u][v], beta[u][v] = compose(alphas, betas, forwarding)  # type: ignore[arg-type]
+    # A composed edge was not fitted, so the fields of a fit get defaults.
+    unfitted = {
+        "r2": [[None] * len(row) for row in alpha],
+        "refined": [[False] * len(row) for row in alpha],
+    }
+    return (
+        (unfitted | {"repeats": 1} if edges else {})
+        | phase
+        | {"alpha_s": alpha, "beta_s_per_byte": beta}
+    )
+
+
+def _edges_of_hops(table: Any) -> list[tuple[int, int]]:
+    return [
+        (u, v)
+        for u, row in enumerate(table)
+        for v, value in enumerate(row)
+        if isinstance(value, list)
+    ]
+
+
+def _check_hops(edge: str, alphas: Any, betas: Any) -> None:
+    """Raise ValueError where the two lists of an edge are not one or more hops, each
+    with its two numbers.
+    """
+    if not (
+        isinstance(alphas, list)
+        and isinstance(betas, list)
+        and len(alphas) == len(betas) > 0
+    ):
+        raise ValueError(
+            f"{edge}: alpha_s and beta_s_per_byte need a list with the same hops, one"
+            f" or more, got {alphas} and {betas}"
+        )
+    for name, values in (("alpha_s", alphas), ("beta_s_per_byte", betas)):
+        for number, hop in enumerate(values):
+            if (
+                isinstance(hop, bool)
+                or not isinstance(hop, int | float)
+                or not 0 <= hop < math.inf
+            ):
+                raise ValueError(
+                    f"{name}: {edge}, hop {number}: a number of 0 or more is needed,"
+                    f" got {hop!r}"
+                )
+
+
+def _without_diagonal(rows: list[list[float]]) -> Array:
+    matrix = np.array(rows, dtype=np.float64)
+    np.fill_diagonal(matrix, 0)
+    return matrix

@@ -1,5 +1,0 @@
-"""Measure and fit the links between ranks, and simulate exchanges over them.
-
-Does not cover: contention inside a node (NVLink, PCIe), kernels that share processors
-with communication, topologies that change while a run goes on.
-"""
