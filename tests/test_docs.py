@@ -107,7 +107,8 @@ def test_an_article_is_named_by_its_title_not_by_a_number() -> None:
 def test_recipes_paths_in_the_docs_exist() -> None:
     for page in PAGES:
         for path in re.findall(
-            r"\b(?:steering/)?(?:recipes|configs|eval)/[a-z0-9_./-]+\.ya?ml", page.read_text()
+            r"\b(?:steering/)?(?:recipes|configs|eval)/[a-z0-9_./-]+\.ya?ml",
+            page.read_text(),
         ):
             assert (ROOT / path).is_file(), f"{page.name}: {path}"
 
