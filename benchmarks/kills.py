@@ -19,6 +19,7 @@ model has the same. The tables are printed in Markdown; docs/kills.md has them.
 
 import argparse
 import atexit
+import contextlib
 import hashlib
 import json
 import os
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "steering")]
 for name, value in (
     ("OMP_NUM_THREADS", "1"),
     ("TOKENIZERS_PARALLELISM", "false"),
@@ -56,9 +57,12 @@ from fcsd.cli.main import main as fcsd  # noqa: E402
 from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E402
 from fcsd.pipeline import run as _imported_before_forks  # noqa: E402, F401
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
+from fcsd.planning.network.links import write_links  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
 from fcsd.training.calibration import state as calibration  # noqa: E402
+from fcsd_steering.cli import main as steer  # noqa: E402
 from tests.kills import Places  # noqa: E402
+from tests.planning.cost.plans import even_links  # noqa: E402
 from tests.report.publish.hub_server import TOKEN, running_hub  # noqa: E402
 from tests.support import (  # noqa: E402
     Bench,
@@ -485,6 +489,117 @@ class Commands:
             ["layers", str(self.bench.base), "--output", str(folder / "study"), *text]
         )
 
+    def quantize(self, folder: Path) -> int:
+        if (folder / "fp8").exists():
+            return 0
+        wide = self.bench.folder / "wide"
+        if not wide.exists():
+            size = {"hidden_size": 128, "moe_intermediate_size": 128}
+            size |= {"intermediate_size": 128, "shared_expert_intermediate_size": 128}
+            tiny_model(
+                "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4, **size
+            ).save_pretrained(wide)
+            tiny_tokenizer(300).save_pretrained(wide)
+        return fcsd(["quantize", str(wide), str(folder / "fp8")])
+
+    def leave_all(self, folder: Path) -> int:
+        """Run the commands whose files others read."""
+        write_links(folder / "links.json", even_links(2, 1e-9))
+        base, choice = str(self.bench.base), str(self.choice)
+        text = ["--text", json.dumps(self.source), "--text-examples", "32"]
+        evaluations = [
+            ["evaluate", model, "--suite", choice, "--output", f"{{}}/results/{name}"]
+            for model, name in ((base, "original"), ("{}/calibrated", "calibrated"))
+        ]
+        links = ["--links", "{}/links.json"]
+        commands = [
+            self.readers()["calibrate again"][1],
+            *evaluations,
+            [*self.readers()["routing again"][1]],
+            ["plan", base, "--ep", "2", "--windows", "{}/windows.json", *links],
+            [
+                "steer",
+                "bias",
+                base,
+                "{}/bias.safetensors",
+                *text,
+                *links,
+                "--strength",
+                "1",
+            ],
+        ]
+        for words in commands:
+            if status := printed(words)(folder):
+                return status
+        return self.layers(folder) or self.quantize(folder)
+
+    def readers(self) -> dict[str, tuple[str, list[str]]]:
+        """Return name -> (what it reads of `leave_all`, the command)."""
+        base, choice = str(self.bench.base), str(self.choice)
+        suite = ["--suite", choice]
+        source = json.dumps(self.source)
+        text = ["--text", source, "--text-examples", "32"]
+        links = ["--links", "{}/links.json"]
+        plan = ["plan", base, "--ep", "2", "--json"]
+        return {
+            "calibrate again": (
+                "calibrated",
+                [
+                    *("calibrate", base, "{}/calibrated", "--layers", "all"),
+                    *("--tokens", "1500", "--max-length", "64", "--text", source),
+                ],
+            ),
+            "routing again": (
+                "routing/",
+                [
+                    "steer",
+                    "routing",
+                    base,
+                    *text,
+                    *links,
+                    "--output",
+                    "{}/routing",
+                    "--json",
+                ],
+            ),
+            "evaluate a calibration": (
+                "calibrated",
+                ["evaluate", "{}/calibrated", *suite, "--output", "{}/again"],
+            ),
+            "compare": (
+                "results",
+                [
+                    *("compare", "{}/results/original", "{}/results/calibrated"),
+                    *("--output", "{}/comparison"),
+                ],
+            ),
+            "plan-layers": (
+                "study",
+                ["plan-layers", "{}/study", "--budget", "50%", "--json"],
+            ),
+            "plan --routing": ("routing/", [*plan, "--routing", "{}/routing"]),
+            "plan --study": ("study", [*plan, "--study", "{}/study"]),
+            "plan --links": ("links", [*plan, *links]),
+            "bias --windows": (
+                "windows",
+                [
+                    *("steer", "bias", base, "{}/other.safetensors", *text, *links),
+                    *("--kind", "windows", "--windows", "{}/windows.json"),
+                ],
+            ),
+            "evaluate a copy": (
+                "fp8",
+                ["evaluate", "{}/fp8", *suite, "--output", "{}/again"],
+            ),
+            "evaluate with a bias": (
+                "bias",
+                [
+                    *("steer", "evaluate", base, "{}/bias.safetensors", *suite),
+                    *("--output", "{}/steered"),
+                ],
+            ),
+        }
+
     def push(self, folder: Path) -> int:
         return fcsd(["push", str(self.model), f"owner/{folder.parent.name}"])
 
@@ -654,21 +769,21 @@ _LATER = {
 _BEHIND = ["report", "publish", "pushed"]
 
 
-def flip(file: Path) -> None:
-    """Change a digit in the middle of text, which stays valid, and a bit of anything
-    else behind its header.
+def flip(file: Path, draw: random.Random) -> None:
+    """Change a digit of text, which stays valid, and a bit of anything else behind its
+    header.
     """
     data = bytearray(file.read_bytes())
     digits = [place for place, byte in enumerate(data) if chr(byte) in "123456789"]
     if file.suffix in (".json", ".jsonl", ".yaml", ".md", ".txt") and digits:
-        place = digits[len(digits) // 2]
+        place = draw.choice(digits)
         data[place] = ord("1") + (data[place] - ord("0")) % 9
     else:
-        data[len(data) * 7 // 8] ^= 4
+        data[draw.randrange(len(data) * 3 // 4, len(data))] ^= 1 << draw.randrange(8)
     replace_bytes(file, bytes(data))
 
 
-def cut(file: Path) -> None:
+def cut(file: Path, draw: random.Random) -> None:
     replace_bytes(file, file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -708,7 +823,8 @@ class State:
     has a text in it (`cut`).
 
     later: what is removed before the command runs again, by the first part of the path
-    of the file that is damaged.
+    of the file that is damaged. reader: another command that reads the part `part` of
+    it, and runs instead.
     """
 
     def __init__(
@@ -717,8 +833,11 @@ class State:
         place: Path,
         cut: str = "",
         later: Callable[[str], list[str]] = lambda part: [],
+        reader: Job | None = None,
+        part: str = "",
     ):
         self.job, self.place, self.cut, self.later = job, place, cut, later
+        self.reader, self.part = reader or job, part
         # always the same, as records have it in them
         self.folder = place / "work" / "out"
 
@@ -728,19 +847,20 @@ class State:
         if self.cut:
             _, kills = placed_kills(self.job, self.place)
             kill = next(kill for kill in kills if self.cut in kill.moment)
-        self.folder.mkdir(parents=True)
-        self.job.prepare(self.folder)
-        statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
-        assert statuses == [-signal.SIGKILL if kill else 0], text
-        shutil.copytree(self.folder, self.place / "ready", symlinks=True)
+        if not (self.place / "ready").exists():
+            self.folder.mkdir(parents=True)
+            self.job.prepare(self.folder)
+            statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
+            assert statuses == [-signal.SIGKILL if kill else 0], text
+            shutil.copytree(self.folder, self.place / "ready", symlinks=True)
         ends = []
         # trained as it was, and again: what has times in it is another
         for part in ("stage.json", "tokens"):
             self.restore()
             self.forget(part)
-            statuses, text = attempt(self.job, self.folder, self.folder.parent)
+            statuses, text = attempt(self.reader, self.folder, self.folder.parent)
             assert statuses == [0], text
-            ends.append(self.job.digest(self.folder))
+            ends.append(self.reader.digest(self.folder))
         return {
             name: value if ends[1].get(name) == value else "there"
             for name, value in ends[0].items()
@@ -757,16 +877,20 @@ class State:
 
 
 def damaged_run(
-    state: State, expected: dict[str, str], name: str, harm: Callable[[Path], None]
+    state: State,
+    expected: dict[str, str],
+    name: str,
+    harm: Callable[[Path, random.Random], None],
+    draw: random.Random,
 ) -> str:
     """Return what came of a damaged file: said, mended, not read; or one of the faults
     unseen, traceback, hangs.
     """
     folder = state.restore()
-    harm(folder / name)
+    harm(folder / name, draw)
     state.forget(name)
     before = (folder / name).read_bytes()
-    statuses, text = attempt(state.job, folder, folder.parent)
+    statuses, text = attempt(state.reader, folder, folder.parent)
     if "Traceback (most recent call last)" in text or 99 in statuses:
         return f"traceback ({text.strip().splitlines()[-1][:160]})"
     if -signal.SIGALRM in statuses:
@@ -775,7 +899,7 @@ def damaged_run(
         return "said"
     hashes = {
         key: "there" if expected.get(key) == "there" else value
-        for key, value in state.job.digest(folder).items()
+        for key, value in state.reader.digest(folder).items()
     }
     own = without_time(name)
     differing = sorted(
@@ -822,6 +946,32 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
     )
     for number, (name, moment) in enumerate(cuts.items()):
         yield State(by_name[name, 1], place / f"cut-{number}", moment)
+    copy = Job("quantize", 1, commands.quantize, tree)
+    yield State(
+        copy, place / "quantize", "after rename to fp8.partial/model/config.json"
+    )
+    left = Job("commands by themselves", 1, commands.leave_all, tree)
+    for name, (part, words) in commands.readers().items():
+        reader = Job(name, 1, printed(words), tree)
+        yield State(left, place / "left", reader=reader, part=part)
+
+
+def printed(words: list[str]) -> Callable[[Path], int]:
+    """Return a command of fcsd, or of fcsd-steer, whose output stays in its folder; `{}`
+    in a word is the folder.
+    """
+    program = fcsd
+    if words[0] == "steer":
+        program, words = steer, words[1:]
+
+    def run(folder: Path) -> int:
+        with (
+            (folder / "printed.txt").open("w") as file,
+            contextlib.redirect_stdout(file),
+        ):
+            return program([word.replace("{}", str(folder)) for word in words])
+
+    return run
 
 
 def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
@@ -831,16 +981,22 @@ def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> 
     outcomes: dict[str, Counter[str]] = {}
     faults = []
     for state in states(commands, place):
-        if options.only and options.only not in state.job.name:
+        if options.only and options.only not in (state.job.name, state.reader.name):
             continue
         expected = state.make()
-        title = f"{state.job.name}, {'cut off' if state.cut else 'ended'}"
+        title = f"{state.reader.name}, {'cut off' if state.cut else 'ended'}"
         counts = outcomes.setdefault(title, Counter())
-        files = kinds(state.place / "ready")
-        for kind, file in tqdm(files.items(), desc=title, unit="file"):
-            name = str(file.relative_to(state.place / "ready"))
+        files = {
+            kind: name
+            for kind, file in kinds(state.place / "ready").items()
+            if (name := str(file.relative_to(state.place / "ready"))).startswith(
+                state.part
+            )
+        }
+        for kind, name in tqdm(files.items(), desc=title, unit="file"):
             for harm in (flip, cut):
-                outcome = damaged_run(state, expected, name, harm)
+                draw = random.Random(f"{options.seed} {title} {kind}")
+                outcome = damaged_run(state, expected, name, harm, draw)
                 counts[outcome.split(" (")[0]] += 1
                 if outcome not in ("said", "mended", "not read"):
                     faults.append(f"- {title}: {kind}, {harm.__name__}: {outcome}")

@@ -14,7 +14,7 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -226,8 +226,43 @@ def check_outputs(folder: Path, *names: str) -> None:
     """
     recorded = read_manifest(folder).get("outputs", {})
     expected = {name: recorded[name] for name in names or recorded if name in recorded}
-    if not expected:
+    if changes := _changed_outputs(folder, expected, folder / "model"):
+        raise UserError(
+            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged"
+            " or changed since; put it back, or remove the folder to run the stage"
+            " again (a checkpoint of your own belongs into another folder)"
+        )
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Compare a checkpoint with what its stage, or the command that wrote it, has noted
+    of its weights and files. One of which nothing is noted passes.
+
+    Raises:
+        UserError: as `check_outputs`.
+    """
+    if folder.name == "model":
+        check_outputs(folder.parent)
+    path = folder / "manifest.json"
+    if not path.is_file():
         return
+    # Checkpoints of others may have a file of this name.
+    hint = f"if the checkpoint was changed on purpose, remove {path}, else write it"
+    record = read_json(path, f"{hint} again")
+    if not isinstance(record, dict) or "stage" not in record:
+        return
+    check_seal(path, record, f"{hint} again")
+    if changes := _changed_outputs(folder, record.get("outputs", {}), folder):
+        raise UserError(
+            f"{folder}: is not what `fcsd {record['stage']}` wrote"
+            f" ({'; '.join(changes[:3])}): damaged or changed since; {hint} again"
+        )
+
+
+def _changed_outputs(
+    folder: Path, expected: Mapping[str, Any], model_folder: Path
+) -> list[str]:
+    """List the outputs that differ from their fingerprints, as `differences`."""
     model = {
         name: fingerprint
         for name, fingerprint in expected.items()
@@ -240,7 +275,6 @@ def check_outputs(folder: Path, *names: str) -> None:
     }
     # Weights are hashed by all their files together, so the model is compared as one.
     if model:
-        model_folder = folder / "model"
         if not model_folder.is_dir():
             raise UserError(
                 f"{model_folder}: no such folder, and the stage left one there; remove"
@@ -248,23 +282,36 @@ def check_outputs(folder: Path, *names: str) -> None:
             )
         current |= model_outputs(model_folder)
     expected = json.loads(json.dumps(expected))
-    if changes := differences(expected, {name: current.get(name) for name in expected}):
-        raise UserError(
-            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged"
-            " or changed since; put it back, or remove the folder to run the stage"
-            " again (a checkpoint of your own belongs into another folder)"
-        )
+    for name, noted in expected.items():
+        # Changed fields say more than the hash; a former fcsd noted no hash.
+        fields = without_hash(current.get(name))
+        if isinstance(noted, dict) and (
+            "sha256" not in noted or fields != without_hash(noted)
+        ):
+            expected[name], current[name] = without_hash(noted), fields
+    return differences(expected, {name: current.get(name) for name in expected})
 
 
-def model_outputs(folder: Path) -> dict[str, Any]:
+def model_outputs(folder: Path, weights: str | None = None) -> dict[str, Any]:
     """Return the fingerprints of a checkpoint that is the output `model` of a stage: of
     its weights and of the files beside them.
+
+    weights: the fingerprint of the weights, where the caller has it.
     """
-    files = {
-        f"model/{file}": fingerprint
-        for file, fingerprint in checkpoint_files(folder, code=True).items()
-    }
-    return {"model": weights_fingerprint(folder), **files}
+    files = {}
+    for file, fingerprint in checkpoint_files(folder, code=True).items():
+        # The fields name a difference; the hash also knows of those without effect.
+        if isinstance(fingerprint, dict):
+            fingerprint = fingerprint | {"sha256": file_fingerprint(folder / file)}
+        files[f"model/{file}"] = fingerprint
+    return {"model": weights or weights_fingerprint(folder), **files}
+
+
+def without_hash(fingerprint: Any) -> Any:
+    """Return the fields of a config in `model_outputs` without the hash of its file."""
+    if not isinstance(fingerprint, dict):
+        return fingerprint
+    return {key: value for key, value in fingerprint.items() if key != "sha256"}
 
 
 def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:

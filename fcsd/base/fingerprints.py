@@ -10,8 +10,11 @@ Not covered: code that a checkpoint brings, unless the caller asks for it.
 
 import hashlib
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_fingerprint, read_json, write_json
@@ -148,6 +151,33 @@ def read_sealed(path: Path, hint: str) -> dict[str, Any]:
         raise UserError(f"{path}: lacks the hash that it is written with; {hint}")
     check_seal(path, value, hint)
     return {key: item for key, item in value.items() if key != _SEAL}
+
+
+def read_editable(path: Path, writer: str, keys: Collection[str]) -> dict[str, Any]:
+    """Read an object that `write_sealed` wrote for users to read and edit, without its
+    hash. One without a hash was written or edited by a user, and passes.
+
+    writer: the command that writes such files, for errors. keys: as of `read_json`.
+
+    Raises:
+        UserError: as `read_json`; the content does not match the hash.
+    """
+    value: dict[str, Any] = read_json(path, f"`{writer}` writes one", keys)
+    hint = f"`{writer}` writes it again; if you edited it, remove its line {_SEAL}"
+    check_seal(path, value, hint)
+    return {key: item for key, item in value.items() if key != _SEAL}
+
+
+def arrays_fingerprint(
+    arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> str:
+    """Hash named arrays, and a JSON record that belongs to them."""
+    digest = hashlib.sha256(json.dumps(record).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
+        digest.update(array.data if array.size else b"")
+    return digest.hexdigest()
 
 
 def check_seal(path: Path, value: Any, hint: str) -> None:

@@ -246,14 +246,19 @@ def weights_fingerprint(folder: Path) -> str:
     A file is read once in a process unless its size, time or inode changes, because
     every stage asks for the fingerprint of the original.
     """
-    digest = hashlib.sha256()
     files = weight_files(folder)
     if not files:
         if is_config_only(folder):
             raise without_weights(folder)
         raise UserError(f"{folder}: holds no .safetensors file")
-    for file in files:
-        digest.update(file.name.encode() + b"\0" + _scan(file).sha256.encode())
+    return fingerprint_of({file.name: _scan(file).sha256 for file in files})
+
+
+def fingerprint_of(hashes: Mapping[str, str]) -> str:
+    """Return the `weights_fingerprint` of files, from the SHA-256 of each by its name."""
+    digest = hashlib.sha256()
+    for name, sha256 in hashes.items():
+        digest.update(f"{name}\0{sha256}".encode())
     return digest.hexdigest()
 
 

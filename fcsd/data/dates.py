@@ -15,7 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.fingerprints import check_seal, write_sealed
 
 TEMPLATE_DATE = datetime(2025, 1, 1)
 BEGAN = datetime.now()
@@ -72,7 +73,9 @@ def noted_date(file: Path | None) -> datetime:
     """
     date = None
     if file is not None and file.is_file():
-        date = read_json(file, keys=()).get(NOTED)
+        record = read_json(file, keys=())
+        check_seal(file, record, f"remove {file.parent} to tokenize again")
+        date = record.get(NOTED)
     return BEGAN if date is None else datetime.fromisoformat(date)
 
 
@@ -80,5 +83,5 @@ def note_date(file: Path) -> datetime:
     """Return the date noted in a file, which is written where it is not there."""
     date = noted_date(file)
     if not file.is_file():
-        write_json(file, {NOTED: date.isoformat()})
+        write_sealed(file, {NOTED: date.isoformat()})
     return date

@@ -10,7 +10,6 @@ Examples that overlap with a test item are left out; the file's metadata record 
 """
 
 import functools
-import hashlib
 import json
 import os
 import pickle
@@ -27,6 +26,7 @@ from safetensors.numpy import save
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import writing
+from fcsd.base.fingerprints import arrays_fingerprint
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
 from fcsd.data.dates import BEGAN
@@ -194,22 +194,13 @@ def write_arrays(
     complete.
     """
     # A single entry, because safetensors writes several in any order.
-    text = json.dumps({"sha256": _checksum(arrays, record), "record": record})
+    text = json.dumps({"sha256": arrays_fingerprint(arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
         # Not save_file: safetensors 0.8 writes a file of its own naming first, which
         # nobody would remove after a kill.
         temporary.write_bytes(save({**arrays}, {_RECORD: text}))
         os.replace(temporary, path)
         _WHOLE.add(_state(path))
-
-
-def _checksum(arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(record).encode())
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
-        digest.update(array.data if array.size else b"")
-    return digest.hexdigest()
 
 
 # States of the files that this process has written or verified.
@@ -236,7 +227,7 @@ def keep_whole(path: Path) -> bool:
         with safe_open(path, "numpy") as file:
             text = json.loads(file.metadata()[_RECORD])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        is_whole = _checksum(arrays, text["record"]) == text["sha256"]
+        is_whole = arrays_fingerprint(arrays, text["record"]) == text["sha256"]
     except (OSError, ValueError, SafetensorError, KeyError, TypeError):
         is_whole = False
     if is_whole:

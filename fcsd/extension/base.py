@@ -14,6 +14,7 @@ from fcsd.base.files import (
     write_text,
     writing,
 )
+from fcsd.base.fingerprints import arrays_fingerprint
 from fcsd.base.strict import Strict, did_you_mean, like, option, read_yaml, validate
 from fcsd.base.temporary import file_beside
 from fcsd.base.text import markdown, nats, progress_bar
@@ -26,6 +27,7 @@ __all__ = [
     "Stage",
     "Strict",
     "UserError",
+    "arrays_fingerprint",
     "check_file_place",
     "check_regular",
     "did_you_mean",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fcsd.base.artifact import check_outputs
+from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.weights import check_finite, weights_fingerprint
@@ -53,11 +53,10 @@ class ModelFolder:
         the weights, `name/FILE` for the files beside them that are read.
 
         Raises:
-            UserError: it is the output of a stage and has changed since, or its weights
-                are NaN or infinite.
+            UserError: it is the output of a stage or command and has changed since, or
+                its weights are NaN or infinite.
         """
-        if self.folder.name == "model":
-            check_outputs(self.folder.parent)
+        check_checkpoint(self.folder)
         check_finite(self.folder)
         files = checkpoint_files(self.folder, code=self.config.trust_remote_code)
         return {name: self.weights} | {

@@ -17,9 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import Stage, model_outputs, read_manifest
+from fcsd.base.artifact import Stage, check_checkpoint, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, is_empty, read_json, write_json
+from fcsd.base.files import check_folder_place, is_empty, write_json
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.base.text import calibration_kl_text
 from fcsd.data.counts import tell_examples
@@ -130,7 +131,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
 def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
     note = {"results": results, "outputs": model_outputs(partial / "model")}
     # The note is written last, when the model is complete.
-    write_json(partial / _RESULT, note)
+    write_sealed(partial / _RESULT, note)
     return note
 
 
@@ -143,9 +144,9 @@ def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
     """
     if not (partial / _RESULT).is_file():
         return None
-    note: dict[str, Any] = read_json(partial / _RESULT, keys=("outputs",))
     folder = partial / "model" if (partial / "model").is_dir() else model
     with suppress(UserError):
+        note = read_sealed(partial / _RESULT, "it is calibrated again")
         if model_outputs(folder) == note["outputs"]:
             return note
     print(
@@ -186,6 +187,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if launch.ranks.from_first(lambda: (out / "manifest.json").is_file()) and _is_of(
         _stage(run, out)
     ):
+        launch.ranks.from_first(lambda: check_checkpoint(out))
         if launch.first:
             print(f"calibrate: finished before, in {out}", file=sys.stderr)
         launch.ranks.from_first(lambda: _discard_work(run))

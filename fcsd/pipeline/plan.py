@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.planning.cost.measured import Times, measured_times, read_times
@@ -127,6 +128,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
     """Return the imbalance of a plan's ranks under the loads of a routing study (`fcsd
     routing`); UserError if there is none, or it is of another model.
     """
+    check_outputs(folder, "routing.json")
     study = read_json(folder / "routing.json")
     try:
         facts = study["models"][0]

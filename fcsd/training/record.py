@@ -23,7 +23,8 @@ from torch import nn
 
 from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json
+from fcsd.base.fingerprints import write_sealed
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.dates import NOTED
 from fcsd.data.rows import PackedRows
@@ -165,7 +166,7 @@ class TrainingRecord:
         return self._fingerprints()
 
     def write(self, checkpoint: Path) -> None:
-        write_json(
+        write_sealed(
             checkpoint / RECORD_FILE,
             {"settings": self.settings, "inputs": self.inputs, **self._date},
         )

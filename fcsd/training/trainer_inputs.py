@@ -309,8 +309,11 @@ class TrainerInputs:
 
 def _date_of_training(folder: Path) -> datetime:
     """Return the date of the training whose checkpoints lie in a folder."""
-    begun = checkpoints(folder)
-    return noted_date(begun[-1] / RECORD_FILE if begun else None)
+    for checkpoint in reversed(checkpoints(folder)):
+        # A damaged one is set aside later, and the training goes on from one before.
+        with contextlib.suppress(UserError):
+            return noted_date(checkpoint / RECORD_FILE)
+    return noted_date(None)
 
 
 @python_words()

@@ -1,13 +1,15 @@
 """Copy a checkpoint with other tensors, a few rows of a weight in memory at a time.
 
 Shards are written one after another below `OUT.partial`, brought to the disk and
-renamed; a copy that was cut off continues with the next shard, to the same bytes.
+renamed; a copy that was cut off continues with the next shard, to the same bytes. One
+whose hash is not the noted one is written again.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +18,27 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from fcsd.base.artifact import SCHEMA_VERSION, model_outputs, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
+    file_sha256,
     file_state,
     is_empty,
     make_folder,
-    read_json,
     safetensors_header,
     write_json,
     writing,
 )
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.text import progress_bar
-from fcsd.base.weights import Stored, copy_bytes, write_safetensors
+from fcsd.base.weights import (
+    Stored,
+    copy_bytes,
+    fingerprint_of,
+    weight_files,
+    write_safetensors,
+)
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
@@ -92,18 +102,21 @@ def write_copy(
     make_folder(partial)
     folder = partial / "model"
     with writing(partial):
-        _begin(checkpoint, partial, record)
+        begun = _begin(checkpoint, partial / record)
         folder.mkdir(exist_ok=True)
-        _write_shards(copy, folder, shard_bytes)
+        _write_shards(copy, partial / record, begun, shard_bytes)
         _write_rest(source, checkpoint, folder, copy.config)
         # Before the rename: a folder of the destination's name is whole and right.
         _check_result(folder)
+        _leave_manifest(copy.command, folder, begun["shards"])
         os.rename(folder, destination)  # which may be an empty folder
         shutil.rmtree(partial)
 
 
-def _begin(checkpoint: Checkpoint, partial: Path, name: str) -> None:
-    """Note what is copied, or compare it with what an earlier call noted."""
+def _begin(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+    """Note what is copied, or compare it with what an earlier call noted; return the
+    note, with the hashes of the `shards` that are finished.
+    """
     facts = {
         tensor: [checkpoint.dtypes[tensor], list(shape)]
         for tensor, shape in sorted(checkpoint.shapes.items())
@@ -112,15 +125,18 @@ def _begin(checkpoint: Checkpoint, partial: Path, name: str) -> None:
     # as the copy.
     states = [file_state(checkpoint.folder / file) for file in checkpoint.weight_files]
     text = json.dumps([facts, states, checkpoint.config], sort_keys=True)
-    record = {"source": hashlib.sha256(text.encode()).hexdigest()}
-    if (partial / name).is_file():
-        if read_json(partial / name) != record:
+    source = hashlib.sha256(text.encode()).hexdigest()
+    if path.is_file():
+        record = read_sealed(path, f"remove {path.parent} to begin again")
+        if record["source"] != source:
             raise UserError(
-                f"{partial}: holds the begun copy of another checkpoint; remove it, or"
-                " name another destination"
+                f"{path.parent}: holds the begun copy of another checkpoint; remove it,"
+                " or name another destination"
             )
-        return
-    write_json(partial / name, record)
+        return record
+    record = {"source": source, "shards": {}}
+    write_sealed(path, record)
+    return record
 
 
 class Rows:
@@ -188,9 +204,14 @@ class Source:
             copy_bytes(stream, begin + first, last - first, target)
 
 
-def _write_shards(copy: Copy, folder: Path, shard_bytes: int) -> None:
-    """Write the shards that are not there yet, and the index of all."""
-    tensors = copy.tensors
+def _write_shards(
+    copy: Copy, path: Path, record: dict[str, Any], shard_bytes: int
+) -> None:
+    """Write the shards that are not there yet, and the index of all.
+
+    record: of the file `path`, to which the hash of each new shard is added.
+    """
+    tensors, folder, hashes = copy.tensors, path.parent / "model", record["shards"]
     shards = _shards(tensors, shard_bytes)
     with progress_bar(total=len(tensors), desc=copy.command, unit="tensor") as bar:
 
@@ -201,10 +222,18 @@ def _write_shards(copy: Copy, folder: Path, shard_bytes: int) -> None:
         for file, names in shards.items():
             # A shard gets its name when it is whole, so one that is there is finished.
             if (folder / file).is_file():
-                bar.update(len(names))
-                continue
+                if file_sha256(folder / file) == hashes.get(file):
+                    bar.update(len(names))
+                    continue
+                print(
+                    f"{copy.command}: {folder / file}: is damaged, and is written"
+                    " again",
+                    file=sys.stderr,
+                )
             temporary = folder / f".{file}.tmp"
             write_safetensors(temporary, {name: tensors[name] for name in names}, write)
+            hashes[file] = file_sha256(temporary)
+            write_sealed(path, record)
             os.replace(temporary, folder / file)
     if len(shards) > 1:
         total = {"total_size": sum(tensor.num_bytes for tensor in tensors.values())}
@@ -241,6 +270,19 @@ def _write_rest(
     is_on_hub = not Path(source).expanduser().is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if is_on_hub else None)
     write_json(folder / CONFIG, config)
+
+
+def _leave_manifest(command: str, folder: Path, hashes: dict[str, str]) -> None:
+    """Note what the copy is, by which readers notice later changes."""
+    names = [file.name for file in weight_files(folder)]
+    weights = fingerprint_of({name: hashes[name] for name in names})
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "stage": command,
+        "outputs": model_outputs(folder, weights),
+        "versions": versions(),
+    }
+    write_sealed(folder / "manifest.json", record)
 
 
 def _check_result(folder: Path) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.fingerprints import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
@@ -124,14 +124,12 @@ def read_times(path: Path) -> Times:
     """Read and check a file of times; raise a UserError that says what is wrong with
     it.
     """
-    return validate(
-        Times, read_json(path, "`fcsd trace` writes one", ["step_s"]), str(path)
-    )
+    return validate(Times, read_editable(path, "fcsd trace", ["step_s"]), str(path))
 
 
 def write_times(path: Path, times: Times) -> None:
-    """Write a file of times, as `write_json` does."""
-    write_json(path, times.model_dump(mode="json"))
+    """Write a file of times with its seal."""
+    write_sealed(path, times.model_dump(mode="json"))
 
 
 def measured_times(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, model_validator
 
-from fcsd.base.files import read_json, write_json
+from fcsd.base.fingerprints import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 
 
@@ -32,8 +32,8 @@ class Windows(Strict):
 
 def read_windows_file(path: str | Path) -> Windows:
     """Read a file of `fcsd plan --windows`."""
-    value = read_json(
-        Path(path), "`fcsd plan --windows` writes one", ["dispatch_s", "combine_s"]
+    value = read_editable(
+        Path(path), "fcsd plan --windows", ["dispatch_s", "combine_s"]
     )
     return validate(Windows, value, str(path))
 
@@ -43,7 +43,7 @@ def write_windows(facts: Mapping[str, Any], path: Path) -> None:
     `fcsd-steer bias`.
     """
     rows = facts["times"]["windows"]
-    write_json(
+    write_sealed(
         path,
         {
             "version": 1,

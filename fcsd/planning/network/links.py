@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.fingerprints import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 
 Array = NDArray[np.float64]
@@ -186,15 +186,15 @@ def read_links(path: str | Path) -> LinkModel:
     """Read and check a links file; raise a UserError that names the edge of a value
     that is missing, negative or not a number.
     """
-    value = read_json(
-        Path(path), "`fcsd-steer profile-network` writes one", ["endpoints", "ports"]
+    value = read_editable(
+        Path(path), "fcsd-steer profile-network", ["endpoints", "ports"]
     )
     return validate(LinkModel, value, str(path))
 
 
 def write_links(path: str | Path, links: LinkModel) -> None:
     """Write a links file under a temporary name, then rename it."""
-    write_json(Path(path), links.model_dump(mode="json"))
+    write_sealed(Path(path), links.model_dump(mode="json"))
 
 
 def _composed(phase: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from fcsd.base.files import (
     write_json,
     write_text,
 )
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.text import progress_bar
 from fcsd.planning.servers.engines import ENGINES, Program, find_program
 from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
@@ -57,6 +58,9 @@ from fcsd.planning.servers.times import (
     settled_times,
 )
 from fcsd.planning.servers.trace import TRACED, profiler_flags, read_trace
+
+# What to do where a file of a cut-off benchmark is damaged.
+_AGAIN = "remove it to measure it again"
 
 
 def bench_serve(
@@ -116,7 +120,7 @@ def bench_serve(
     # Read back from the files: they may be of an earlier process.
     measured = {
         row.name: [
-            read_json(bench.file(number, row))
+            read_sealed(bench.file(number, row), _AGAIN)
             for number in range(1, benchmark.rounds + 1)
         ]
         for row in rows
@@ -215,7 +219,7 @@ class _Bench:
                             figures = self.measure_row(
                                 row, number, _Progress(bar, where)
                             )
-                            write_json(self.file(number, row), figures)
+                            write_sealed(self.file(number, row), figures)
                         except NotServed as failure:
                             # Only rivals and wide rows may be missing, and only from
                             # the first round on: a server that worked once must work
@@ -227,7 +231,7 @@ class _Bench:
                                     f" {self.log(number, row)}: {failure.tail}"
                                 ) from None
                             missing[row.name] = failure.reason
-                            write_json(
+                            write_sealed(
                                 self.file(1, row).with_suffix(".refused"),
                                 {"reason": failure.reason},
                             )
@@ -239,7 +243,7 @@ class _Bench:
     def refused(self, row: Row) -> str | None:
         """Return the recorded reason why a row is missing; None without one."""
         file = self.file(1, row).with_suffix(".refused")
-        return str(read_json(file)["reason"]) if file.is_file() else None
+        return str(read_sealed(file, _AGAIN)["reason"]) if file.is_file() else None
 
     def forget_cut(self, number: int, rows: list[Row]) -> None:
         """Remove the files of a round that lacks rows."""
@@ -305,14 +309,14 @@ class _Bench:
                     row, row.environment, log, *profiler_flags(folder)
                 ) as server:
                     self.measure_phase(server, None, shape, "--profile")
-                write_json(file, read_trace(folder))
+                write_sealed(file, read_trace(folder))
             except NotServed as failure:
                 raise UserError(
                     f"the traced server of row {row.name} failed: {failure.reason}; the"
                     f" last lines of {log}:"
                     f" {failure.tail or tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
                 ) from None
-        return dict(read_json(file))
+        return read_sealed(file, _AGAIN)
 
     def log(self, number: int, row: Row) -> Path:
         return self.folder / "logs" / f"{number}-{row.name}.log"

@@ -22,7 +22,12 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from fcsd.base.artifact import differences, model_outputs, read_manifest
+from fcsd.base.artifact import (
+    differences,
+    model_outputs,
+    read_manifest,
+    without_hash,
+)
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed
@@ -55,6 +60,7 @@ from fcsd.training.card.facts import (
     origin_of,
 )
 
+_NO_TRAINING = ("convert", "quantize", "dequantize")
 _REPORT = ("report.md", "report.json", "comparison.md", "comparison.json", "*.png")
 _OTHER = ("NOTICE*", "USE_POLICY*", f"{RESULTS}/*.yaml", *_REPORT)
 
@@ -215,6 +221,8 @@ def _check_unchanged(source: Path) -> None:
                 " push that"
             )
         current = model_outputs(source)[f"model/{CONFIG}"]
+        if config is not None and "sha256" not in config:
+            current = without_hash(current)
         if config is not None and (changes := differences(config, current)):
             raise UserError(
                 f"{source / CONFIG}: is not what {file} describes"
@@ -315,8 +323,10 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
     bases.sort(key=lambda candidate: not Path(candidate[0]).is_dir())
     base = card.base or origin.get("path")
     # `fcsd convert` writes its record among the weights, which may have been trained in
-    # that folder since.
-    training = record if record and (stage or record["stage"] != "convert") else None
+    # that folder since; a copy in another format is no training either.
+    training = (
+        record if record and (stage or record["stage"] not in _NO_TRAINING) else None
+    )
     inherited: dict[str, Any] = next(
         (terms for candidate in bases if (terms := inherited_by(*candidate))), {}
     )

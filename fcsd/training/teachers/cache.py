@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from fcsd.base.artifact import differences, versions
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import read_json, safetensors_header, write_json, writing
+from fcsd.base.files import read_json, safetensors_header, writing
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import beside
 from fcsd.data.batches import next_token_targets
 from fcsd.training.teachers.base import Batch, Teacher
@@ -227,7 +228,7 @@ def write_manifest(folder: Path, locations: Iterable[Place]) -> dict[str, Any]:
         "versions": versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-    write_json(folder / MANIFEST, manifest)
+    write_sealed(folder / MANIFEST, manifest)
     return manifest
 
 
@@ -251,7 +252,9 @@ class HiddenCache:
                 f"{folder}: the teacher cache is not finished; `{REPAIR}` continues"
                 " where it was cut off"
             )
-        self.manifest: dict[str, Any] = read_json(folder / MANIFEST)
+        self.manifest = read_sealed(
+            folder / MANIFEST, f"remove it, and `{REPAIR}` writes it again"
+        )
         self.places: dict[bytes, Place] = {}
         for name, shard in self.manifest["shards"].items():
             self.places |= self._index(folder / name, shard["bytes"], identity)

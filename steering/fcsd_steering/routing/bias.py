@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from fcsd.extension.base import (
     Strict,
     UserError,
+    arrays_fingerprint,
     check_regular,
     file_beside,
     validate,
@@ -118,6 +119,7 @@ def tables_for(
 
 class _Facts(Strict):
     version: Literal[1]
+    sha256: str | None = None  # tables of a former fcsd have none
     kind: Kind
     strength: float
     selection: bool
@@ -129,7 +131,7 @@ class _Facts(Strict):
 def write_tables(path: str | Path, tables: BiasTables) -> None:
     """Write tables to one safetensors file, under a temporary name first."""
     path = Path(path)
-    facts = {
+    facts = {"version": 1} | {
         name: value
         for name, value in asdict(tables).items()
         if name not in ("tables", "placement")
@@ -141,9 +143,8 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
     with writing(path), file_beside(path) as temporary:
         # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever
         # the umask.
-        temporary.write_bytes(
-            save(arrays, {"fcsd_bias": json.dumps({"version": 1} | facts)})
-        )
+        facts["sha256"] = arrays_fingerprint(arrays, facts)
+        temporary.write_bytes(save(arrays, {"fcsd_bias": json.dumps(facts)}))
         temporary.replace(path)
 
 
@@ -157,15 +158,24 @@ def read_tables(path: str | Path) -> BiasTables:
         with safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
             arrays = {name: file.get_tensor(name) for name in ("tables", "placement")}
-        facts = validate(_Facts, json.loads(metadata["fcsd_bias"]), str(path))
+        record = json.loads(metadata["fcsd_bias"])
+        facts = validate(_Facts, record, str(path))
         # With other types the file was not written by `write_tables`.
         if (arrays["tables"].dtype, arrays["placement"].dtype) != (
             np.float32,
             np.int64,
         ):
             raise ValueError("of other types")
+        written = record.pop("sha256", None)
+        if written is not None and written != arrays_fingerprint(arrays, record):
+            raise UserError(
+                f"{path}: is damaged: its content is not what was written;"
+                " `fcsd-steer bias` writes it again (in a recipe's run, remove its"
+                " stage's folder)"
+            )
         try:
-            return BiasTables(**facts.model_dump(exclude={"version"}), **arrays)
+            content = facts.model_dump(exclude={"version", "sha256"})
+            return BiasTables(**content, **arrays)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     except FileNotFoundError:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import write_sealed
 from fcsd.cli.main import main
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.quantised import dequantise
@@ -412,7 +413,8 @@ def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
 def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "q", *LAYOUTS["int8"])
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "dequantize.json").write_text('{"source": "x"}')
+    record = tmp_path / "out.partial" / "dequantize.json"
+    write_sealed(record, {"source": "x", "shards": {}})
     with pytest.raises(UserError, match="begun copy of another checkpoint"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
