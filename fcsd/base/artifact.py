@@ -281,15 +281,15 @@ def _changed_outputs(
                 f" {folder} to run it again"
             )
         current |= model_outputs(model_folder)
-    expected = json.loads(json.dumps(expected))
-    for name, noted in expected.items():
+    recorded: dict[str, Any] = json.loads(json.dumps(expected))
+    for name, noted in recorded.items():
         # Changed fields say more than the hash; a former fcsd noted no hash.
         fields = without_hash(current.get(name))
         if isinstance(noted, dict) and (
             "sha256" not in noted or fields != without_hash(noted)
         ):
-            expected[name], current[name] = without_hash(noted), fields
-    return differences(expected, {name: current.get(name) for name in expected})
+            recorded[name], current[name] = without_hash(noted), fields
+    return differences(recorded, {name: current.get(name) for name in recorded})
 
 
 def model_outputs(folder: Path, weights: str | None = None) -> dict[str, Any]:

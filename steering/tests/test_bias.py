@@ -3,12 +3,15 @@ own forward plus the table.
 """
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.numpy import save
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -276,6 +279,36 @@ def test_tables_survive_a_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"{name}: {message}"):
             read_tables(tmp_path / name)
+
+
+def test_tables_whose_bytes_changed_are_refused_and_former_ones_without_a_hash_read(
+    tmp_path: Path,
+) -> None:
+    tables = random_tables(tiny_model("qwen3_moe"))
+    file = tmp_path / "tables"
+    write_tables(file, tables)
+    whole = file.read_bytes()
+    begin, end = 8 + int.from_bytes(whole[:8], "little"), len(whole)
+    for place in (begin, (begin + end) // 2, end - 1):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1
+        file.write_bytes(flipped)
+        with pytest.raises(UserError, match=r"tables: is damaged: .*fcsd bias"):
+            read_tables(file)
+    strength = b'strength\\": '
+    assert whole.count(strength) == 1
+    place = whole.index(strength) + len(strength)
+    flipped = bytearray(whole)
+    flipped[place] = ord("1") + (flipped[place] - ord("0")) % 9
+    file.write_bytes(flipped)
+    with pytest.raises(UserError, match="tables: is damaged"):
+        read_tables(file)
+    with safe_open(file, "numpy") as opened:
+        facts = json.loads(opened.metadata()["fcsd_bias"])
+        arrays = {name: opened.get_tensor(name) for name in ("tables", "placement")}
+    del facts["sha256"]
+    file.write_bytes(save(arrays, {"fcsd_bias": json.dumps(facts)}))
+    np.testing.assert_array_equal(read_tables(file).tables, tables.tables)
 
 
 def test_tables_of_another_model_are_refused() -> None:

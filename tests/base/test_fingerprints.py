@@ -13,7 +13,13 @@ from fcsd.base import weights
 from fcsd.base.artifact import Stage, check_outputs, model_outputs, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
-from fcsd.base.fingerprints import checkpoint_files, read_sealed, write_sealed
+from fcsd.base.fingerprints import (
+    checkpoint_files,
+    read_editable,
+    read_sealed,
+    sealed,
+    write_sealed,
+)
 from fcsd.base.weights import weights_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
@@ -213,6 +219,45 @@ def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
         readers[file](finished) if file in readers else known(finished / "model")
 
 
+def test_a_field_without_effect_is_known_by_the_hash_of_its_file(
+    finished: Path,
+) -> None:
+    flip(finished / "model" / "generation_config.json", b"4.57.0", b"4.57.1")
+    with pytest.raises(UserError, match=r"model/generation_config\.json\.sha256: "):
+        check_outputs(finished)
+    # A former fcsd noted the fields alone.
+    record = read_json(finished / "manifest.json")
+    for name in ("config.json", "generation_config.json"):
+        del record["outputs"][f"model/{name}"]["sha256"]
+    del record["sha256"]
+    write_json(finished / "manifest.json", record)
+    check_outputs(finished)
+    flip(finished / "model" / "generation_config.json", b'_id": 1', b'_id": 2')
+    with pytest.raises(UserError, match=r"eos_token_id: 1 -> 2\): damaged"):
+        check_outputs(finished)
+
+
+def test_a_checkpoint_that_a_command_left_is_what_it_wrote(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    record = {"stage": "calibrate", "outputs": model_outputs(checkpoint)}
+    write_sealed(path, record)
+    known(checkpoint)
+    flip(checkpoint / "model.safetensors", b"\0\0\x80?", b"\0\0\0@")
+    message = (
+        r"original: is not what `fcsd calibrate` wrote \(model: .*damaged or changed"
+        rf" since; if the checkpoint was changed on purpose, remove {path}"
+    )
+    with pytest.raises(UserError, match=message):
+        known(checkpoint)
+    write_json(path, sealed(record) | {"outputs": {}})
+    with pytest.raises(UserError, match=r"is damaged: .* on purpose, remove"):
+        known(checkpoint)
+    # The file of another tool, and the record of a conversion, say nothing of weights.
+    for other in ([1], {"sha256": "x", "model": 2}, sealed({"stage": "convert"})):
+        write_json(path, other)
+        known(checkpoint)
+
+
 def test_a_result_that_is_gone_is_missed(finished: Path) -> None:
     (finished / "scores.json").unlink()
     with pytest.raises(UserError, match=r'scores\.json: ".* -> null'):
@@ -246,3 +291,19 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
         UserError, match="lacks the hash that it is written with; do this"
     ):
         read_sealed(file, "do this")
+
+
+def test_a_file_that_users_edit_may_lack_its_hash_and_not_contradict_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "links.json"
+    write_sealed(file, {"ports": [1.5]})
+    assert read_editable(file, "fcsd x", ["ports"]) == {"ports": [1.5]}
+    flip(file, b"1.5", b"2.5")
+    with pytest.raises(
+        UserError,
+        match=r"is damaged: .*`fcsd x` writes it again; if you edited it, remove its line",
+    ):
+        read_editable(file, "fcsd x", ["ports"])
+    write_json(file, {"ports": [2.5]})
+    assert read_editable(file, "fcsd x", ["ports"]) == {"ports": [2.5]}

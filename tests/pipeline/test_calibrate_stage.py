@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.files import read_json
+from fcsd.base.files import read_json, write_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
@@ -182,6 +182,41 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
         if "before" in lost
         else "is not the model that was calibrated"
     ) in said
+
+
+def test_a_calibration_whose_note_has_another_digit_begins_again(
+    commands: dict[str, Command],
+    whole: Callable[[str], tuple[str, list[str]]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder, note = tmp_path / "run", "calibrate/fcsd/partial/result.json"
+    folder.mkdir()
+    moment = f"after rename to {note}, 1"
+    cut_off(commands["stage"](folder), folder, moment, tmp_path / "output")
+    record = read_json(folder / note)
+    record["results"]["tokens"] += 1
+    write_json(folder / note, record)
+    assert main(commands["stage"](folder)) == 0
+    assert state_of(folder) == whole("stage")[0]
+    assert "is not the model that was calibrated" in capfd.readouterr().err
+
+
+def test_a_calibration_that_is_found_finished_is_as_it_was_written(
+    commands: dict[str, Command], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words: list[Any] = commands["command"](tmp_path)
+    assert main(words) == 0
+    file = tmp_path / "out" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    capfd.readouterr()
+    assert main(words) == 2
+    assert (
+        f"{tmp_path / 'out'}: is not what `fcsd calibrate` wrote"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_finished_calibration_without_its_model_is_refused_with_what_to_do(

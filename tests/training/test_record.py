@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
+from fcsd.base.files import read_json, write_json
 from fcsd.data import dates
 from fcsd.data.dataset import given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -192,6 +192,10 @@ def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_begin
     continued.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     for name, value in continued.model.state_dict().items():
         assert torch.equal(value, begun.model.state_dict()[name])
+    # The date of a damaged checkpoint is not used.
+    file = tmp_path / "run" / "checkpoint-2" / RECORD_FILE
+    write_json(file, record | {"template_date": "2026-11-21T00:00:00"})
+    assert first_words(on_day(25, tmp_path / "run", 2)) == "24"
     elsewhere = on_day(25, tmp_path / "another", 2)
     assert first_words(elsewhere) == "25"
     with pytest.raises(UserError, match=r"wrote the date 2026-11-24.*output_dir .*run"):

@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.load import load_model
+from fcsd.model.load import ModelFolder
 from fcsd.model.quantised import dequantise
 from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from tests.kills import Places
@@ -408,6 +410,47 @@ def test_a_copy_that_is_killed_at_any_place_continues_to_the_same_bytes(
                 output.read_text(),
             )
         assert contents(folder) == whole, moment
+
+
+def test_a_damaged_shard_of_a_cut_off_copy_is_written_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "q", *LAYOUTS["block fp8"], shards=3)
+
+    def run(folder: Path, **watched: Any) -> int:
+        folder.mkdir(exist_ok=True)
+        Places(folder, **watched).watch()
+        dequantize_checkpoint(tmp_path / "q", folder / "out", shard_bytes=20_000)
+        return 0
+
+    output = tmp_path / "output"
+    assert in_a_fork(lambda: run(tmp_path / "whole"), output) == 0
+    moment = "after rename to out.partial/model/config.json, 1"
+    assert in_a_fork(lambda: run(tmp_path / "cut", kill=moment), output) < 0
+    partial = tmp_path / "cut" / "out.partial"
+    for shard, change in zip(
+        sorted(partial.glob("model/*.safetensors")), ("flip", "cut"), strict=False
+    ):
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data if change == "flip" else data[: len(data) // 2])
+    dequantize_checkpoint(tmp_path / "q", tmp_path / "cut" / "out", shard_bytes=20_000)
+    assert capfd.readouterr().err.count("is damaged, and is written again") == 2
+    for file in (tmp_path / "whole" / "out").iterdir():
+        assert file.read_bytes() == (tmp_path / "cut" / "out" / file.name).read_bytes()
+
+
+def test_a_copy_is_read_only_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "q", *LAYOUTS["block fp8"])
+    out = tmp_path / "out"
+    dequantize_checkpoint(tmp_path / "q", out)
+    model = ModelFolder(ModelConfig(path=str(out)), out)
+    model.fingerprints("model")
+    data = bytearray((out / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (out / "model.safetensors").write_bytes(data)
+    with pytest.raises(UserError, match="is not what `fcsd dequantize` wrote"):
+        ModelFolder(model.config, out).fingerprints("model")
 
 
 def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:

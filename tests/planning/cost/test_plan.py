@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.plan import TRAINING, V2, V3, at
 from benchmarks.plan import planned as published
+from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
@@ -528,6 +529,19 @@ def routed(folder: Path, **changes: Any) -> Path:
         json.dumps({"schema_version": 1, "models": [facts]})
     )
     return folder
+
+
+def test_a_routing_study_is_read_as_its_stage_left_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", lite(tmp_path), "--routing", str(routed(tmp_path / "r"))]
+    stage = Stage(tmp_path / "r", "routing", {}, {})
+    stage.finish({})
+    assert main(words) == 0
+    file = tmp_path / "r" / "routing.json"
+    file.write_text(file.read_text().replace("[50,", "[60,", 1))
+    assert main(words) == 2
+    assert "r: is not what the stage left (routing.json: " in capsys.readouterr().err
 
 
 def test_the_imbalance_of_a_routing_study_is_planned_with(

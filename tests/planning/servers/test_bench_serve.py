@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
+from fcsd.base.files import read_json, write_json
 from fcsd.cli.main import main
 from fcsd.planning.servers import times
 from fcsd.planning.servers.rows import RowName, make_rows
@@ -578,6 +579,24 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     assert place.result()["rows"][1]["missing"].startswith(
         "Dual-Batch Overlap is not supported"
     )
+
+
+def test_a_measured_round_with_another_digit_is_refused(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = place.words("--rows=stock,farskip_overlapped", "--rounds=2")
+    (place.bin / "fail").write_text("8")
+    assert main(words) == 2
+    file = place.out / "rounds" / "1-stock.json"
+    write_json(file, read_json(file) | {"begin": 0})
+    capsys.readouterr()
+    assert main(words) == 2
+    assert (
+        f"{file}: is damaged: its content is not what was written; remove it to measure"
+        " it again" in capsys.readouterr().err
+    )
+    file.unlink()
+    assert main(words) == 0
 
 
 def test_a_server_over_two_machines_is_started_on_both_and_ends_on_both(

@@ -17,7 +17,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fcsd.base.files import read_json
+from fcsd.base.files import read_json, write_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
@@ -421,6 +421,20 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
     assert re.search(
         r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error
     )
+
+
+def test_a_digit_of_the_list_of_shards_does_not_change_unseen(
+    bench: Bench, filled: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = filled / "cache.json"
+    write_json(path, read_json(path) | {"tokens": 1})
+    error = error_of(["distill", str(cached(bench))], capfd)
+    assert (
+        f"{path}: is damaged: its content is not what was written; remove it" in error
+    )
+    path.unlink()
+    assert main(["run", str(cached(bench)), "--only", "cache-teacher"]) == 0
+    assert read_json(path)["rows"] == 60
 
 
 def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
