@@ -293,7 +293,7 @@ def test_tables_whose_bytes_changed_are_refused_and_former_ones_without_a_hash_r
         flipped = bytearray(whole)
         flipped[place] ^= 1
         file.write_bytes(flipped)
-        with pytest.raises(UserError, match=r"tables: is damaged: .*fcsd bias"):
+        with pytest.raises(UserError, match=r"tables: is damaged: .*`fcsd-steer bias`"):
             read_tables(file)
     strength = b'strength\\": '
     assert whole.count(strength) == 1
