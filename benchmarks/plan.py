@@ -5,10 +5,10 @@ measured (docs/plan.md).
 
 Three columns: published peaks (every efficiency 1, links at their nominal rate, no
 slow-down), the assumptions of `fcsd.planning.cost.assumptions`, which are not fitted,
-and one of many settings that fit. One network interface for each GPU is assumed; the
-paper says "400 Gbps between nodes" without saying of what. DeepSeek-V3 with 6 layers,
-all of them MoE: the paper's 71B parameters are those (three dense layers first, as
-published, would make 38B).
+and one of many settings that fit. A second table has plans beside exact schedules. One
+network interface for each GPU is assumed; the paper says "400 Gbps between nodes"
+without saying of what. DeepSeek-V3 with 6 layers, all of them MoE: the paper's 71B
+parameters are those (three dense layers first, as published, would make 38B).
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
+from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
 
@@ -98,6 +99,40 @@ SERVING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], str], ...] = (
 """Name, config, changes, settings, the paper's gain at 512 to 2048 tokens (5.2)."""
 
 
+ON_H200: dict[str, Any] = {"phase": "decode", "batch": 64, "length": 2048}
+EXACT: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    *(row[:4] for row in TRAINING[:3]),
+    (
+        "Qwen3-30B-A3B, 16 H200, 2 rows a rank",
+        "Qwen3-30B-A3B",
+        {},
+        {"nodes": 2, "batch": 2},
+    ),
+    (
+        "the same, --keep-activations",
+        "Qwen3-30B-A3B",
+        {},
+        {"nodes": 2, "batch": 2, "keep_activations": True},
+    ),
+    (
+        "DeepSeek-V3, prefill, 16 x 1,024 tokens, --tp 8",
+        "DeepSeek-V3",
+        {},
+        {"phase": "prefill", "batch": 16, "length": 1024},
+    ),
+    ("DeepSeek-V3, decoding, 64 x 2,048, --tp 8", "DeepSeek-V3", {}, ON_H200),
+    (
+        "the same, --dp 16, deepep_low_latency",
+        "DeepSeek-V3",
+        {},
+        ON_H200 | {"nodes": 2, "data_parallel": 16, "all2all": "deepep_low_latency"},
+    ),
+)
+"""Name, config, changes, settings of plans beside exact schedules; H200 where no other
+is named.
+"""
+
+
 def planned(name: str, changes: dict[str, Any], settings: dict[str, Any]) -> Planned:
     """Prepare a published configuration with changes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -166,9 +201,21 @@ def serving_rows() -> Iterator[list[str]]:
         yield [title, gain, *cells]
 
 
+def exact_rows() -> Iterator[list[str]]:
+    """Yield the gain over the best exact schedule, its name, and the gain over regular
+    blocks.
+    """
+    for title, name, changes, settings in EXACT:
+        times = compared(planned(name, changes, settings))
+        gains = [f"{times[key]:.3f}" for key in ("over_exact", "speed_up")]
+        yield [title, times["best_exact"], *gains]
+
+
 def main() -> None:
     header = ["", "paper", "published peaks", "assumed (not fitted)", "fitted"]
     print(markdown(header, [*training_rows(), *serving_rows()]))
+    header = ["", "best exact schedule", "over it", "over regular blocks"]
+    print(markdown(header, list(exact_rows()), left=2))
 
 
 if __name__ == "__main__":

@@ -375,8 +375,8 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "plan": Command(
-        "Predict what FarSkip connectivity gains on a cluster: time of a step or to a"
-        " token, regular and overlapped.",
+        "Predict what FarSkip connectivity gains on a cluster over the best schedule that"
+        " changes no equation, and over regular blocks: time of a step or to a token.",
         _plan_options,
         _plan,
         "No weights are loaded and nothing is trained; only config.json is fetched from"

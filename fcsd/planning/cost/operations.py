@@ -206,6 +206,35 @@ def as_run(work: ModelWork) -> ModelWork:
     return replace(work, layers=tuple(map(run, work.layers)))
 
 
+def part_of(work: ModelWork, tokens: int) -> ModelWork:
+    """Return the work of a part of a pass's tokens, with as large a share of the core
+    of attention; the weights that it reads are the same.
+    """
+    share = tokens / work.tokens
+
+    def part(step: Work) -> Work:
+        return replace(step, flops=step.flops * share)
+
+    layers = (
+        replace(
+            layer,
+            steps={name: part(step) for name, step in layer.steps.items()},
+            core=layer.core * share,
+            scores=layer.scores * share,
+            cache_bytes=layer.cache_bytes * share,
+            experts_run=layer.experts_run * share,
+        )
+        for layer in work.layers
+    )
+    return replace(
+        work,
+        layers=tuple(layers),
+        head=part(work.head),
+        num_rows=1,
+        num_tokens=tokens,
+    )
+
+
 def _is_moe(layer: Any, family: Family) -> bool:
     return is_one_of(getattr(layer, family.moe), family.moe_block)
 

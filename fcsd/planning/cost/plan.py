@@ -2,6 +2,7 @@
 
     planned = prepare(PlanSettings(model="owner/name", nodes=4))   operations of its layers, from one traced pass
     times = plan_times(planned)                              seconds: arithmetic on the operations
+    times = compared(planned)                                beside exact schedules (fcsd.planning.cost.exact)
     facts = plan(planned)                                    with memory, and how each assumption matters
 
 Not covered: pipeline parallelism, tensor parallelism in training, everything that only
@@ -19,9 +20,9 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
+from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.memory import CONTEXT_BYTES, memory_parts
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
-from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = (1.3, 5.2)
@@ -37,18 +38,17 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
 
     advise: look for what would fit then, which traces the model several times.
     """
-    times = plan_times(planned)
+    times = compared(planned)
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
         value = machine.values[name]
         # A given value may lie outside the table's range, which then extends to it.
         ends = [min(assumption.low, value), max(assumption.high, value)]
-        at = [plan_times(planned.assuming(**{name: end}))["speed_up"] for end in ends]
+        at = [compared(planned.assuming(**{name: end})) for end in ends]
+        gains = {key: [one[key] for one in at] for key in ("speed_up", "over_exact")}
         facts = {"what": assumption.what, "source": assumption.source}
-        rows.append(
-            {"name": name, "value": value, "range": ends, "speed_up": at, **facts}
-        )
+        rows.append({"name": name, "value": value, "range": ends, **gains, **facts})
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
     return {
         "model": planned.training.where,

@@ -283,6 +283,8 @@ _DURATIONS = {
 
 def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield _plan_head(facts)
+    if headline := _headline(facts["times"]):
+        yield [headline]
     yield [_result(facts["times"], facts["settings"]["phase"]), *_notes(facts)]
     yield [_windows(facts["times"])]
     if facts.get("study"):
@@ -343,24 +345,52 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
-    duration = _DURATIONS[phase]
-    columns = [f"{duration}, ms", "communication", "exposed", "times as fast"]
-    share = times["communication_share"]
-    rows = [
-        ["regular", _ms(times["regular_s"]), f"{share:.1%}", f"{share:.1%}", "1.000"],
-        [
-            "overlapped",
-            _ms(times["overlapped_s"]),
-            f"{times['overlapped_communication_s'] / times['overlapped_s']:.1%}",
-            f"{times['exposed_s'] / times['overlapped_s']:.1%}",
-            f"{times['speed_up']:.3f}",
-        ],
+    columns = [f"{_DURATIONS[phase]}, ms", "communication", "exposed", "times as fast"]
+    regular_s, overlapped_s = times["regular_s"], times["overlapped_s"]
+    sent_s = times["communication_s"]
+    steps = [("regular", regular_s, sent_s, sent_s)]
+    steps += [
+        (row["name"], row["step_s"], row["communication_s"], row["exposed_s"])
+        for row in times.get("exact", ())
     ]
+    sent_s = times["overlapped_communication_s"]
+    steps.append(("overlapped", overlapped_s, sent_s, times["exposed_s"]))
+    rows = [
+        [
+            name,
+            _ms(step_s),
+            f"{sent_s / step_s:.1%}",
+            f"{exposed_s / step_s:.1%}",
+            f"{regular_s / step_s:.3f}",
+        ]
+        for name, step_s, sent_s, exposed_s in steps
+    ]
+    if "over_exact" in times:
+        columns.append("as the best exact")
+        for row, (_, step_s, *_) in zip(rows, steps, strict=True):
+            row.append(f"{times['over_exact'] * overlapped_s / step_s:.3f}")
     return markdown(["", *columns], rows)
+
+
+def _headline(times: Mapping[str, Any]) -> str:
+    """Return the gain over the best exact schedule; empty where times were measured."""
+    if "over_exact" not in times:
+        return ""
+    plain = f"{times['speed_up']:.3f} times as fast as regular blocks"
+    if times["best_exact"] == "regular":
+        return f"GAIN: {plain}, and no exact schedule below is faster than those"
+    return (
+        f"GAIN: {times['over_exact']:.3f} times as fast as the best exact schedule"
+        f" ({times['best_exact']}), {plain}"
+    )
 
 
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     times = facts["times"]
+    for row in times.get("exact", ()):
+        yield f"{row['name']}: {row['assumes']}"
+    if reasons := times.get("not_exact"):
+        yield "not compared with: " + "; ".join(reasons)
     yield "hidden: " + ", ".join(
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
@@ -470,8 +500,12 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
+    # Measured times have no exact schedule beside them.
+    kinds = {"over_exact": "as the best exact", "speed_up": "as regular blocks"}
+    shown = [key for key in kinds if key in rows[0]]
+
     def reach(row: Mapping[str, Any]) -> float:
-        return float(abs(row["speed_up"][1] - row["speed_up"][0]))
+        return float(max(abs(row[key][1] - row[key][0]) for key in shown))
 
     # Assumptions that move the result by less than its last printed digit are only
     # listed.
@@ -484,11 +518,17 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
             row["name"],
             f"{row['value']:g}",
             f"{row['range'][0]:g} to {row['range'][1]:g}",
-            f"{row['speed_up'][0]:.3f} to {row['speed_up'][1]:.3f}",
+            *(f"{row[key][0]:.3f} to {row[key][1]:.3f}" for key in shown),
         ]
         for row in ordered
     ]
-    table = markdown(["assumption", "value", "range", "times as fast"], cells)
+    header = [
+        "assumption",
+        "value",
+        "range",
+        *(f"times as fast {kinds[key]}" for key in shown),
+    ]
+    table = markdown(header, cells)
     none = f"no effect on it: {without}\n" if without else ""
     return (
         f"{table}\n{none}what each assumption is, and its source: --json, or"

@@ -119,7 +119,8 @@ def step_time(
 
     Everything runs in sequence except exchanges, and weights and gradients that are
     sent beside computation. The exchanges of a teacher and of recomputed layers have
-    nothing beside them.
+    nothing beside them, but that a rewired layer recomputes its dispatch beside the
+    same steps, and has kept what its combine brought.
 
     facts: of each layer for the schedule; None: no layer is rewired. last_combine:
     share of the computation beside the last layer's combine that hides it.
@@ -151,20 +152,25 @@ def step_time(
         if step.teacher is None
         else sum(map(total, step.teacher.layers(work, ranks)))
     )
-    # Recomputed layers and the teacher's forward pass follow no schedule.
-    blocking = (step.recomputes + (step.teacher is not None)) * pass_exchange_s
+    # A teacher's forward pass follows no schedule.
+    taught = 0.0 if step.teacher is None else pass_exchange_s
+    again = recomputed(step, facts, (dispatch, combine), [w[0] for w in windows])
     # Once a step, on the rank's own shard; all else below counts in every micro-batch.
     optimizer_s = roofline.optimizer(
         step.num_trained / step.layout.num_shards, step.trained_bytes
     )
     layers = (1 + step.backward + step.recomputes) * forward + teacher
     compute = step.micro_batches * (layers + step.loss_s) + optimizer_s
-    communication = step.micro_batches * (2 * pass_exchange_s + blocking)
-    remaining = step.micro_batches * (sum(exposed_s.values()) + blocking)
+    passes = 2 * pass_exchange_s + taught
+    communication = step.micro_batches * (passes + step.recomputes * pass_exchange_s)
+    sent = step.micro_batches * (passes + again[0])
+    remaining = step.micro_batches * (sum(exposed_s.values()) + taught + again[1])
     # Computation that hides an exchange cannot hide gathered weights as well.
     hidden = [pass_exchange_s - remaining_s for remaining_s in exposed_s.values()]
+    hidden[1] += again[0] - again[1]
     sharding = [
-        _sharding(step, forward, teacher, hidden_s) for hidden_s in ([0.0, 0.0], hidden)
+        sharding_s(step, forward, teacher, hidden_s)
+        for hidden_s in ([0.0, 0.0], hidden)
     ]
     typical_layer = moe[len(moe) // 2]  # the one in the middle stands for all
     return summary(
@@ -172,6 +178,7 @@ def step_time(
         communication,
         remaining,
         roofline.values["slowdown"],
+        sent=sent,
         sharding=sharding,
     ) | {
         "overlap": {
@@ -189,7 +196,27 @@ def step_time(
     }
 
 
-def _sharding(
+def recomputed(
+    step: Step,
+    facts: Sequence[LayerFacts | None],
+    exchange: tuple[float, float],
+    windows: Sequence[float],
+) -> tuple[float, float]:
+    """Return the seconds of the exchanges of a micro-batch's recomputed layers, and of
+    these the exposed ones. windows: of each layer's dispatch.
+    """
+    sent = remaining = 0.0
+    for is_moe, layer, window_s in zip(step.work.moe, facts, windows, strict=True):
+        if step.recomputes and is_moe:
+            dispatch, combine = exchange
+            sent += dispatch if layer is not None else dispatch + combine
+            remaining += (
+                exposed(dispatch, window_s) if layer is not None else dispatch + combine
+            )
+    return sent, remaining
+
+
+def sharding_s(
     step: Step, forward: float, teacher: float, hidden: Sequence[float]
 ) -> float:
     """Return the exposed seconds of a step in which weights are gathered and gradients
@@ -247,7 +274,13 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
         and planned.connectivity.attention == "partial"
         and not planned.inside
     )
-    step = Step(
+    last_combine = values["last_combine"] if in_flight else 1.0
+    return step_time(planned_step(planned), facts, last_combine)
+
+
+def planned_step(planned: Planned) -> Step:
+    """Return the optimiser step of a planned training."""
+    return Step(
         planned.work,
         planned.roofline,
         planned.layout,
@@ -255,7 +288,6 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
         planned.work.num_parameters,
         recomputes=bool(planned.training.train.gradient_checkpointing),
     )
-    return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
 
 
 def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:

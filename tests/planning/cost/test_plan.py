@@ -600,6 +600,7 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
         share,
         share,
         "1.000",
+        f"{times['over_exact'] / times['speed_up']:.3f}",
     ]
     overlapped = times["overlapped_s"]
     shares = [
@@ -609,6 +610,7 @@ def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9
         f"{1e3 * overlapped:,.0f}",
         *shares,
         f"{times['speed_up']:.3f}",
+        f"{times['over_exact']:.3f}",
     ]
     first = times["windows"][0]
     assert rows["0"][:2] == [

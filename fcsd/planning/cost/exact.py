@@ -1,0 +1,328 @@
+"""Compute the steps of schedules that hide communication and change no equation, as
+engines have them today: what FarSkip is compared with.
+
+A shared expert runs beside the exchanges of its layer. Or two batches take turns: one
+computes while an exchange of the other runs. The two are the halves of a batch, or, in
+training, a micro-batch in its backward pass and the next one in its forward pass.
+
+Not covered: kernels that fuse a collective with computation (an all-reduce with the
+norm behind it, a matmul in chunks); measured times have none of these schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fcsd.planning.cost.operations import ModelWork, part_of
+from fcsd.planning.cost.planned import ALL2ALL, Planned
+from fcsd.planning.cost.roofline import total
+from fcsd.planning.cost.times import (
+    Seconds,
+    exposed,
+    plan_times,
+    planned_step,
+    sharding_s,
+    summary,
+)
+
+Chain = Sequence[tuple[float, float]]
+"""What one batch does: seconds of computation, and of the exchange that it then starts
+and waits for (0: none).
+"""
+
+SHARED, HALVES, PAIRS = (
+    "shared expert beside exchanges",
+    "two half batches in turn",
+    "two micro-batches in turn (1F1B)",
+)
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A schedule: seconds of a step's computation and exchanges, of the latter those
+    that stay exposed, and exposed seconds of gathered weights and gradients.
+    """
+
+    name: str
+    assumes: str
+    compute_s: float
+    sent_s: float
+    exposed_s: float
+    sharding_s: float = 0.0
+
+    def facts(self, regular_s: float, slowdown: float) -> dict[str, Any]:
+        """Return the row of a plan. regular_s: of the step whose exchanges block."""
+        step_s = summary(
+            self.compute_s,
+            self.sent_s,
+            self.exposed_s,
+            slowdown,
+            sharding=(0.0, self.sharding_s),
+        )["overlapped_s"]
+        return {
+            "name": self.name,
+            "assumes": self.assumes,
+            "step_s": step_s,
+            "compute_s": self.compute_s,
+            "communication_s": self.sent_s,
+            "exposed_s": self.exposed_s,
+            "speed_up": regular_s / step_s,
+        }
+
+
+def compared(planned: Planned) -> dict[str, Any]:
+    """Return `plan_times` with the exact schedules beside it.
+
+    exact: their rows. not_exact: those that cannot run here, with the reason.
+    best_exact: name of the fastest, "regular" where none is faster. over_exact: its
+    seconds over the overlapped ones.
+    """
+    times = plan_times(planned)
+    if planned.settings.phase == "train":
+        schedules, missing = _training(planned)
+    elif planned.wide:
+        schedules, missing = _wide(planned)
+    else:
+        schedules, missing = _tensor_parallel(planned)
+    slowdown = planned.machine.values["slowdown"]
+    rows = [one.facts(times["regular_s"], slowdown) for one in schedules]
+    seconds = {"regular": times["regular_s"]}
+    seconds |= {row["name"]: row["step_s"] for row in rows}
+    best = min(seconds, key=lambda name: seconds[name])
+    return times | {
+        "exact": rows,
+        "not_exact": missing,
+        "best_exact": best,
+        "over_exact": seconds[best] / times["overlapped_s"],
+    }
+
+
+def in_turn(first: Chain, second: Chain) -> float:
+    """Return the seconds in which neither of two batches computes, until both are done.
+
+    A batch computes until it waits; then goes on the one that can sooner, and of two
+    that can, that with more left. Exchanges run one after the other.
+    """
+    chains, ready, done = (first, second), [0.0, 0.0], [0, 0]
+    left = [sum(map(sum, chain)) for chain in chains]
+    now = link = 0.0
+    while undone := [b for b in (0, 1) if done[b] < len(chains[b])]:
+        b = min(undone, key=lambda b: (max(now, ready[b]), -left[b]))
+        compute, exchange = chains[b][done[b]]
+        now = ready[b] = max(now, ready[b]) + compute
+        if exchange:
+            link = ready[b] = max(now, link) + exchange
+        left[b] -= compute + exchange
+        done[b] += 1
+    computed = sum(compute for chain in chains for compute, _ in chain)
+    return max(0.0, now - computed, *(end - computed for end in ready))
+
+
+def joined(chains: Iterable[Chain]) -> list[tuple[float, float]]:
+    """Return the chains one behind another; the last part of each waits for nothing."""
+    parts, before = [], 0.0
+    for chain in chains:
+        (first, exchange), *others = chain
+        parts += [(before + first, exchange), *others]
+        before, _ = parts.pop()
+    return [*parts, (before, 0.0)]
+
+
+def mirrored(chain: Chain, factor: float) -> Chain:
+    """Return the backward pass of a chain: from its end, with `factor` times the
+    computation and the same exchanges.
+    """
+    exchanges = [exchange for _, exchange in chain[:-1]]
+    computes = [factor * compute for compute, _ in chain]
+    return list(zip(computes[::-1], [*exchanges[::-1], 0.0], strict=True))
+
+
+def layer_chain(seconds: Seconds, moe: bool, dispatch: float, combine: float) -> Chain:
+    """Return the forward pass of a regular layer: attention, router and shared expert,
+    dispatch, experts, combine.
+    """
+    if not moe:
+        return [(total(seconds), 0.0)]
+    experts, arrive = seconds["experts"], seconds["arrive"]
+    return [
+        (total(seconds) - experts - arrive, dispatch),
+        (experts, combine),
+        (arrive, 0.0),
+    ]
+
+
+def _halves(work: ModelWork, unit: int = 1) -> list[ModelWork]:
+    """Return the work of the two halves of a batch, each of whole `unit`s of tokens."""
+    second = work.tokens // unit // 2 * unit
+    return [part_of(work, work.tokens - second), part_of(work, second)]
+
+
+def _computed(*chains: Chain) -> float:
+    return sum(compute for chain in chains for compute, _ in chain)
+
+
+def _sent(*chains: Chain) -> float:
+    return sum(exchange for chain in chains for _, exchange in chain)
+
+
+def _beside_shared(
+    seconds: Sequence[Seconds], sent_s: float, factor: float = 1.0
+) -> float:
+    """Return what of the layers' exchanges exceeds their shared experts. sent_s: of
+    both exchanges of a layer. factor: computation over that of a forward pass.
+    """
+    return sum(
+        exposed(sent_s, factor * layer_s["shared expert"])
+        for layer_s in seconds
+        if "experts" in layer_s
+    )
+
+
+def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
+    step, work, roofline = planned_step(planned), planned.work, planned.roofline
+    ranks, number, recomputes = (
+        planned.expert_parallel,
+        step.micro_batches,
+        step.recomputes,
+    )
+    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
+    once = roofline.optimizer(
+        step.num_trained / step.layout.num_shards, step.trained_bytes
+    )
+
+    def passes(work: ModelWork) -> tuple[Chain, Chain]:
+        """Return the forward pass of a micro-batch, and its backward pass."""
+        exchange = roofline.exchange(work, ranks)
+        layers = [
+            layer_chain(layer_s, is_moe, *exchange)
+            for layer_s, is_moe in zip(
+                roofline.layers(work, ranks), work.moe, strict=True
+            )
+        ]
+        behind = [
+            chain
+            for layer in reversed(layers)
+            for chain in (*[layer] * recomputes, mirrored(layer, step.backward))
+        ]
+        return joined(layers), joined(behind)
+
+    def exact(
+        name: str, assumes: str, parts: Sequence[ModelWork], rest: Sequence[float]
+    ) -> Exact:
+        """parts: of a micro-batch. rest: of it, the exposed seconds of its forward and
+        of its backward pass.
+        """
+        forward, backward = zip(*map(passes, parts), strict=True)
+        computed = _computed(*forward), _computed(*backward)
+        sent = _sent(*forward), _sent(*backward)
+        loss_s = sum(roofline.loss(part, step.loss_matmuls) for part in parts)
+        hidden = [all_s - rest_s for all_s, rest_s in zip(sent, rest, strict=True)]
+        return Exact(
+            name,
+            assumes,
+            number * (sum(computed) + loss_s) + once,
+            number * sum(sent),
+            number * sum(rest),
+            sharding_s(step, computed[0], 0.0, hidden),
+        )
+
+    schedules, missing = [], []
+    if any(layer_s.get("shared expert") for layer_s in seconds):
+        ahead = _beside_shared(seconds, sum(exchange))
+        behind = _beside_shared(seconds, sum(exchange), step.backward)
+        rest = [ahead, recomputes * ahead + behind]
+        schedules.append(
+            exact(SHARED, "Megatron's --moe-shared-expert-overlap", [work], rest)
+        )
+    else:
+        missing.append(f"{SHARED}: the model has no shared expert")
+    if work.num_rows > 1:
+        halves = _halves(work, work.num_tokens)
+        rest = [in_turn(*chains) for chains in zip(*map(passes, halves), strict=True)]
+        assumes = (
+            "the rows of a micro-batch in two halves (torchtitan), which read the"
+            " weights twice and start twice as many exchanges"
+        )
+        schedules.append(exact(HALVES, assumes, halves, rest))
+    else:
+        missing.append(f"{HALVES}: needs --batch 2 or more")
+    if number > 1:
+        forward, backward = passes(work)
+        # The first forward and the last backward pass run alone; of the exchanges that
+        # are hidden, each way hides those of the other.
+        sent, both_s = _sent(forward, backward), _computed(forward, backward)
+        beside = in_turn(backward, forward)
+        hidden = (sent - beside) * (number - 1) / number
+        rest = [
+            _sent(chain) - hidden * _computed(chain) / both_s
+            for chain in (forward, backward)
+        ]
+        assumes = (
+            "the backward pass of one beside the forward pass of the next (Megatron's"
+            " --overlap-moe-expert-parallel-comm, without full recomputation; DualPipe),"
+            " which keeps the activations of both"
+        )
+        schedules.append(exact(PAIRS, assumes, [work], rest))
+    else:
+        missing.append(f"{PAIRS}: needs a --global-batch of two micro-batches or more")
+    return schedules, missing
+
+
+def _wide(planned: Planned) -> tuple[list[Exact], list[str]]:
+    work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
+    head_s, back_end = roofline.head(work), planned.settings.all2all
+    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
+
+    def passed(work: ModelWork) -> Chain:
+        exchange = roofline.exchange(work, ranks)
+        layers = zip(roofline.layers(work, ranks), work.moe, strict=True)
+        return joined(layer_chain(*layer, *exchange) for layer in layers)
+
+    schedules, missing = [], []
+    if any(layer_s.get("shared expert") for layer_s in seconds):
+        chain = passed(work)
+        rest = _beside_shared(seconds, sum(exchange))
+        assumes = "as vLLM does with DeepEP, and else for up to 256 tokens"
+        compute = _computed(chain) + head_s
+        schedules.append(Exact(SHARED, assumes, compute, _sent(chain), rest))
+    else:
+        missing.append(f"{SHARED}: the model has no shared expert")
+    if ALL2ALL[back_end] == "all":
+        missing.append(
+            f"{HALVES}: vLLM's --enable-dbo needs DeepEP; --all2all deepep_low_latency"
+        )
+    elif work.tokens < 2:
+        missing.append(f"{HALVES}: needs two requests of each rank (--batch)")
+    else:
+        chains = [passed(half) for half in _halves(work)]
+        assumes = "vLLM's --enable-dbo: weights are read twice, exchanges start twice"
+        compute = _computed(*chains) + head_s
+        schedules.append(
+            Exact(HALVES, assumes, compute, _sent(*chains), in_turn(*chains))
+        )
+    return schedules, missing
+
+
+def _tensor_parallel(planned: Planned) -> tuple[list[Exact], list[str]]:
+    work, roofline = planned.work, planned.roofline
+    missing = [f"{SHARED}: tensor-parallel ranks sum it with the routed experts"]
+    if work.tokens < 2 or planned.tensor_parallel == 1:
+        return [], [*missing, f"{HALVES}: needs two tokens, and --tp 2 or more"]
+
+    def passed(work: ModelWork) -> Chain:
+        all_reduce_s, chain = roofline.all_reduce(work), []
+        for layer_s in roofline.layers(work, 1):
+            attention_s = layer_s["attention a"] + layer_s["attention b"]
+            mlp_s = total(layer_s) - attention_s - layer_s.get("arrive", 0.0)
+            chain += [(attention_s, all_reduce_s), (mlp_s, all_reduce_s)]
+        return chain
+
+    chains = [passed(half) for half in _halves(work)]
+    assumes = (
+        "no release of vLLM or SGLang has it for all-reduces (vLLM pull request 44677):"
+        " weights are read twice, twice as many all-reduces start"
+    )
+    compute = _computed(*chains) + roofline.head(work)
+    return [Exact(HALVES, assumes, compute, _sent(*chains), in_turn(*chains))], missing

@@ -1,0 +1,216 @@
+"""Schedules that change no equation, by hand: one layer with round seconds, every
+timeline written out.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks.plan import planned as published
+from fcsd.cli.main import main
+from fcsd.planning.cost.exact import (
+    HALVES,
+    PAIRS,
+    SHARED,
+    compared,
+    in_turn,
+    joined,
+    mirrored,
+)
+from fcsd.planning.cost.operations import ModelWork, part_of
+from fcsd.planning.cost.plan import plan
+from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.roofline import Roofline
+from fcsd.planning.cost.table import plan_table
+from tests.planning.cost.plans import lite, with_values
+
+WHOLE: Mapping[str, float] = {
+    "attention a": 2.0, "attention b": 3.0, "router": 1.0, "experts": 6.0, "shared expert": 2.0, "arrive": 2.0,
+}  # fmt: skip
+"""Seconds of a layer of the whole batch: 8 before the dispatch, 16 in all."""
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+@pytest.fixture
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give every part of a layer round seconds; a half batch takes half of them, but
+    its exchanges and its loss a second more than half.
+    """
+
+    def share(model: ModelWork) -> float:
+        return model.tokens / whole[0]
+
+    whole: list[int] = []
+
+    def layers(self: Roofline, model: ModelWork, ranks: int) -> list[dict[str, float]]:
+        whole.append(model.tokens)  # the whole batch is asked for first
+        return [{name: share(model) * value for name, value in WHOLE.items()}]
+
+    def later(seconds: float) -> Any:
+        return lambda self, model, *_: (
+            share(model) * seconds + (1 if share(model) < 1 else 0)
+        )
+
+    def exchange(self: Roofline, model: ModelWork, ranks: int) -> tuple[float, float]:
+        return later(10.0)(self, model), later(10.0)(self, model)
+
+    monkeypatch.setattr(Roofline, "layers", layers)
+    monkeypatch.setattr(Roofline, "exchange", exchange)
+    monkeypatch.setattr(Roofline, "all_reduce", later(6.0))
+    monkeypatch.setattr(Roofline, "loss", later(2.0))
+    monkeypatch.setattr(Roofline, "head", later(3.0))
+    monkeypatch.setattr(Roofline, "optimizer", lambda *_: 5.0)
+    monkeypatch.setattr(Roofline, "sharding", lambda *_: (0.0, 0.0, 0.0))
+
+
+def rows_of(planned: Planned) -> tuple[dict[str, Any], dict[str, Any]]:
+    facts = compared(with_values(planned, slowdown=0.5))
+    return facts, {row["name"]: row for row in facts["exact"]}
+
+
+def test_two_batches_take_turns_and_share_the_link() -> None:
+    """First 0-2, its exchange 2-5; second 2-4, its exchange behind that 5-8; first 5-6,
+    second 8-9: 6 of 9 seconds are computed.
+    """
+    chain = [(2.0, 3.0), (1.0, 0.0)]
+    assert in_turn(chain, chain) == 3
+    # Where exchanges are short, only the last one is waited for.
+    assert in_turn([(4.0, 1.0)] * 3, [(4.0, 1.0)] * 3) == 1
+    # Alone, a batch waits for every exchange.
+    assert in_turn([(1.0, 2.0), (1.0, 5.0)], []) == 7
+
+
+def test_a_backward_pass_is_the_forward_pass_from_its_end() -> None:
+    layer = [(8.0, 10.0), (6.0, 11.0), (2.0, 0.0)]
+    assert mirrored(layer, 2) == [(4.0, 11.0), (12.0, 10.0), (16.0, 0.0)]
+    assert joined([layer, [(5.0, 0.0)], layer]) == [
+        (8.0, 10.0), (6.0, 11.0), (2.0 + 5 + 8, 10.0), (6.0, 11.0), (2.0, 0.0),
+    ]  # fmt: skip
+
+
+def test_a_half_batch_reads_all_weights() -> None:
+    work = published("DeepSeek-V2-Lite", {}, {"batch": 2, "length": 64}).work
+    half = published("DeepSeek-V2-Lite", {}, {"batch": 1, "length": 64}).work
+    part = part_of(work, 64)
+    assert (part.tokens, part.num_parameters) == (64, work.num_parameters)
+    assert part.layers == half.layers and part.head == half.head
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_the_exact_schedules_of_a_training_by_hand() -> None:
+    """Two micro-batches of two rows: forward 8, dispatch 10, experts 6, combine 10, sum
+    2; twice that backward, from its end; loss 2, optimiser 5.
+    """
+    settings: dict[str, Any] = {
+        "batch": 2, "global_batch": 32, "length": 8, "keep_activations": True,
+    }  # fmt: skip
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
+    compute = 2 * (16 + 32 + 2) + 5
+    assert facts["regular_s"] == compute + 2 * 40 and facts["not_exact"] == []
+    # 20 beside a shared expert of 2, and of 4 backward; what is hidden costs half of it.
+    assert rows[SHARED]["step_s"] == compute + 2 * (18 + 16) + 0.5 * 2 * 6
+    # Halves, exchanges of 6. Forward: first 0-4 (exchange 4-10), second 4-8 (10-16),
+    # first 10-13 (16-22), second 16-19 (22-28), first 22-23, second 28-29: 16 of 29.
+    # Backward: 0-2 (2-8), 2-4 (8-14), 8-14 (14-20), 14-20 (20-26), 20-28, 28-36: 32 of
+    # 36. The losses of the halves take 2 each.
+    rest = 2 * (29 - 16 + 36 - 32)
+    assert rows[HALVES]["communication_s"] == 2 * 2 * 4 * 6
+    assert rows[HALVES]["exposed_s"] == rest
+    assert rows[HALVES]["step_s"] == compute + 2 * 2 + rest + 0.5 * (96 - rest)
+    # The first forward and the last backward pass alone expose 40. Between them the
+    # backward pass begins: 0-4 (4-14), forward 4-12 (14-24), backward 14-26 (26-36),
+    # forward 26-32 (36-46), backward 36-52, forward 52-54: 48 of 54.
+    rest = 40 + 54 - 48
+    assert rows[PAIRS]["exposed_s"] == pytest.approx(rest)
+    assert rows[PAIRS]["step_s"] == pytest.approx(compute + rest + 0.5 * (80 - rest))
+    best = rows[PAIRS]
+    assert facts["best_exact"] == PAIRS
+    assert facts["over_exact"] == pytest.approx(best["step_s"] / facts["overlapped_s"])
+    assert best["speed_up"] == pytest.approx(facts["regular_s"] / best["step_s"])
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_recomputed_layers_are_part_of_the_backward_pass_by_hand() -> None:
+    """One micro-batch of two rows; forward as above, and again ahead of its backward
+    pass: 4 (6), 3 (6), 1 + 2 (6), 6 (6), 8.
+    """
+    settings: dict[str, Any] = {"batch": 2, "length": 8}
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
+    compute = 16 + 16 + 32 + 2 + 5
+    assert facts["regular_s"] == compute + 3 * 20
+    # A rewired layer alone dispatches beside part a of attention (2), again when it is
+    # recomputed, and sends no combine again, which nothing hides in the last layer.
+    assert facts["overlapped_communication_s"] == 2 * 20 + 10
+    assert facts["exposed_s"] == (8 + 10) + (6 + 10) + 8
+    assert rows[SHARED]["step_s"] == compute + 18 + 18 + 16 + 0.5 * (60 - 52)
+    # 0-4 (4-10), 4-8 (10-16), 10-13 (16-22), 16-19 (22-28), 22-25 (28-34), 28-31
+    # (34-40), 34-40 (40-46), 40-46 (46-52), 46-54, 54-62: 48 of 62, and forward 13.
+    rest = 62 - 48 + 13
+    assert rows[HALVES]["exposed_s"] == rest
+    assert rows[HALVES]["step_s"] == compute + 2 + rest + 0.5 * (72 - rest)
+    assert [reason.split(":")[0] for reason in facts["not_exact"]] == [PAIRS]
+
+
+@pytest.mark.usefixtures("by_hand")
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_the_exact_schedules_of_a_wide_server_by_hand(phase: str) -> None:
+    """A forward pass as above, and the head, 3."""
+    settings: dict[str, Any] = {
+        "phase": phase, "batch": 16, "length": 8, "data_parallel": 8,
+        "all2all": "deepep_low_latency",
+    }  # fmt: skip
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
+    assert facts["regular_s"] == 16 + 3 + 20
+    assert rows[SHARED]["step_s"] == 16 + 3 + 18 + 0.5 * 2
+    assert rows[HALVES]["step_s"] == 16 + 3 + 13 + 0.5 * (24 - 13)
+    default = settings | {"all2all": "allgather_reducescatter"}
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, default))
+    assert list(rows) == [SHARED]
+    assert "vLLM's --enable-dbo needs DeepEP" in facts["not_exact"][0]
+
+
+@pytest.mark.usefixtures("by_hand")
+def test_the_exact_schedule_of_tensor_parallel_ranks_by_hand() -> None:
+    """Attention 5, all-reduce 6, MLP 9, all-reduce 6. Halves, all-reduces of 4: 0-2.5
+    (2.5-6.5), 2.5-5 (6.5-10.5), 6.5-11 (11-15), 11-15.5 (15.5-19.5): 14 of 19.5.
+    """
+    settings: dict[str, Any] = {"phase": "prefill", "batch": 2, "length": 8}
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
+    assert facts["regular_s"] == 14 + 3 + 12 and list(rows) == [HALVES]
+    assert rows[HALVES]["step_s"] == 14 + 3 + 5.5 + 0.5 * (16 - 5.5)
+    one = settings | {"phase": "decode", "batch": 1}
+    facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, one))
+    assert rows == {} and facts["best_exact"] == "regular"
+    assert facts["over_exact"] == facts["speed_up"]
+
+
+def test_the_table_leads_with_the_gain_over_the_best_exact_schedule(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", lite(tmp_path), "--batch", "2", "--global-batch", "32"]
+    assert main([*words, "--length", "512"]) == 0
+    text = capsys.readouterr().out
+    facts = plan(
+        published("DeepSeek-V2-Lite", {"num_hidden_layers": 4}, {
+            "batch": 2, "global_batch": 32, "length": 512,
+        })
+    )  # fmt: skip
+    times = facts["times"]
+    assert text.split("GAIN: ")[1].split("\n")[0] == (
+        f"{times['over_exact']:.3f} times as fast as the best exact schedule"
+        f" ({times['best_exact']}), {times['speed_up']:.3f} times as fast as regular"
+        " blocks"
+    )
+    rows = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in text.splitlines()
+        if line.startswith("| ")
+    }
+    assert rows["overlapped"][-1] == f"{times['over_exact']:.3f}"
+    assert rows[times["best_exact"]][-1] == "1.000"
+    for row in times["exact"]:
+        assert rows[row["name"]][3] == f"{row['speed_up']:.3f}"
+        assert f"\n{row['name']}: {row['assumes']}\n" in text
+    alone = facts | {"times": times | {"best_exact": "regular"}}
+    assert "no exact schedule below is faster than those" in plan_table(alone)
