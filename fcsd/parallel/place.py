@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from fcsd.base.artifact import check_checkpoint
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.weights import weight_files
 from fcsd.model.connectivity import Connectivity
@@ -46,11 +47,13 @@ def load_for_evaluation(
     process, as in transformers; "auto" fills the devices one after another.
 
     Raises:
-        UserError: `load_model` refuses the checkpoint; the model cannot be sharded, or
-            does not fit.
+        UserError: `load_model` refuses the checkpoint; it is not what its stage or
+            command left; the model cannot be sharded, or does not fit.
     """
     check_device_map(device_map, launch)
     engine = launch.engine
+    if not engine.shards:
+        _check_unchanged(model, launch)
     # transformers places the layers itself.
     if device_map is not None:
         try:
@@ -73,6 +76,13 @@ def load_for_evaluation(
     return loaded
 
 
+def _check_unchanged(model: ModelFolder, launch: Launch) -> None:
+    # Weights whose fingerprint was taken before are not hashed again. No collective: the
+    # first rank alone may load a model; if it fails, the others end.
+    if launch.first:
+        check_checkpoint(model.folder)
+
+
 def load_for_launch(
     model: ModelFolder,
     launch: Launch,
@@ -88,9 +98,11 @@ def load_for_launch(
     bfloat16, and their gradients are reduced in float32.
 
     Raises:
-        UserError: `load_model` refuses the checkpoint; its experts cannot be spread.
+        UserError: `load_model` refuses the checkpoint; it is not what its stage or
+            command left; its experts cannot be spread.
     """
     spread = distributed_config(launch.engine, launch.ranks.size, bf16=bf16)
+    _check_unchanged(model, launch)
     # transformers shards while it loads, by a plan that some families lack.
     if spread is not None:
         spread = with_plan(spread, read_config(model.folder, any_family=True)[1])

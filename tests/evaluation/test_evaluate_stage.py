@@ -14,7 +14,9 @@ import torch
 from accelerate import PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fcsd.base.artifact import model_outputs
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import write_sealed
 from fcsd.evaluation import stage
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.store import configuration_fingerprint
@@ -128,6 +130,24 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
             Launch(device, Engine("ddp"), Ranks(1, 2)),
         )
     assert maps == [{"": device}]
+
+
+def test_a_checkpoint_is_loaded_only_as_its_command_left_it(
+    place: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(place / "model", tmp_path / "calibrated")
+    record = {"stage": "calibrate", "outputs": model_outputs(folder)}
+    write_sealed(folder / "manifest.json", record)
+    model, launch = ModelFolder(ModelConfig(), folder), join_launch()
+    placed.load_for_evaluation(model, launch)
+    file = folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+    for load in (placed.load_for_evaluation, placed.load_for_launch):
+        with pytest.raises(UserError, match="is not what `fcsd calibrate` wrote"):
+            load(model, launch)
 
 
 def test_a_dense_model_is_judged_as_what_others_are_compared_with(

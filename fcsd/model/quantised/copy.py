@@ -18,7 +18,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fcsd.base.artifact import SCHEMA_VERSION, model_outputs, versions
+from fcsd.base.artifact import (
+    SCHEMA_VERSION,
+    check_checkpoint,
+    model_outputs,
+    versions,
+)
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
@@ -93,8 +98,9 @@ def write_copy(
     """Write a copy, or continue one that was cut off.
 
     Raises:
-        UserError: `OUT.partial` is of another checkpoint or command; tensors that are
-            not those of the copy's config.
+        UserError: `OUT.partial` is of another checkpoint or command; the source is not
+            what its stage or command left; tensors that are not those of the copy's
+            config.
     """
     partial = destination.with_name(f"{destination.name}.partial")
     record = f"{copy.command}.json"
@@ -102,6 +108,7 @@ def write_copy(
     make_folder(partial)
     folder = partial / "model"
     with writing(partial):
+        check_checkpoint(checkpoint.folder)
         begun = _begin(checkpoint, partial / record)
         folder.mkdir(exist_ok=True)
         _write_shards(copy, partial / record, begun, shard_bytes)
