@@ -145,7 +145,9 @@ def attempt(
         ):
             os.kill(children[rank][0], signal.SIGKILL)
         statuses[rank] = status_of(children[rank][0])
-    return statuses, "".join(path.read_text(errors="replace") for _, path in children)
+    # A rank that was killed at once has no output.
+    files = [path for _, path in children if path.exists()]
+    return statuses, "".join(path.read_text(errors="replace") for path in files)
 
 
 def newest_checkpoints(folder: Path) -> list[Path]:
