@@ -71,6 +71,7 @@ _SWEPT = {
     "length": int,
     "ep": int,
     "tp": int,
+    "pp": int,
     "dp": int,
 }
 """What `--sweep` varies, by the name of its option -> the type of a value."""
@@ -158,7 +159,7 @@ def _plan_options(parser: ArgumentParser) -> None:
         metavar="NAME=A,B,…",
         help=(
             "plan once for each value of one of the options nodes, gpus-per-node,"
-            " network-gb-s, batch, global-batch, length, ep, tp, dp, and print a row"
+            " network-gb-s, batch, global-batch, length, ep, tp, pp, dp, and print a row"
             " for each: nodes=1,2,4,8"
         ),
     )

@@ -113,8 +113,9 @@ def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
     """
     settings = planned.settings
     if settings.phase == "train":
-        # Every rank has micro-batches of its own.
-        tokens, gpus = planned.micro_batches * settings.batch * settings.length, 1
+        # Every copy of the model has micro-batches of its own.
+        tokens = planned.micro_batches * settings.batch * settings.length
+        gpus = planned.tensor_parallel * settings.pipeline_parallel
     else:
         length = settings.length if settings.phase == "prefill" else 1
         tokens, gpus = settings.batch * length, planned.num_gpus

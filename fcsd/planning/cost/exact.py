@@ -22,8 +22,8 @@ from fcsd.planning.cost.times import (
     Seconds,
     exposed,
     plan_times,
-    planned_step,
     sharding_s,
+    slowest_step,
     summary,
 )
 
@@ -42,7 +42,8 @@ SHARED, HALVES, PAIRS = (
 @dataclass(frozen=True)
 class Exact:
     """A schedule: seconds of a step's computation and exchanges, of the latter those
-    that stay exposed, and exposed seconds of gathered weights and gradients.
+    that stay exposed, and exposed seconds of gathered weights and gradients. busy:
+    share of a pipeline's time in which a stage works.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Exact:
     sent_s: float
     exposed_s: float
     sharding_s: float = 0.0
+    busy: float = 1.0
 
     def facts(self, regular_s: float, slowdown: float) -> dict[str, Any]:
         """Return the row of a plan. regular_s: of the step whose exchanges block."""
@@ -66,8 +68,8 @@ class Exact:
             "assumes": self.assumes,
             "step_s": step_s,
             "compute_s": self.compute_s,
-            "communication_s": self.sent_s,
-            "exposed_s": self.exposed_s,
+            "communication_s": self.busy * self.sent_s,
+            "exposed_s": self.busy * self.exposed_s,
             "speed_up": regular_s / step_s,
         }
 
@@ -181,7 +183,8 @@ def _beside_shared(
 
 
 def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
-    step, work, roofline = planned_step(planned), planned.work, planned.roofline
+    step, roofline = slowest_step(planned), planned.roofline
+    work = step.work
     ranks, number, recomputes = (
         planned.expert_parallel,
         step.micro_batches,
@@ -223,9 +226,10 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
             name,
             assumes,
             number * (sum(computed) + loss_s) + once,
-            number * sum(sent),
-            number * sum(rest),
+            number * (sum(sent) + step.blocking_s),
+            number * (sum(rest) + step.blocking_s),
             sharding_s(step, computed[0], 0.0, hidden),
+            planned.micro_batches / number,
         )
 
     schedules, missing = [], []
@@ -248,13 +252,14 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
         schedules.append(exact(HALVES, assumes, halves, rest))
     else:
         missing.append(f"{HALVES}: needs --batch 2 or more")
-    if number > 1:
+    if planned.micro_batches > 1:
         forward, backward = passes(work)
-        # The first forward and the last backward pass run alone; of the exchanges that
-        # are hidden, each way hides those of the other.
+        # The first forward and the last backward pass run alone, as do those for which
+        # a stage waits; of the exchanges that are hidden, each way hides those of the
+        # other.
         sent, both_s = _sent(forward, backward), _computed(forward, backward)
         beside = in_turn(backward, forward)
-        hidden = (sent - beside) * (number - 1) / number
+        hidden = (sent - beside) * (planned.micro_batches - 1) / number
         rest = [
             _sent(chain) - hidden * _computed(chain) / both_s
             for chain in (forward, backward)

@@ -264,6 +264,11 @@ def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
 
 
 def _check(times: Times, planned: Planned) -> None:
+    if planned.megatron:
+        raise UserError(
+            "--measured: of fcsd's training, which has neither tensor nor pipeline"
+            " parallelism; leave --tp and --pp out"
+        )
     settings, train = planned.settings, planned.settings.phase == "train"
     sharing_experts = train or planned.wide
     compared = {

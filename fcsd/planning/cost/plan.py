@@ -5,8 +5,8 @@
     times = compared(planned)                                beside exact schedules (fcsd.planning.cost.exact)
     facts = plan(planned)                                    with memory, and how each assumption matters
 
-Not covered: pipeline parallelism, tensor parallelism in training, everything that only
-a profiler shows (launches, the host's work, contention). Measured times replace the
+Not covered: everything that only a profiler shows (launches, the host's work,
+contention); memory under Megatron's tensor and pipeline parallelism. Measured times replace the
 roofline (`fcsd.planning.cost.measured`).
 """
 
@@ -61,7 +61,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         "times": times,
         # Megatron's sharding is planned for the comparison of times only.
         "memory": (
-            _memory(planned, advise) if planned.settings.sharding == "fsdp2" else None
+            _memory(planned, advise) if planned.layout.sharding == "fsdp2" else None
         ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
@@ -84,6 +84,7 @@ def _settings(planned: Planned) -> dict[str, Any]:
         "fused_attention": not settings.unfused_attention,
         "expert_parallel": planned.expert_parallel,
         "tensor_parallel": planned.tensor_parallel,
+        "pipeline_parallel": settings.pipeline_parallel,
         "data_parallel": settings.data_parallel,
         "all2all": settings.all2all if planned.wide else None,
         "micro_batches": planned.micro_batches,

@@ -62,9 +62,17 @@ class PlanSettings(Cluster):
     )
     tensor_parallel: int | None = option(
         None,
-        "tensor-parallel ranks of a server (default: all GPUs)",
+        "tensor-parallel ranks of a server (default: all GPUs), or of a training by"
+        " Megatron, which fcsd does not run (default: 1)",
         metavar="N",
         flag="--tp",
+    )
+    pipeline_parallel: int = option(
+        1,
+        "stages of a training by Megatron, which fcsd does not run",
+        metavar="N",
+        flag="--pp",
+        ge=1,
     )
     data_parallel: int | None = option(
         None,
@@ -183,12 +191,20 @@ class Planned:
         return self.settings.data_parallel or self.tensor_parallel
 
     @property
+    def megatron(self) -> bool:
+        """Whether this is a training that Megatron runs and fcsd does not: with tensor
+        or pipeline parallelism.
+        """
+        stages = self.settings.pipeline_parallel
+        return self.settings.phase == "train" and self.tensor_parallel * stages > 1
+
+    @property
     def layout(self) -> Layout:
-        """The layout of a training: who shares the weights."""
-        num_gpus = self.machine.num_gpus
+        """The layout of a training: who shares the weights, of a stage."""
+        num_gpus = self.machine.num_gpus // self.settings.pipeline_parallel
         step_tokens = self.micro_batches * self.work.tokens * num_gpus
         return Layout(
-            self.settings.sharding,
+            "optimizer" if self.megatron else self.settings.sharding,
             num_gpus,
             step_tokens=step_tokens,
             expert_parallel=self.expert_parallel,
@@ -209,12 +225,13 @@ class Planned:
         """The roofline that times its operations."""
         stored = self.stored
         fused = not self.settings.unfused_attention
-        rows: Rows = "rank" if self.settings.rows_once else "expert"
+        once = self.settings.rows_once and not self.megatron
+        rows: Rows = "rank" if once else "expert"
         if self.wide:
             rows = ALL2ALL[self.settings.all2all]
         return Roofline(
             self.machine, stored.precision, fused, self.tensor_parallel, rows,
-            stored.experts, stored.others,
+            stored.experts, stored.others, self.megatron,
         )  # fmt: skip
 
 
@@ -273,6 +290,11 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"--ep {ep}: does not divide the {work.num_experts} experts of"
             f" {source.where}"
         )
+    if settings.pipeline_parallel > len(work.layers):
+        raise UserError(
+            f"--pp {settings.pipeline_parallel}: {source.where} has"
+            f" {len(work.layers)} layers, and a stage at least one"
+        )
     cached = (
         0.0
         if settings.phase == "train"
@@ -283,7 +305,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     inside = kept_inside(family) is not None
     return Planned(
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
-        _micro_batches(settings, machine), cached,
+        _micro_batches(settings, machine, tp), cached,
     )  # fmt: skip
 
 
@@ -310,21 +332,25 @@ def _ranks(
     # By default a training shares the experts over all GPUs; a server shares everything
     # by tensor parallelism.
     tp = (1 if train or dp else world) if tp is None else tp
-    ep = (world if train else tp) if ep is None else ep
-    if train and tp > 1:
+    pp = settings.pipeline_parallel
+    if not train and pp > 1:
         raise UserError(
-            f"--tp {tp}: training is planned without tensor parallelism, as fcsd"
-            " trains; leave --tp out"
+            f"--pp {pp}: stages of a training; --phase {settings.phase} is planned"
+            " without, leave it out"
         )
+    if train and tp >= 1:
+        _check_megatron(settings, machine, tp)
+    ep = (world // pp if train else tp) if ep is None else ep
     if tp < 1 or tp > world:
         raise UserError(
             f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x"
             f" {machine.gpus_per_node})"
         )
-    if train and (ep < 1 or world % ep):
+    if train and (ep < 1 or world // pp % ep):
+        of_stage = f" / {pp} stages" if pp > 1 else ""
         raise UserError(
             f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x"
-            f" {machine.gpus_per_node})"
+            f" {machine.gpus_per_node}){of_stage}"
         )
     if not train and not dp and ep not in (1, tp):
         raise UserError(
@@ -352,6 +378,25 @@ def _ranks(
             )
         links.require(collective="all_to_all_single")  # what expert parallelism calls
     return ep, tp
+
+
+def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
+    """Refuse tensor-parallel ranks and stages that a training cannot have."""
+    pp, world, tokens = (
+        settings.pipeline_parallel,
+        machine.num_gpus,
+        settings.batch * settings.length,
+    )
+    if world % (tp * pp):
+        raise UserError(
+            f"--tp {tp} --pp {pp}: {tp * pp} ranks do not divide the {world} GPUs"
+            f" ({machine.num_nodes} x {machine.gpus_per_node})"
+        )
+    if tokens % tp:
+        raise UserError(
+            f"--tp {tp}: shares out the {tokens} tokens of a micro-batch (--batch"
+            " times --length), which it does not divide"
+        )
 
 
 def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
@@ -397,15 +442,19 @@ def _check_size(
         )
 
 
-def _micro_batches(settings: PlanSettings, machine: Machine) -> int:
-    rows_at_once = settings.batch * machine.num_gpus
+def _micro_batches(settings: PlanSettings, machine: Machine, tp: int) -> int:
+    if settings.phase != "train":
+        return 1
+    copies = machine.num_gpus // (tp * settings.pipeline_parallel)
+    rows_at_once = settings.batch * copies
     rows = rows_at_once if settings.global_batch is None else settings.global_batch
-    if settings.phase == "train" and (rows < 1 or rows % rows_at_once):
+    if rows < 1 or rows % rows_at_once:
+        on = "GPUs" if copies == machine.num_gpus else "copies (GPUs / --tp / --pp)"
         raise UserError(
             f"--global-batch {rows}: not a multiple of {rows_at_once} rows,"
-            f" {settings.batch} on each of {machine.num_gpus} GPUs"
+            f" {settings.batch} on each of {copies} {on}"
         )
-    return rows // rows_at_once if settings.phase == "train" else 1
+    return rows // rows_at_once
 
 
 def _training(

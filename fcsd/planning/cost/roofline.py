@@ -37,7 +37,9 @@ class Roofline:
     causal mask excludes; else batched matmuls with the scores in memory.
     tensor_parallel: ranks that share each layer. rows: what a token is sent to.
     expert_bytes, weight_bytes: of an element of the experts' and of all other weights,
-    as they are read from memory; None: as wide as `precision`.
+    as they are read from memory; None: as wide as `precision`. sequence_parallel: as
+    Megatron trains: outside of attention, dense MLPs and shared experts each
+    tensor-parallel rank has its own part of the tokens, and its own experts whole.
     """
 
     machine: Machine
@@ -47,6 +49,7 @@ class Roofline:
     rows: Rows = "rank"
     expert_bytes: float | None = None
     weight_bytes: float | None = None
+    sequence_parallel: bool = False
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
         """Return this roofline with other values of some assumptions."""
@@ -56,6 +59,11 @@ class Roofline:
     def values(self) -> Mapping[str, float]:
         """Values of the assumptions."""
         return self.machine.values
+
+    @property
+    def token_ranks(self) -> int:
+        """Tensor-parallel ranks that share out the tokens of the stream."""
+        return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
     def value_bytes(self) -> int:
@@ -125,9 +133,10 @@ class Roofline:
         """
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
         # MLA's projections to the latents are not split: every tensor-parallel rank
-        # computes them.
-        unsplit_s = self.matmul(layer.work("attention a" + WHOLE), "gemm", 1)
-        norms = self.passes(self.values["norm_passes"], stream)
+        # computes them, of its tokens.
+        own = self.token_ranks
+        unsplit_s = self.matmul(layer.work("attention a" + WHOLE), "gemm", own)
+        norms = self.passes(self.values["norm_passes"], stream) / own
         seconds = {
             "attention a": self.matmul(layer.work("attention a"), "gemm", ranks)
             + unsplit_s,
@@ -149,12 +158,12 @@ class Roofline:
         # `active` is the expected share of experts that at least one token chooses:
         # with few tokens not all weights are read.
         chosen = model.experts_per_token / model.num_experts
-        active = 1 - (1 - chosen) ** (model.tokens * expert_parallel)
+        active = 1 - (1 - chosen) ** (model.tokens / own * expert_parallel)
         experts = self.matmul(
-            layer.work("experts"), "grouped", ranks, active / expert_parallel
+            layer.work("experts"), "grouped", ranks, active / expert_parallel * own
         )
         return seconds | {
-            "router": self.matmul(layer.work("router"), "gemm", 1) + norms + rows,
+            "router": self.matmul(layer.work("router"), "gemm", own) + norms + rows,
             "experts": experts * uneven + 2 * rows,
             "shared expert": self.matmul(layer.work("shared expert"), "gemm", ranks),
             "arrive": rows,
@@ -184,25 +193,29 @@ class Roofline:
 
         Weights are gathered in the dtype of the computation and gradients reduced in
         the dtype of the update, layer by layer: those of experts among the ranks that
-        have the same ones, everything else among all `ranks`. The head stays gathered
-        for the backward pass. reduced: bytes of a gradient's element.
+        have the same ones, everything else among all `ranks`, of which tensor-parallel
+        ones have a part. The head stays gathered for the backward pass. reduced: bytes
+        of a gradient's element.
         """
         same, moe, num_layers = (
             ranks // expert_parallel,
             sum(model.moe),
             len(model.layers),
         )
-        experts = model.num_expert_parameters / expert_parallel / moe
+        split = self.tensor_parallel
+        experts = model.num_expert_parameters / expert_parallel / max(moe, 1)
         other_parameters, head = (
-            model.num_parameters - model.num_expert_parameters,
-            model.head.weights,
+            (model.num_parameters - model.num_expert_parameters) / split,
+            model.head.weights / split,
         )
 
         # A ring for each layer, as FSDP2 gathers them: latency counts once a layer.
         def sent(width: float, still_gathered: float = 0.0) -> float:
             between = moe * self.ring(width * experts, same, apart=expert_parallel)
             return between + num_layers * self.ring(
-                width * (other_parameters - still_gathered) / num_layers, ranks
+                width * (other_parameters - still_gathered) / num_layers,
+                ranks // split,
+                apart=split,
             )
 
         return sent(self.value_bytes), sent(self.value_bytes, head), sent(reduced)
@@ -212,6 +225,7 @@ class Roofline:
         gradients of their two factors.
         """
         logits = model.tokens * model.head.weights / model.hidden_size
+        logits /= self.tensor_parallel
         return num_matmuls * self.head(model) + self.passes(
             self.values["logit_passes"], logits * 4 / self.value_bytes
         )
@@ -225,16 +239,17 @@ class Roofline:
         any, are simulated.
         """
         width = model.row_width * self.value_bytes
+        tokens = model.tokens / self.token_ranks
         if self.rows == "all":
-            seconds = self.ring(ranks * model.tokens * width, ranks)
+            seconds = self.ring(ranks * tokens * width, ranks)
             return seconds, seconds
         uneven, experts = self.values["imbalance"], model.experts_per_token
         # The most loaded rank decides how long an exchange takes, so its excess is
         # charged to all.
-        pairs = model.tokens * experts * uneven
+        pairs = tokens * experts * uneven
 
         def rows_to(places: int) -> float:
-            return model.tokens * rows_per_token(
+            return tokens * rows_per_token(
                 model.num_experts,
                 experts,
                 places,
@@ -324,6 +339,14 @@ class Roofline:
         return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (
             rate * 1e9
         )
+
+    def send(self, num_bytes: float, apart: int) -> float:
+        """Return the seconds of sending to the rank that is `apart` ranks further."""
+        machine, latency = self.machine, self.values["latency_us"] / 1e6
+        if len(machine.near(2, 1, apart)) == 1:
+            rate = machine.peer_gb_s * self.values["link"]
+            return latency + num_bytes / (rate * 1e9)
+        return 2 * latency + num_bytes / (machine.nic_gb_s * self.values["nic"] * 1e9)
 
     def all_reduce(self, model: ModelWork) -> float:
         """Return the seconds of one all-reduce of the stream over the tensor-parallel ranks."""

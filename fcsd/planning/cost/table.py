@@ -314,7 +314,13 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
     # A server shares its layers by tensor parallelism, or only its experts (wide).
     if settings["phase"] == "train":
         ranks = f"expert parallel {settings['expert_parallel']}"
-        batch += f" a rank, micro-batches of a step: {settings['micro_batches']}"
+        if "megatron" in facts["times"]:
+            ranks = (
+                f"Megatron, tensor parallel {settings['tensor_parallel']}, pipeline"
+                f" parallel {settings['pipeline_parallel']}, {ranks}"
+            )
+        whose = "micro-batch" if "megatron" in facts["times"] else "rank"
+        batch += f" a {whose}, micro-batches of a step: {settings['micro_batches']}"
     else:
         wide = settings["data_parallel"] is not None
         kind = "data" if wide else "tensor"
@@ -421,8 +427,15 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
             " 5.1: `fcsd-steer routing` measures yours, --routing reads it"
         )
+    if megatron := times.get("megatron"):
+        yield (
+            "MEGATRON: fcsd does not train with tensor or pipeline parallelism. Nothing"
+            f" hides {_ms(megatron['tensor_parallel_s'])} ms between tensor-parallel"
+            f" ranks and {_ms(megatron['sends_s'])} ms between stages; the bubble is"
+            f" {megatron['bubble']:.1%} of the step; memory is not planned"
+        )
     # Only training gathers weights; a server's values are 0 or missing.
-    if any(sharding := times.get("sharding_s", ())):
+    if any(sharding := times.get("sharding_s", ())) and not times.get("megatron"):
         yield (
             "FSDP2 gathers weights (forward, backward) and reduces gradients in every"
             f" micro-batch; exposed of that: {_ms(sharding[0])} ms of the regular step,"

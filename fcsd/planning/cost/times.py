@@ -24,6 +24,14 @@ from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
 from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import Roofline, total
+from fcsd.planning.cost.stages import (
+    Stage,
+    sends_s,
+    stage_facts,
+    stage_work,
+    stages_of,
+    tensor_parallel_s,
+)
 
 Seconds = Mapping[str, float]
 """Seconds of a layer's steps by the names of `fcsd.parallel.overlap.schedule`; an
@@ -77,7 +85,8 @@ class Step:
     gradient. adapters: only these are trained; the model's own weights get no
     gradients. recomputes: layers run again for the backward pass. teacher: roofline of
     its forward pass; None: no teacher runs. loss_matmuls: of head and loss: logits, and
-    the gradients of their two factors; a teacher's logits are one more.
+    the gradients of their two factors; a teacher's logits are one more. blocking_s: of
+    a micro-batch's other communication, which nothing hides.
     """
 
     work: ModelWork
@@ -90,6 +99,7 @@ class Step:
     recomputes: bool = False
     teacher: Roofline | None = None
     loss_matmuls: int = 3
+    blocking_s: float = 0.0
 
     def assuming(self, values: Mapping[str, float]) -> Step:
         """Return this step with other values of some assumptions."""
@@ -152,8 +162,8 @@ def step_time(
         if step.teacher is None
         else sum(map(total, step.teacher.layers(work, ranks)))
     )
-    # A teacher's forward pass follows no schedule.
-    taught = 0.0 if step.teacher is None else pass_exchange_s
+    # A teacher's forward pass follows no schedule, nor what is no exchange.
+    other_s = step.blocking_s + (0.0 if step.teacher is None else pass_exchange_s)
     again = recomputed(step, facts, (dispatch, combine), [w[0] for w in windows])
     # Once a step, on the rank's own shard; all else below counts in every micro-batch.
     optimizer_s = roofline.optimizer(
@@ -161,10 +171,10 @@ def step_time(
     )
     layers = (1 + step.backward + step.recomputes) * forward + teacher
     compute = step.micro_batches * (layers + step.loss_s) + optimizer_s
-    passes = 2 * pass_exchange_s + taught
+    passes = 2 * pass_exchange_s + other_s
     communication = step.micro_batches * (passes + step.recomputes * pass_exchange_s)
     sent = step.micro_batches * (passes + again[0])
-    remaining = step.micro_batches * (sum(exposed_s.values()) + taught + again[1])
+    remaining = step.micro_batches * (sum(exposed_s.values()) + other_s + again[1])
     # Computation that hides an exchange cannot hide gathered weights as well.
     hidden = [pass_exchange_s - remaining_s for remaining_s in exposed_s.values()]
     hidden[1] += again[0] - again[1]
@@ -172,7 +182,8 @@ def step_time(
         sharding_s(step, forward, teacher, hidden_s)
         for hidden_s in ([0.0, 0.0], hidden)
     ]
-    typical_layer = moe[len(moe) // 2]  # the one in the middle stands for all
+    # The MoE layer in the middle stands for all; a stage may have none.
+    typical_layer = moe[len(moe) // 2] if moe else 0
     return summary(
         compute,
         communication,
@@ -268,26 +279,100 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
     """
     if planned.settings.phase != "train":
         return _serving_times(planned, layers)
-    facts, values = planned.facts(layers), planned.machine.values
+    steps = planned_steps(planned)
+    stages = [_stage_times(planned, *step, layers) for step in steps]
+    times = stages[0] if len(steps) == 1 else _pipeline(planned, steps, stages, layers)
+    return times | ({"megatron": _beside(planned, steps)} if planned.megatron else {})
+
+
+def planned_steps(planned: Planned) -> list[tuple[Step, Stage]]:
+    """Return the optimiser step of each stage of a planned training; the only one has
+    all layers.
+
+    A step of m micro-batches in p stages has m + p - 1 of them here: those in which a
+    stage waits for others count as long as those in which it works.
+    """
+    work, roofline = planned.work, planned.roofline
+    recomputes = bool(planned.training.train.gradient_checkpointing)
+    number = planned.settings.pipeline_parallel
+    steps = []
+    for stage in stages_of(len(work.layers), number):
+        part = work if number == 1 else stage_work(work, stage)
+        sent_s = (2 + recomputes) * tensor_parallel_s(roofline, part)
+        step = Step(
+            part,
+            roofline,
+            planned.layout,
+            planned.micro_batches + number - 1,
+            part.num_parameters,
+            recomputes=recomputes,
+            blocking_s=sent_s + sends_s(roofline, part, number),
+        )
+        steps.append((step, stage))
+    return steps
+
+
+def slowest_step(planned: Planned) -> Step:
+    """Return the step of the stage that takes longest where all exchanges block."""
+    steps = (step for step, _ in planned_steps(planned))
+    return max(steps, key=lambda step: float(step_time(step)["regular_s"]))
+
+
+def _stage_times(
+    planned: Planned, step: Step, stage: Stage, layers: Sequence[int] | None
+) -> dict[str, Any]:
+    facts, values = stage_facts(planned.facts(layers), stage), planned.machine.values
     in_flight = (
         facts[-1] is not None
         and planned.connectivity.attention == "partial"
         and not planned.inside
     )
-    last_combine = values["last_combine"] if in_flight else 1.0
-    return step_time(planned_step(planned), facts, last_combine)
+    return step_time(step, facts, values["last_combine"] if in_flight else 1.0)
 
 
-def planned_step(planned: Planned) -> Step:
-    """Return the optimiser step of a planned training."""
-    return Step(
-        planned.work,
-        planned.roofline,
-        planned.layout,
-        planned.micro_batches,
-        planned.work.num_parameters,
-        recomputes=bool(planned.training.train.gradient_checkpointing),
+def _pipeline(
+    planned: Planned,
+    steps: Sequence[tuple[Step, Stage]],
+    stages: Sequence[Mapping[str, Any]],
+    layers: Sequence[int] | None,
+) -> dict[str, Any]:
+    """Return the times of a pipeline from those of its stages: the slowest one sets the
+    pace, of either connectivity; the seconds of parts are those in which it works.
+    """
+    slowest = max(range(len(steps)), key=lambda k: float(stages[k]["regular_s"]))
+    step, place = steps[slowest]
+    working = replace(step, micro_batches=planned.micro_batches)
+    busy = _stage_times(planned, working, place, layers)
+    regular_s, overlapped_s = (
+        max(stage[name] for stage in stages) for name in ("regular_s", "overlapped_s")
     )
+    return busy | {
+        "regular_s": regular_s,
+        "overlapped_s": overlapped_s,
+        "speed_up": regular_s / overlapped_s,
+        "communication_share": busy["communication_s"] / regular_s,
+        "windows": [
+            row | {"layer": first + row["layer"]}
+            for (_, (first, _)), stage in zip(steps, stages, strict=True)
+            for row in stage["windows"]
+        ],
+    }
+
+
+def _beside(planned: Planned, steps: Sequence[tuple[Step, Stage]]) -> dict[str, float]:
+    """Return what Megatron's layout adds to a step: seconds between tensor-parallel
+    ranks and between stages, of the stage with most, and the share of the bubble.
+    """
+    number, slots = planned.micro_batches, steps[0][0].micro_batches
+    sent_s = [sends_s(step.roofline, step.work, len(steps)) for step, _ in steps]
+    most = max(
+        step.blocking_s - sends for (step, _), sends in zip(steps, sent_s, strict=True)
+    )
+    return {
+        "tensor_parallel_s": number * most,
+        "sends_s": number * sent_s[0],
+        "bubble": 1 - number / slots,
+    }
 
 
 def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:

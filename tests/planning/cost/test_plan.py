@@ -671,7 +671,19 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             "measured for all-to-all; without --dp decode is planned with all-reduces",
         ),
         "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
-        "tensor parallel training": ([model, "--tp", "2"], "--tp 2: training is planned without tensor parallelism"),
+        "ranks of stages": ([model, "--tp", "2", "--pp", "3"], "--tp 2 --pp 3: 6 ranks do not divide the 8 GPUs"),
+        "tokens of ranks": ([model, "--tp", "8", "--length", "12"], "--tp 8: shares out the 12 tokens of a"),
+        "more stages than layers": ([model, "--pp", "8"], f"--pp 8: {model}/config.json has 4 layers"),
+        "stages of a server": ([model, "--phase", "decode", "--pp", "2"], "--pp 2: stages of a training"),
+        "experts of a stage": ([model, "--pp", "2", "--ep", "8"], "does not divide the 8 GPUs (1 x 8) / 2 stages"),
+        "rows of copies": (
+            [model, "--tp", "2", "--pp", "2", "--global-batch", "3"],
+            "--global-batch 3: not a multiple of 2 rows, 1 on each of 2 copies (GPUs / --tp / --pp)",
+        ),
+        "measured by another": (
+            [model, "--tp", "2", "--length", "64", "--measured", str(tmp_path / "times.json")],
+            "--measured: of fcsd's training, which has neither tensor nor pipeline parallelism",
+        ),
         "server's experts": (
             [model, "--phase", "prefill", "--ep", "4"],
             "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
