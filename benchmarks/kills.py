@@ -29,6 +29,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,6 +120,8 @@ def attempt(
 
     def run(rank: int) -> int:
         atexit._clear()  # what the parent is to do at its end
+        # tqdm's own lock is shared with forks: one that is killed may hold it for ever.
+        tqdm.set_lock(threading.RLock())
         if records is not None:
             Places(folder, record=records / str(rank)).watch()
         elif kill is not None and kill.after_s is None and kill.rank == rank:
@@ -853,7 +856,7 @@ class State:
             self.folder.mkdir(parents=True)
             self.job.prepare(self.folder)
             statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
-            assert statuses == [-signal.SIGKILL if kill else 0], text
+            assert statuses[0] == (-signal.SIGKILL if kill else 0), text
             shutil.copytree(self.folder, self.place / "ready", symlinks=True)
         ends = []
         # trained as it was, and again: what has times in it is another
@@ -861,7 +864,7 @@ class State:
             self.restore()
             self.forget(part)
             statuses, text = attempt(self.reader, self.folder, self.folder.parent)
-            assert statuses == [0], text
+            assert not any(statuses), text
             ends.append(self.reader.digest(self.folder))
         return {
             name: value if ends[1].get(name) == value else "there"
@@ -930,24 +933,31 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
             *_BEHIND[_BEHIND.index(part) + 1 if part in _BEHIND else 0 :],
         ]
 
-    cuts = {
-        "calibrate": "after rename to out.partial/calibrate/fcsd/partial/state.json",
-        "calibrate in a recipe": "after rename to calibrate/fcsd/partial/result.json",
-        "distill": "after rename to distill/checkpoints/checkpoint-4",
-        "sweep": (
-            "after rename to"
-            " sweep/batch_size_tokens=128,learning_rate=0.001/result.json"
+    partial = "after rename to out.partial/calibrate/fcsd/partial/state.json"
+    checkpoint = "checkpoints/checkpoint-4"
+    candidate = "sweep/batch_size_tokens=128,learning_rate=0.001"
+    cuts = [
+        ("calibrate", 1, partial),
+        ("calibrate", 2, partial),
+        (
+            "calibrate in a recipe",
+            1,
+            "after rename to calibrate/fcsd/partial/result.json",
         ),
-        "cache-teacher": "before rename to cache/cache.json",
-        "evaluate": "before rename to results/results.json",
-        "layers": "after rename to study/layers.json",
-        "tokenize": "before rename to tokens/rows-",
-    }
+        ("pretrain", 1, f"after rename to pretrain/{checkpoint}"),
+        ("distill", 1, f"after rename to distill/{checkpoint}"),
+        ("distill", 2, f"after rename to distill/{checkpoint}"),
+        ("sweep", 1, f"after rename to {candidate}/result.json"),
+        ("cache-teacher", 1, "before rename to cache/cache.json"),
+        ("evaluate", 1, "before rename to results/results.json"),
+        ("layers", 1, "after rename to study/layers.json"),
+        ("tokenize", 1, "before rename to tokens/rows-"),
+    ]
     yield State(
         Job("run, then push", 1, run_and_push, tree), place / "ended", later=later
     )
-    for number, (name, moment) in enumerate(cuts.items()):
-        yield State(by_name[name, 1], place / f"cut-{number}", moment)
+    for number, (name, ranks, moment) in enumerate(cuts):
+        yield State(by_name[name, ranks], place / f"cut-{number}", moment)
     copy = Job("quantize", 1, commands.quantize, tree)
     yield State(
         copy, place / "quantize", "after rename to fp8.partial/model/config.json"
@@ -986,7 +996,8 @@ def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> 
         if options.only and options.only not in (state.job.name, state.reader.name):
             continue
         expected = state.make()
-        title = f"{state.reader.name}, {'cut off' if state.cut else 'ended'}"
+        ranks = ", 2 ranks" if state.reader.num_ranks > 1 else ""
+        title = f"{state.reader.name}{ranks}, {'cut off' if state.cut else 'ended'}"
         counts = outcomes.setdefault(title, Counter())
         files = {
             kind: name
