@@ -6,7 +6,7 @@
     facts = plan(planned)                                    with memory, and how each assumption matters
 
 Not covered: everything that only a profiler shows (launches, the host's work,
-contention); memory under Megatron's tensor and pipeline parallelism. Measured times replace the
+contention). Measured times replace the
 roofline (`fcsd.planning.cost.measured`).
 """
 
@@ -21,8 +21,11 @@ from fcsd.base.strict import flag_of
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.exact import compared
-from fcsd.planning.cost.memory import CONTEXT_BYTES, memory_parts
+from fcsd.planning.cost.memory import CONTEXT_BYTES, FRAGMENTATION, memory_parts
+from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.stages import stage_work, stages_of
+from fcsd.planning.cost.trace import Trace
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = (1.3, 5.2)
@@ -59,9 +62,11 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         ),
         "settings": _settings(planned),
         "times": times,
-        # Megatron's sharding is planned for the comparison of times only.
+        # Megatron's sharding without its layout is planned for the comparison of times.
         "memory": (
-            _memory(planned, advise) if planned.layout.sharding == "fsdp2" else None
+            _memory(planned, advise)
+            if planned.megatron or planned.settings.sharding == "fsdp2"
+            else None
         ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
@@ -112,7 +117,11 @@ def memory(planned: Planned) -> dict[str, Any]:
             planned.work,
             planned.expert_parallel,
         )
-        parts = memory_parts(trace_of(setting), setting, planned.layout)
+        trace = trace_of(setting)
+        if planned.megatron:
+            parts = _megatron_memory(planned, trace)
+        else:
+            parts = memory_parts(trace, setting, planned.layout)
     else:
         parts = _serving_memory(planned)
     needed_bytes = sum(parts.values())
@@ -194,6 +203,42 @@ def _halves(value: int) -> Iterator[int]:
     while value > 1:
         value //= 2
         yield value
+
+
+def _megatron_memory(planned: Planned, trace: Trace) -> dict[str, int]:
+    """Return the bytes of a rank of the stage with most weights.
+
+    Weights in bfloat16, gradients in float32, master weights and two moments over the
+    ranks with the same ones. While a pipeline is full, its first stage keeps as many
+    micro-batches as there are stages, thus the activations of all layers of one; each
+    tensor-parallel rank keeps its part (arXiv 2205.05198, 4.2.3).
+    """
+    number, tp = planned.settings.pipeline_parallel, planned.tensor_parallel
+    ep, ranks = planned.expert_parallel, planned.layout.num_gpus
+    stages = stages_of(len(planned.work.layers), number)
+    works = [stage_work(planned.work, stage) for stage in stages]
+
+    def of_a_rank(work: ModelWork) -> tuple[float, float]:
+        experts = work.num_expert_parameters
+        return experts / ep, (work.num_parameters - experts) / tp
+
+    experts, others = max(map(of_a_rank, works), key=sum)
+    kept = min(number, planned.micro_batches) / number / tp
+    moving = trace.transient
+    parts = {
+        "weights": int(2 * (experts + others)),
+        "gradients": int(4 * (experts + others)),
+        "optimizer states": int(12 * (experts * ep + others * tp) / ranks),
+        "activations": int(
+            kept * sum(size for kind, size in moving.items() if kind != "loss")
+        ),
+        "loss": moving.get("loss", 0) // tp,
+    }
+    temporary = parts["activations"] + parts["loss"]
+    return parts | {
+        "fragmentation": int(FRAGMENTATION * temporary),
+        "GPU context": CONTEXT_BYTES,
+    }
 
 
 def _serving_memory(planned: Planned) -> dict[str, int]:

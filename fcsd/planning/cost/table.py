@@ -432,7 +432,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "MEGATRON: fcsd does not train with tensor or pipeline parallelism. Nothing"
             f" hides {_ms(megatron['tensor_parallel_s'])} ms between tensor-parallel"
             f" ranks and {_ms(megatron['sends_s'])} ms between stages; the bubble is"
-            f" {megatron['bubble']:.1%} of the step; memory is not planned"
+            f" {megatron['bubble']:.1%} of the step"
         )
     # Only training gathers weights; a server's values are 0 or missing.
     if any(sharding := times.get("sharding_s", ())) and not times.get("megatron"):

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
 from fcsd.planning.cost.exact import PAIRS, compared
+from fcsd.planning.cost.plan import memory
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.roofline import total
 from fcsd.planning.cost.stages import stage_work, stages_of
@@ -139,6 +140,42 @@ def test_stages_share_layers_and_weights_and_no_combine_is_in_flight_between_the
         assert windows[layer]["combine_s"] == pytest.approx(combine)
 
 
+def test_a_rank_holds_its_part_of_its_stage_and_what_a_full_pipeline_keeps() -> None:
+    """Qwen3-30B-A3B, 4 layers on 16 ranks: two stages of two copies by four ranks."""
+    sizes, few = {"num_hidden_layers": 4}, {"length": 512, "keep_activations": False}
+    one, alone = (
+        trained("Qwen3-30B-A3B", sizes, **few, **settings)
+        for settings in (
+            {
+                "nodes": 2,
+                "pipeline_parallel": 2,
+                "tensor_parallel": 4,
+                "global_batch": 8,
+            },
+            {"expert_parallel": 8},
+        )
+    )
+    assert (one.expert_parallel, one.micro_batches) == (8, 4)
+    parts = memory(one)["parts"]
+    # Two layers; the last stage has the head, the first as large embeddings, all norms.
+    experts, norms = 2 * 128 * 3 * 2048 * 768, 4 * (2 * 2048 + 2 * 128) + 2048
+    attention = 2 * 2048 * (32 + 4 + 4 + 32) * 128
+    others = attention + 2 * 2048 * 128 + 151936 * 2048 + norms
+    rank = experts / 8 + others / 4
+    assert parts["weights"] == 2 * rank and parts["gradients"] == 4 * rank
+    # Experts are whole in eight ranks, the rest twice.
+    assert parts["optimizer states"] == 12 * (experts / 8 + others / 8)
+    # Of two stages the first keeps two micro-batches of its half of the layers.
+    whole = memory(alone)["parts"]
+    assert parts["activations"] == pytest.approx(whole["activations"] / 4, abs=1)
+    few_batches = trained(
+        "Qwen3-30B-A3B", sizes, nodes=2, pipeline_parallel=2, tensor_parallel=4, **few
+    )
+    assert memory(few_batches)["parts"]["activations"] == pytest.approx(
+        whole["activations"] / 8, abs=1
+    )
+
+
 def test_two_micro_batches_in_turn_fill_no_bubble() -> None:
     """Of the p - 1 + m passes both ways all but m - 1 pairs run alone."""
     settings: dict[str, Any] = {"nodes": 2, "length": 1024, "pipeline_parallel": 2}
@@ -172,5 +209,5 @@ def test_the_plan_says_that_fcsd_does_not_run_it(
     assert "phase      train, Megatron, tensor parallel 2, pipeline parallel 2," in text
     (line,) = (line for line in text.splitlines() if line.startswith("MEGATRON"))
     assert line.startswith("MEGATRON: fcsd does not train with tensor or pipeline")
-    assert "the bubble is 25.0% of the step; memory is not planned" in line
-    assert "memory of a rank" not in text
+    assert line.endswith("the bubble is 25.0% of the step")
+    assert "| memory of a rank |" in text
