@@ -8,16 +8,19 @@ its path nor the version of transformers that wrote it is part of it.
 Not covered: code that a checkpoint brings, unless the caller asks for it.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_fingerprint, read_json, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
 
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "tekken.json",
@@ -174,9 +177,9 @@ def arrays_fingerprint(
     """Hash named arrays, and a JSON record that belongs to them."""
     digest = hashlib.sha256(json.dumps(record).encode())
     for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
+        array = arrays[name]
         digest.update(f"\0{name} {array.dtype.str} {array.shape}\0".encode())
-        digest.update(array.data if array.size else b"")
+        digest.update(array.tobytes())
     return digest.hexdigest()
 
 
