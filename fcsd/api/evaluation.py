@@ -83,8 +83,8 @@ def evaluate_model(
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
-        allow_weak_sandbox: run generated code even where it cannot be kept off the
-            network.
+        allow_weak_sandbox: run generated code even if the sandbox cannot block network
+            access.
         batches: a hook that runs before each batch, and the facts that the result
             records about it.
 

@@ -129,8 +129,8 @@ def calibrate(
         rows: token ids (N, T), every token of which is text; packed rows (input_ids,
             position_ids, labels); or a data set as `FCSDTrainer` takes it. At least 4 x
             hidden size tokens; 128 x are better.
-        ridge: pull of the maps towards the identity, relative to the mean diagonal of
-            the Gram matrix.
+        ridge: regularisation of the maps towards the identity, relative to the mean
+            diagonal of the Gram matrix.
         tokenizer: the tokenizer for a data set.
         max_length: tokens in each row that a data set is packed into.
 

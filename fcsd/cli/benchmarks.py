@@ -28,7 +28,7 @@ def _bench_options(parser: ArgumentParser) -> None:
         "benchmark",
         choices=["serve"],
         metavar="serve",
-        help="what is measured; serve: servers",
+        help="what to measure; serve: servers",
     )
     parser.add_argument(
         "model", metavar="MODEL", help="the converted model, hub id or local folder"
@@ -46,16 +46,15 @@ def _bench_options(parser: ArgumentParser) -> None:
         default="vllm",
         metavar="PATH",
         help=(
-            "the `vllm` program of an environment with vLLM and fcsd-serving; it is not"
-            " fcsd's own environment"
+            "the `vllm` program of a separate environment with vLLM and fcsd-serving"
         ),
     )
     engines.add_argument(
         "--sglang",
         metavar="PATH",
         help=(
-            "the `sglang` program of an environment with SGLang and fcsd-serving, whose"
-            " servers are measured instead"
+            "the `sglang` program of a separate environment with SGLang and"
+            " fcsd-serving; it measures SGLang instead"
         ),
     )
     field_options(parser, Benchmark)
@@ -64,15 +63,15 @@ def _bench_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "bench": Command(
-        "Measure a converted model and its original in servers of vLLM or SGLang: times"
-        " of first and further tokens.",
+        "Time a converted model and its original in servers of vLLM or SGLang: time to"
+        " the first token and between tokens.",
         _bench_options,
         _bench,
         "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server"
         " after another, in turns: stock, stock with each exact way to hide"
-        " communication that this machine has, FarSkip blocking and overlapped. Where"
+        " communication that this machine supports, FarSkip blocking and overlapped. If"
         " MODEL has no weights (`fcsd convert --config-only`), every server gets"
-        " --load-format dummy, and the result says so. The same command continues where"
-        " it was cut off (docs/serve.md).",
+        " --load-format dummy, and the result says so. The same command continues an"
+        " interrupted run (docs/serve.md).",
     ),
 }

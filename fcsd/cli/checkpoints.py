@@ -153,18 +153,18 @@ def _convert_options(parser: ArgumentParser) -> None:
         "--config-only",
         action="store_true",
         help=(
-            "write config, code and tokenizer and no weights, which MODEL then need not"
-            " have and which are not fetched: for servers with dummy weights, to time"
-            " the architecture (`fcsd bench serve OUT --against MODEL`)"
+            "write config, code and tokenizer but no weights: MODEL then needs no"
+            " weights, and fcsd fetches none. Use it to time servers with dummy weights"
+            " (`fcsd bench serve OUT --against MODEL`)"
         ),
     )
     parser.add_argument(
         "--format",
         choices=("amd",),
         help=(
-            "amd: write the connectivity that MODEL has in AMD's keys, for its code of"
-            " transformers 4.57 and its SGLang (Instella-MoE, DeepSeek-V3 and -V2);"
-            " transformers alone loads that as a regular model"
+            "amd: write MODEL's connectivity with AMD's keys, for AMD's code for"
+            " transformers 4.57 and AMD's SGLang (Instella-MoE, DeepSeek-V3 and -V2);"
+            " transformers alone loads the result as a regular model"
         ),
     )
 
@@ -175,7 +175,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
         "out",
         metavar="OUT",
         type=Path,
-        help="new folder; OUT.partial holds what is not finished",
+        help="new folder; OUT.partial holds unfinished work",
     )
     connectivity_arguments(parser, "all")
     parser.add_argument(
@@ -209,7 +209,7 @@ def _copy_options(parser: ArgumentParser) -> None:
         "out",
         metavar="OUT",
         type=Path,
-        help="new folder; OUT.partial holds what is not finished",
+        help="new folder; OUT.partial holds unfinished work",
     )
 
 
@@ -220,11 +220,11 @@ def _unconvert_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "inspect": Command(
-        "Show what a checkpoint is, which layers would be rewired, and what memory that"
-        " needs; no weights are loaded.",
+        "Show a checkpoint's family, the layers that would be rewired, and the memory"
+        " that this needs. It loads no weights.",
         _inspect_options,
         _inspect,
-        "Only config.json is fetched from the Hub.",
+        "It fetches only config.json from the Hub.",
     ),
     "convert": Command(
         "Rewire a checkpoint: same weights, same tensor names, FarSkip connectivity.",
@@ -234,32 +234,32 @@ COMMANDS = {
         " trust_remote_code=True), without fcsd.",
     ),
     "calibrate": Command(
-        "Rewire a checkpoint, and fold closed-form maps into its weights that bring it"
-        " nearer to the original: no gradient, no new parameter.",
+        "Rewire a checkpoint and fold closed-form maps into its weights that bring its"
+        " outputs closer to the original's, without gradients or new parameters.",
         _calibrate_options,
         _calibrate,
-        "One layer's weights are in memory at a time. The same command continues a"
-        " conversion that was cut off. On several GPUs, which share the text:"
-        " accelerate launch -m fcsd calibrate …",
+        "It holds one layer's weights in memory at a time. The same command continues"
+        " an interrupted calibration. To share the text among several GPUs: accelerate"
+        " launch -m fcsd calibrate …",
     ),
     "dequantize": Command(
         "Write a quantised checkpoint in bfloat16, which can be converted, calibrated"
         " and trained.",
         _copy_options,
         _dequantize,
-        "Read are FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4, of"
-        " the methods fp8, mxfp4, compressed-tensors and modelopt. A few rows of a"
-        " weight are in memory at a time. The same command continues a copy that was"
-        " cut off.",
+        "It reads FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4,"
+        " from the methods fp8, mxfp4, compressed-tensors and modelopt. It holds a few"
+        " rows of a weight in memory at a time. The same command continues an"
+        " interrupted copy.",
     ),
     "quantize": Command(
         "Write a checkpoint, converted or not, in FP8 for vLLM, SGLang and"
-        " transformers, with a scale for each block of 128 x 128.",
+        " transformers, with a scale per block of 128 x 128.",
         _copy_options,
         _quantize,
-        "Experts and linear layers are quantised by transformers; embeddings, head,"
-        " norms, routers and gates stay as they are. A few rows of a weight are in"
-        " memory at a time. The same command continues a copy that was cut off.",
+        "transformers quantises experts and linear layers; embeddings, head, norms,"
+        " routers and gates keep their dtype. It holds a few rows of a weight in memory"
+        " at a time. The same command continues an interrupted copy.",
     ),
     "unconvert": Command(
         "Undo a conversion: write a checkpoint of the original family with the same"
@@ -268,7 +268,7 @@ COMMANDS = {
         _unconvert,
     ),
     "families": Command(
-        "List the model families that can be converted, and those that are refused.",
+        "List the model families that fcsd converts, and those that it refuses.",
         json_argument,
         _families,
     ),

@@ -217,7 +217,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         "--tasks",
         metavar="A,B,…",
         help=(
-            "evaluate these only: rows of the suite, or any task or group of lm-eval,"
+            "evaluate only these: rows of the suite, or any task or group of lm-eval"
             " with its own shots and metric; with --samples: the one task of the file,"
             " or the path of its code data set"
         ),
@@ -232,7 +232,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--apply-chat-template",
         action="store_true",
-        help="ask every task through the chat template, shots as turns",
+        help="format every task with the chat template, shots as turns",
     )
     parser.add_argument(
         "--system-prompt",
@@ -244,8 +244,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         Scoring,
         "thinking",
         help=(
-            "let a hybrid model think before it answers (needs room for it); with"
-            " --samples: cut off the thoughts before an answer"
+            "let a hybrid model think before it answers (allow enough tokens for it);"
+            " with --samples: remove the thoughts before an answer"
         ),
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)
@@ -254,8 +254,8 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar="ROOT",
         help=(
-            "first fill this folder with the suite's data sets from the Hub, and use it"
-            " as --data-root; without MODEL that is all"
+            "first download the suite's data sets from the Hub to this folder, then use"
+            " it as --data-root; without MODEL, download only"
         ),
     )
     field_options(
@@ -286,7 +286,7 @@ def _samples_arguments(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=(
-            "instead of MODEL: grade a .jsonl or .jsonl.gz file of ready programs or"
+            "instead of MODEL: grade a .jsonl or .jsonl.gz file of existing programs or"
             " answers"
         ),
     )
@@ -303,8 +303,8 @@ def _server_arguments(parser: ArgumentParser) -> None:
         "--server",
         metavar="URL",
         help=(
-            "ask a server for all answers (`vllm serve MODEL`), after a check that it"
-            " serves MODEL; its key, if it wants one, is in FCSD_SERVER_API_KEY"
+            "take all answers from a server (`vllm serve MODEL`), after checking that"
+            " it serves MODEL; set FCSD_SERVER_API_KEY if it needs a key"
         ),
     )
     field_options(parser, ServerConfig, "concurrency", default=None)
@@ -312,8 +312,8 @@ def _server_arguments(parser: ArgumentParser) -> None:
         "--no-server-check",
         action="store_true",
         help=(
-            "with --server: do not load MODEL to check that it is what the server"
-            " serves; the result says so"
+            "with --server: do not load MODEL to check that the server serves it; the"
+            " result says so"
         ),
     )
 
@@ -332,7 +332,7 @@ def _compare_options(parser: ArgumentParser) -> None:
         metavar="B",
         type=Path,
         nargs="+",
-        help="folders that are compared with A",
+        help="folders to compare with A",
     )
     field_options(
         parser,
@@ -340,13 +340,14 @@ def _compare_options(parser: ArgumentParser) -> None:
         "output",
         type=Path,
         help=(
-            "new folder for table, figures, a page of all answers, and lm-eval's files"
+            "new folder for the table, figures, a page of all answers, and files in"
+            " lm-eval's format"
         ),
     )
     parser.add_argument(
         "--tasks",
         metavar="A,B,…",
-        help="compare these tasks only, where the results differ in their tasks",
+        help="compare only these tasks, if the results have different tasks",
     )
     json_argument(parser)
 
@@ -357,15 +358,15 @@ COMMANDS = {
         _evaluate_options,
         _evaluate,
         "For the original and for the converted model: `fcsd evaluate MODEL --output"
-        " results/NAME --batch-size auto`; then `fcsd compare` sets both side by side."
+        " results/NAME --batch-size auto`; then `fcsd compare` compares the two."
         " Without a network, --data-root ROOT reads a folder that `fcsd evaluate"
-        " --fetch ROOT` has filled. Finished tasks are kept: the same command continues"
-        " with the next one. Generated code runs only in a sandbox. On several GPUs:"
-        " accelerate launch --multi_gpu -m fcsd evaluate MODEL … (docs/evaluate.md)."
-        " With --samples FILE no model runs: a line of the file is {doc_id,"
-        " completion}, {task_id, solution}, {task_id, completion}, or what this command"
-        " wrote into samples_TASK.jsonl; several samples of a problem give pass@k,"
-        " several answers the mean.",
+        " --fetch ROOT` has filled. Finished tasks are kept, so the same command"
+        " continues with the next one. Generated code runs only in a sandbox. On"
+        " several GPUs: accelerate launch --multi_gpu -m fcsd evaluate MODEL …"
+        " (docs/evaluate.md). With --samples FILE no model runs. A line of the file is"
+        " {doc_id, completion}, {task_id, solution}, {task_id, completion}, or a line"
+        " that this command wrote to samples_TASK.jsonl; several samples per problem"
+        " give pass@k, several answers their mean.",
     ),
     "compare": Command(
         "Compare converted models with their original, task by task, with paired"
@@ -373,7 +374,7 @@ COMMANDS = {
         _compare_options,
         _compare,
         "The table has the difference and its 95 % interval, items gained and lost, the"
-        " exact McNemar p, and a verdict in words. Results may be of different times;"
-        " other items, prompts, shots or data are refused.",
+        " exact McNemar p, and a verdict in words. Results may come from different"
+        " times; fcsd refuses different items, prompts, shots or data.",
     ),
 }

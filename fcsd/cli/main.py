@@ -42,9 +42,8 @@ MOVED_COMMANDS: dict[str, str] = {
 FCSD = Program(
     name="fcsd",
     description=(
-        "Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it"
-        " from the original, evaluate it against the original and leave it ready to"
-        " publish."
+        "Convert a Hugging Face MoE checkpoint to FarSkip connectivity, distil it from"
+        " the original, compare the two, and prepare the result for publication."
     ),
     epilog=(
         "First steps: `fcsd tiny-data runs/tiny-data && fcsd run tiny/demo` trains,"

@@ -166,17 +166,17 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
         default=1,
         metavar="N",
         help=(
-            "shard the experts over groups of N processes, which send each other tokens"
-            " instead of weights (configs/ep_8.yaml)"
+            "shard the experts over groups of N processes that exchange tokens instead"
+            " of weights (configs/ep_8.yaml)"
         ),
     )
     parser.add_argument(
         "--overlap",
         choices=["full", "forward", "off"],
         help=(
-            "with --expert-parallel: run what rewired layers send beside attention and"
-            " the shared expert, in both passes, in the forward pass only, or not at"
-            " all (default: full where the model can; docs/scale.md)"
+            "with --expert-parallel: overlap the communication of rewired layers with"
+            " attention and the shared expert in both passes, in the forward pass only,"
+            " or not at all (default: full if the model supports it; docs/scale.md)"
         ),
     )
 
@@ -198,8 +198,8 @@ def device_map_argument(parser: ArgumentParser) -> None:
         "--device-map",
         choices=["auto"],
         help=(
-            "auto: one process puts the layers on all devices, and what does not fit"
-            " into main memory"
+            "auto: one process distributes the layers over all devices; the rest goes"
+            " to main memory"
         ),
     )
 
@@ -293,16 +293,14 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
         type=Path,
         metavar="FOLDER",
         help=(
-            "rehearse in FOLDER: run the same recipe on a tiny model of its family, a"
-            " few invented rows in the columns of its data, and a few steps"
+            "rehearse in FOLDER: run the same recipe with a tiny model of its family, a"
+            " few invented rows with the columns of its data, and a few steps"
         ),
     )
     if with_variant:
         parser.add_argument(
             "--variant",
-            help=(
-                "name of one of the recipe's variants, instead of its main distillation"
-            ),
+            help=("use this variant of the recipe instead of its main distillation"),
         )
 
 

@@ -158,23 +158,23 @@ def _plan_options(parser: ArgumentParser) -> None:
         "--sweep",
         metavar="NAME=A,B,…",
         help=(
-            "plan once for each value of one of the options nodes, gpus-per-node,"
-            " network-gb-s, batch, global-batch, length, ep, tp, pp, dp, and print a row"
-            " for each: nodes=1,2,4,8"
+            "plan for each value of one option and print one row per value, for example"
+            " nodes=1,2,4,8; the option is one of nodes, gpus-per-node, network-gb-s,"
+            " batch, global-batch, length, ep, tp, pp, dp"
         ),
     )
     parser.add_argument(
         "--links",
         type=Path,
         metavar="FILE",
-        help="links between the --ep ranks, as `fcsd-steer profile-network` measured them",
+        help="links between the --ep ranks, measured by `fcsd-steer profile-network`",
     )
     parser.add_argument(
         "--measured",
         type=Path,
         metavar="FILE",
         help=(
-            "times that `fcsd trace` or `fcsd bench serve` measured, instead of the"
+            "use times measured by `fcsd trace` or `fcsd bench serve` instead of the"
             " roofline"
         ),
     )
@@ -183,8 +183,8 @@ def _plan_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help=(
-            "study of `fcsd-steer routing`, whose imbalance of the ranks is used instead of"
-            " even routing"
+            "use the imbalance between ranks from a study of `fcsd-steer routing`"
+            " instead of even routing"
         ),
     )
     parser.add_argument(
@@ -192,14 +192,14 @@ def _plan_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help=(
-            "study of `fcsd layers`, which adds what each selection costs in quality to"
-            " what it gains in time"
+            "study of `fcsd layers`: show the quality cost of each selection beside its"
+            " gain in time"
         ),
     )
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="metric of the study that is shown (default: its first)",
+        help="metric of the study to show (default: its first)",
     )
     parser.add_argument(
         "--figure",
@@ -286,22 +286,21 @@ def _layers_options(parser: ArgumentParser) -> None:
         parser,
         Study,
         "loss_on",
-        help="tokens that the KL is computed on: response or all",
+        help="tokens over which the KL is computed: response or all",
     )
     parser.add_argument(
         "--calibrated",
         metavar="TEXT",
         help=(
-            "measure every selection with calibrated weights too (`fcsd calibrate`),"
-            " solved on this text, written as for --text; not on the text that is"
-            " measured"
+            "measure every selection also with weights calibrated (`fcsd calibrate`) on"
+            " this text, in the format of --text; it must differ from the measured text"
         ),
     )
     field_options(
         parser,
         Study,
         "calibration_tokens",
-        help="with --calibrated: tokens to solve on",
+        help="with --calibrated: tokens to calibrate on",
     )
     task_arguments(parser, "measure this task")
     field_options(
@@ -315,7 +314,7 @@ def _layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sides",
         help=(
-            "sides to measure, some of first,last,single (default: all that can be"
+            "sides to measure: any of first,last,single (default: all that can be"
             " measured)"
         ),
     )
@@ -344,8 +343,8 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
         type=float,
         metavar="X",
         help=(
-            "answer instead how many layers, from either end, can be rewired without"
-            " training for this KL, or this loss of a task's score"
+            "print instead how many layers from either end can be rewired without"
+            " training at this KL, or at this loss of a task's score"
         ),
     )
     parser.add_argument(
@@ -358,8 +357,8 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
         "--calibrated",
         action="store_true",
         help=(
-            "choose by what the layers cost with calibrated weights (needs a study with"
-            " --calibrated)"
+            "choose by the cost of the layers with calibrated weights (needs a study"
+            " with --calibrated)"
         ),
     )
     parser.add_argument(
@@ -369,35 +368,36 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        help="with --verify: the path of the study's model, where it has moved",
+        help="with --verify: the path of the study's model, if it has moved",
     )
     json_argument(parser)
 
 
 COMMANDS = {
     "plan": Command(
-        "Predict what FarSkip connectivity gains on a cluster over the best schedule that"
-        " changes no equation, and over regular blocks: time of a step or to a token.",
+        "Predict how much faster a step or a token becomes with FarSkip connectivity on"
+        " a cluster, compared with the best schedule that changes no equation and with"
+        " regular blocks.",
         _plan_options,
         _plan,
-        "No weights are loaded and nothing is trained; only config.json is fetched from"
-        " the Hub (docs/plan.md).",
+        "It loads no weights and trains nothing; it fetches only config.json from the"
+        " Hub (docs/plan.md).",
     ),
     "layers": Command(
-        "Measure quality against the number of rewired layers, untrained (paper"
+        "Measure quality against the number of rewired layers, without training (paper"
         " Fig. 3).",
         _layers_options,
         _layers,
-        "Layers are rewired from the start, from the end, and one at a time; quality is"
-        " measured by suite tasks, KL to the original, or both. The same command"
-        " continues where it was cut off.",
+        "It rewires layers from the start, from the end, and one at a time, and"
+        " measures suite tasks, the KL to the original, or both. The same command"
+        " continues an interrupted run.",
     ),
     "plan-layers": Command(
-        "Propose which layers to rewire for a given share, from a finished layer"
-        " study.",
+        "Propose which layers to rewire, for a given share of layers, from a finished"
+        " layer study.",
         _plan_layers_options,
         _plan_layers,
-        "They are those that cost least when each is rewired alone, compared with the"
-        " last N. Prints --layers text and YAML.",
+        "It proposes the layers that cost least when each is rewired alone, and"
+        " compares them with the last N. It prints the value of --layers, and YAML.",
     ),
 }

@@ -69,7 +69,7 @@ def _chat_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--beside",
         metavar="ORIGINAL",
-        help="hub id or folder of a second model that answers beside it",
+        help="hub id or folder of a second model that answers side by side",
     )
     parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
@@ -81,18 +81,19 @@ def _chat_options(parser: ArgumentParser) -> None:
         "--greedy",
         action="store_true",
         help=(
-            "always take the likeliest token, so that two models differ by nothing else"
+            "always take the likeliest token, so that sampling does not make two models"
+            " differ"
         ),
     )
     parser.add_argument(
         "--no-thinking",
         action="store_true",
-        help="ask a hybrid model for answers without thoughts",
+        help="ask a hybrid model not to think",
     )
     parser.add_argument(
         "--device-map",
         metavar="MAP",
-        help='transformers\' device_map, for example "auto": several GPUs',
+        help='transformers\' device_map, for example "auto" for several GPUs',
     )
 
 
@@ -108,7 +109,7 @@ def _push_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "repo_id",
         metavar="OWNER/NAME",
-        help="model repository; created if there is none",
+        help="model repository; created if it does not exist",
     )
     parser.add_argument(
         "--private",
@@ -121,10 +122,7 @@ def _push_options(parser: ArgumentParser) -> None:
         type=Path,
         nargs="?",
         const=Path(),
-        help=(
-            "only write the folder that would be uploaded (default: DIR with -hub after"
-            " its name)"
-        ),
+        help=("only write the folder that would be uploaded (default: DIR-hub)"),
     )
     field_options(parser, PublicationConfig, "base_model", "license")
     parser.add_argument(
@@ -133,8 +131,8 @@ def _push_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar=("ORIGINAL", "MODEL"),
         help=(
-            "for a checkpoint without README.md: what `fcsd evaluate` wrote for the"
-            " original and for it"
+            "for a checkpoint without README.md: results of `fcsd evaluate` for the"
+            " original and for this checkpoint"
         ),
     )
 
@@ -145,15 +143,15 @@ COMMANDS = {
         " App. B).",
         _chat_options,
         _chat,
-        "Replies stream with the model's own generation settings. Without a terminal"
-        " every line of stdin is a turn. MODEL computes on the accelerator if there is"
+        "Replies stream with the model's own generation settings. Without a terminal,"
+        " every line of stdin is a turn. MODEL runs on the accelerator if there is"
         " one.",
     ),
     "push": Command(
-        "Put a FarSkip checkpoint with its card and results on the Hub.",
+        "Upload a FarSkip checkpoint with its card and results to the Hub.",
         _push_options,
         _push,
-        "After an interruption the same command continues from what has arrived. The"
-        " access token is that of `hf auth login`, or HF_TOKEN.",
+        "After an interruption, the same command continues the upload. It uses the"
+        " access token of `hf auth login`, or HF_TOKEN.",
     ),
 }

@@ -200,23 +200,23 @@ def _run_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--show",
         action="store_true",
-        help="print the recipe with every default filled in, and run nothing",
+        help="print the recipe with every default filled in, without running it",
     )
     parser.add_argument(
         "--show-rows",
         metavar="N",
         type=int,
         help=(
-            "with --only tokenize: print the text of the first N rows: special tokens"
-            " written out, padding left out, what carries loss in [[double brackets]],"
-            " or in reverse video on a terminal"
+            "with --only tokenize: print the text of the first N rows, with special"
+            " tokens and without padding; tokens that carry loss are in [[double"
+            " brackets]], on a terminal in reverse video"
         ),
     )
     parser.add_argument(
         "--verify",
         action="store_true",
         help=(
-            "with --only cache-teacher: read the finished cache once more and check its"
+            "with --only cache-teacher: read the finished cache again and verify its"
             " checksums"
         ),
     )
@@ -256,11 +256,11 @@ def _configs_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "estimate": Command(
-        "Estimate what a training needs before it starts: memory of a rank, FLOPs,"
-        " time, and what to change if it does not fit.",
+        "Estimate what a training needs before it starts: memory per rank, FLOPs, time,"
+        " and what to change if it does not fit.",
         _estimate_options,
         _estimate,
-        "Nothing is loaded; only config.json is fetched from the Hub.",
+        "It loads no weights, and fetches only config.json from the Hub.",
     ),
     "pretrain": Command(
         "Train a model from scratch, regular or FarSkip (paper App. A).",
@@ -272,35 +272,35 @@ COMMANDS = {
         "Choose batch size, then learning rate, by training loss (paper 5.1).",
         _sweep_options,
         _sweep,
-        f"The result is a recipe that is ready to be run. {SEVERAL.format('sweep')}",
+        f"It writes a recipe that is ready to run. {SEVERAL.format('sweep')}",
     ),
     "distill": Command(
         "Distil a FarSkip model from its original.",
         partial(_sweep_options, with_variant=True),
         _distill,
-        f"{SEVERAL.format('distill')} The same command continues where it was cut off.",
+        f"{SEVERAL.format('distill')} The same command continues an interrupted run.",
     ),
     "run": Command(
         "Run all stages of a recipe, one after the other, or one of them.",
         _run_options,
         _run_all,
-        "The stages are pretrain, convert, calibrate, sweep, distill, the variants, the"
-        " evaluation of every model, the layer study, report and publish, as far as"
-        " the recipe has them; each leaves a folder in the recipe's output_dir. A"
-        " finished stage is not run again, one that was cut off continues; one whose"
-        " settings changed is refused with the difference shown. --only tokenize writes"
-        " the tokens of all trainings ahead, without a GPU; --only cache-teacher keeps"
-        " the teacher's hidden states on disk, for trainings with `teacher: {backend:"
-        " cache, cache: FOLDER}` (docs/distil.md)."
-        f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads it.",
+        "The stages are pretrain, convert, calibrate, sweep, distill, the variants,"
+        " the evaluation of every model, the layer study, report and publish, as far"
+        " as the recipe has them. Each writes a folder in the recipe's output_dir."
+        " fcsd skips finished stages, continues interrupted ones, and refuses a stage"
+        " whose settings changed, with the difference. --only tokenize writes the"
+        " tokens of all trainings in advance, without a GPU. --only cache-teacher"
+        " stores the teacher's hidden states on disk, for trainings with `teacher:"
+        " {backend: cache, cache: FOLDER}` (docs/distil.md)."
+        f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads the result.",
     ),
     "trace": Command(
-        "Profile one step of the regular and of the rewired model: traces, a figure,"
-        " how much is hidden.",
+        "Profile one step of the regular and of the rewired model: write traces and a"
+        " figure, and print how much communication is hidden.",
         _trace_options,
         _trace,
-        "Launch it as a training with --expert-parallel N (docs/scale.md). Tokens are"
-        " random, and no weights are kept.",
+        "Launch it like a training with --expert-parallel N (docs/scale.md). It uses"
+        " random tokens and keeps no weights.",
     ),
     "tiny-data": Command(
         "Generate the instruct-to-Python tasks, tokenizer and test data of"
@@ -309,11 +309,11 @@ COMMANDS = {
         _tiny_data,
     ),
     "configs": Command(
-        "Copy the configurations of `accelerate launch` that ship with fcsd, to be used"
-        " and edited.",
+        "Copy the configurations for `accelerate launch` that ship with fcsd, so that"
+        " you can use and edit them.",
         _configs_options,
         _configs,
-        "They are what docs and messages call configs/fsdp2_8.yaml and so on"
+        "The docs and messages refer to them as configs/fsdp2_8.yaml and so on"
         " (docs/scale.md).",
     ),
 }

@@ -115,11 +115,12 @@ class ModelStudy(Strict):
     )
     tasks: list[str] = Field(default_factory=list)
     data_root: str | None = option(
-        None, "folder in hub layout (owner/name/…); without it the Hub is used"
+        None, "folder in hub layout (owner/name/…) (default: the Hub)"
     )
     limit: int | None = option(
         None,
-        "number of first items of every task, for a quick look; every table says so",
+        "evaluate only the first items of every task, for a quick look; every table"
+        " marks it",
         gt=0,
     )
 

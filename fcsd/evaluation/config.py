@@ -280,7 +280,7 @@ class ServerConfig(Strict):
 
     url: str  # as http://localhost:8000
     concurrency: PositiveInt = option(
-        64, "with --server: number of requests at a time", metavar="N"
+        64, "with --server: number of concurrent requests", metavar="N"
     )
 
     @field_validator("url")
@@ -320,14 +320,14 @@ class EvaluationConfig(Strict):
     suite: str = like(ModelStudy, "suite")
     data_root: str | None = like(ModelStudy, "data_root")
     batch_size: PositiveInt | Literal["auto"] = option(
-        16, "sequences in one forward pass, or auto: as many as fit the memory"
+        16, "sequences per forward pass; auto: as many as fit in memory"
     )
     limit: int | None = like(ModelStudy, "limit")
     # null: one in each evaluation
     cache: str | None = option(
         None,
-        "folder of finished tasks that several evaluations share, under hashes of"
-        " weights, tokenizer, data and settings, never under a path",
+        "folder of finished tasks that several evaluations share; tasks are found by"
+        " hashes of weights, tokenizer, data and settings, not by paths",
     )
     server: ServerConfig | None = None  # null: the model is in memory
     # Untrained quality against the number of rewired layers (paper Fig. 3); true: its
@@ -335,22 +335,22 @@ class EvaluationConfig(Strict):
     layer_study: LayerStudyConfig | None = None
     allow_weak_sandbox: bool = option(
         False,
-        "run generated code even where this machine's sandbox cannot keep it off the"
-        " network and from writing files",
+        "run generated code even if this machine's sandbox cannot block network access"
+        " and writing files",
     )
     # The experts' capacity in each forward pass, as train.capacity_factor; with
     # batch_size 1.
     capacity_factor: float | None = option(
         None,
-        "drop pairs of token and expert above this times the mean load of a sequence;"
+        "drop (token, expert) pairs above this multiple of a sequence's mean load;"
         " needs --batch-size 1",
         gt=0,
         allow_inf_nan=False,
     )
     capacity_drop: Literal["order", "weight"] | None = option(
         None,
-        "with --capacity-factor: the last pairs in order (default), or those of the"
-        " smallest weights",
+        "with --capacity-factor: drop the last pairs in order (default), or those with"
+        " the smallest weights",
     )
 
     @property
@@ -423,10 +423,10 @@ class Scoring(Strict):
     )
     scorer: Literal["fcsd", "evalplus"] = option(
         "fcsd",
-        "what grades programs; evalplus: the package of that name, in a process of its"
-        " own, without fcsd's sandbox",
+        "grader of programs; evalplus: the package of that name, in a separate process,"
+        " without fcsd's sandbox",
     )
     evalplus_data: Path | None = option(
-        None, "with --scorer evalplus: its own .jsonl.gz file of problems"
+        None, "with --scorer evalplus: evalplus's own .jsonl.gz file of problems"
     )
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")

@@ -18,11 +18,9 @@ class ModelConfig(Strict):
     # hub id or local folder; may be left out when `pretrain` makes the model
     path: str = ""
     revision: str | None = option(None, "revision of a hub id")
-    trust_remote_code: bool = option(
-        False, "allow code that comes with the checkpoint to run"
-    )
+    trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
     # Also the teacher's dtype, and that of every model while it is evaluated.
-    dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's own")
+    dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's dtype")
     attn_implementation: str | None = None
     experts_implementation: str | None = None
 
@@ -35,13 +33,13 @@ class ConnectivityConfig(Strict):
     layers: str | list[int] | dict[Literal["first", "last"], int | str] = "all"
     attention: Literal["partial", "full"] = option(
         "partial",
-        "what attention reads; partial: the stream without the routed output in flight",
+        "input of attention; partial: the stream without the routed output in flight",
     )
     mlp: str | list[int] | dict[Literal["first", "last"], int | str] = option(
         "outdated",
-        "what MoE and MLP blocks read; outdated: the stream before this layer's"
+        "input of MoE and MLP blocks; outdated: the stream before this layer's"
         " attention; full: the regular input; a selection of layers, such as last:50%:"
-        " outdated in these alone",
+        " outdated only in these layers",
     )
 
     @model_validator(mode="after")

@@ -240,10 +240,11 @@ class CalibrationConfig(Strict):
     """
 
     # of data.train
-    tokens: int = option(262_144, "tokens of the text to solve on", gt=0)
+    tokens: int = option(262_144, "tokens of the text to fit the maps on", gt=0)
     ridge: float = option(
         1e-3,
-        "pull of the maps towards the identity, relative to the mean diagonal",
+        "regularisation of the maps towards the identity, relative to the mean"
+        " diagonal",
         ge=0,
         lt=1,
     )

@@ -128,8 +128,8 @@ def _routing_options(parser: ArgumentParser) -> None:
         "--against",
         metavar="MODEL2",
         help=(
-            "the model that MODEL is compared with on the same tokens: the original of"
-            " a conversion"
+            "compare MODEL with this model on the same tokens: the original of a"
+            " conversion"
         ),
     )
     _text_arguments(parser)
@@ -158,7 +158,7 @@ def _bias_options(parser: ArgumentParser) -> None:
         parser,
         BiasSettings,
         "endpoints",
-        help="number of endpoints; the links must be between as many",
+        help="number of endpoints; must match the links",
     )
     field_options(parser, ModelConfig, "dtype")
     expert_parallel_argument(parser)
@@ -173,7 +173,7 @@ def _text_arguments(parser: ArgumentParser) -> None:
         parser,
         RoutingStudy,
         "max_length",
-        help="tokens of one row; what is longer is cut",
+        help="tokens per row; longer rows are truncated",
     )
     task_arguments(parser, "route the prompts of this task")
     field_options(parser, RoutingStudy, "limit", "batch_size")
@@ -230,7 +230,7 @@ def _profile_network_options(parser: ArgumentParser) -> None:
         choices=["all_to_all_single", "p2p"],
         default="all_to_all_single",
         help=(
-            "what is measured: the all-to-all that expert parallelism uses, or every"
+            "exchange to measure: the all-to-all that expert parallelism uses, or every"
             " irecv, then every isend"
         ),
     )
@@ -239,16 +239,16 @@ def _profile_network_options(parser: ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=(
-            "largest message on one edge: what a rank sends another in one exchange"
-            " (default: 1 MiB, 16 MiB on a GPU)"
+            "largest message on one edge, that is, from one rank to another in one"
+            " exchange (default: 1 MiB, 16 MiB on a GPU)"
         ),
     )
     parser.add_argument(
         "--check",
         action="store_true",
         help=(
-            "exchange 18 patterns of traffic afterwards, and print how far the"
-            " simulation is off"
+            "exchange 18 patterns of traffic afterwards, and print the error of the"
+            " simulation"
         ),
     )
     parser.add_argument(
@@ -330,7 +330,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--allow-weak-sandbox",
         action="store_true",
-        help="run generated code even where it cannot be kept off the network",
+        help="run generated code even if the sandbox cannot block network access",
     )
     field_options(parser, ModelConfig, "dtype")
     expert_parallel_argument(parser)
@@ -359,26 +359,26 @@ def _study_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "routing": Command(
-        "Count where a model's routers send the tokens of a text, and compute what that"
-        " costs on given links.",
+        "Count where a model's routers send the tokens of a text, and compute the cost"
+        " on given links.",
         _routing_options,
         _routing,
-        "The result has the loads of experts, the traffic between endpoints, what"
-        " capacity factors drop, and with --links the time of the exchanges and"
-        " placements that lower it; with --against what a conversion changed"
-        " (docs/steer.md).",
+        "The result has the loads of experts, the traffic between endpoints, and the"
+        " pairs that capacity factors drop. With --links it adds the time of the"
+        " exchanges and placements that lower it; with --against, the changes by a"
+        " conversion (docs/steer.md).",
     ),
     "bias": Command(
         "Write tables that steer a model's routers away from slow links, from its"
         " traffic on a text.",
         _bias_options,
         _bias,
-        "`fcsd-steer evaluate MODEL OUT` measures what they cost in quality,"
-        " `fcsd-steer study` sweeps strengths (docs/steer.md).",
+        "`fcsd-steer evaluate MODEL OUT` measures their cost in quality; `fcsd-steer"
+        " study` sweeps strengths (docs/steer.md).",
     ),
     "profile-network": Command(
-        "Measure latency and rate of the links between the ranks of a launch, from"
-        " which exchanges are simulated.",
+        "Measure latency and rate of the links between the ranks of a launch, to"
+        " simulate exchanges.",
         _profile_network_options,
         _profile_network,
         "Run it as: accelerate launch --config_file configs/cpu_2.yaml -m"
@@ -388,14 +388,14 @@ COMMANDS = {
         "Evaluate a model under a router bias, in memory.",
         _evaluate_options,
         _evaluate,
-        "Its results are those of `fcsd evaluate`, and `fcsd compare` reads them.",
+        "It writes results like `fcsd evaluate`, and `fcsd compare` reads them.",
     ),
     "study": Command(
         "Evaluate the models of a finished run under one bias after another, and report"
         " quality against the time of an exchange.",
         _study_options,
         _study,
-        "The same command continues a study that was cut off (docs/steer.md).",
+        "The same command continues an interrupted study (docs/steer.md).",
     ),
 }
 

@@ -45,21 +45,21 @@ class Hardware(Strict):
     num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
     sharding: Literal["none", "fsdp2", "hsdp", "zero3"] = option(
         "none",
-        "none: whole copies on every rank, as with `accelerate launch --multi_gpu`; the"
-        " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (a copy a node) and"
+        "none: a whole copy on every rank, as with `accelerate launch --multi_gpu`; the"
+        " others as with configs/fsdp2_8.yaml, fsdp2_2x8.yaml (one copy per node) and"
         " zero3_8.yaml",
     )
     expert_parallel: int = option(
         1,
-        "ranks that share the experts, with --sharding fsdp2; all other weights are"
+        "with --sharding fsdp2: ranks that share the experts; all other weights are"
         " sharded over all ranks",
         metavar="N",
         ge=1,
     )
     mfu: tuple[float, float] | None = option(
         None,
-        "share of the published peak that every matmul reaches, a range or a number"
-        " (default: assumed for each kind of matmul with its range; docs/plan.md)",
+        "share of the published peak that every matmul reaches, a number or a range"
+        " (default: an assumed range for each kind of matmul; docs/plan.md)",
     )
     network_gb_s: float | None = like(Cluster, "network_gb_s")
 

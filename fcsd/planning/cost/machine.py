@@ -121,11 +121,11 @@ class Cluster(Strict):
         "a100, h100, h200, b200, l40s, mi300x, mi325x, … (a wrong name lists all)",
     )
     nodes: int = option(1, "machines", metavar="N", ge=1)
-    gpus_per_node: int = option(8, "GPUs of a machine", metavar="N", ge=1)
+    gpus_per_node: int = option(8, "GPUs per machine", metavar="N", ge=1)
     network_gb_s: float | None = option(
         None,
-        "between nodes, GB/s for each GPU (default: the vendor's reference system, an"
-        " interface for every GPU)",
+        "rate between nodes, GB/s per GPU (default: the vendor's reference system, with"
+        " one interface per GPU)",
         metavar="X",
         gt=0,
     )

@@ -56,29 +56,29 @@ class PlanSettings(Cluster):
     phase: Phase = option("train", "what is timed")
     expert_parallel: int | None = option(
         None,
-        "ranks that share the experts (default: all GPUs; in serving --tp)",
+        "ranks that share the experts (default: all GPUs; for a server, --tp)",
         metavar="N",
         flag="--ep",
     )
     tensor_parallel: int | None = option(
         None,
-        "tensor-parallel ranks of a server (default: all GPUs), or of a training by"
-        " Megatron, which fcsd does not run (default: 1)",
+        "tensor-parallel ranks of a server (default: all GPUs), or of a Megatron"
+        " training, which fcsd does not run (default: 1)",
         metavar="N",
         flag="--tp",
     )
     pipeline_parallel: int = option(
         1,
-        "stages of a training by Megatron, which fcsd does not run",
+        "stages of a Megatron training, which fcsd does not run",
         metavar="N",
         flag="--pp",
         ge=1,
     )
     data_parallel: int | None = option(
         None,
-        "data-parallel ranks of a server, each with attention and requests of its own,"
-        " that share the experts and exchange tokens (wide expert parallelism), instead"
-        " of --tp",
+        "data-parallel ranks of a server, each with its own attention and requests,"
+        " that share the experts and exchange tokens (wide expert parallelism);"
+        " replaces --tp",
         metavar="N",
         flag="--dp",
         ge=2,
@@ -87,34 +87,35 @@ class PlanSettings(Cluster):
         "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
     ] = option(
         "allgather_reducescatter",
-        "what the ranks of --dp exchange tokens by, in vLLM's words: all ranks gather"
-        " all tokens (its default), a row to each node and rank of a token's experts,"
-        " or a row to each expert",
+        "vLLM's all-to-all back end between the --dp ranks: all ranks gather all tokens"
+        " (its default), one row to each node and rank with one of a token's experts,"
+        " or one row to each expert",
     )
     batch: int = option(
         1,
-        "rows of a rank's micro-batch; in serving requests at once",
+        "rows per micro-batch and rank; for a server, concurrent requests",
         metavar="N",
         ge=1,
     )
     global_batch: int | None = option(
-        None, "rows of an optimiser step (default: one micro-batch a rank)", metavar="N"
+        None, "rows per optimiser step (default: one micro-batch per rank)", metavar="N"
     )
     length: int = option(
-        4096, "tokens of a row, of a prompt, or of the text so far", metavar="N", ge=1
+        4096, "tokens per row, per prompt, or in the text so far", metavar="N", ge=1
     )
     dtype: Dtype = option(
         "auto",
-        "weights and matmuls of projections and experts; auto: in serving what the"
-        " checkpoint's quantisation says, else bfloat16",
+        "dtype of weights and matmuls in projections and experts; auto: for a server,"
+        " the checkpoint's quantisation, otherwise bfloat16",
     )
     keep_activations: bool = option(
         False,
-        "train without activation checkpointing: keep what the backward pass needs"
-        " instead of running each layer again",
+        "train without activation checkpointing: keep activations for the backward pass"
+        " instead of recomputing each layer",
     )
     unfused_attention: bool = option(
-        False, "attention with its scores in memory, not in one kernel"
+        False,
+        "compute attention with its scores in memory instead of in one fused kernel",
     )
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"

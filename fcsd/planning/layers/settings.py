@@ -30,7 +30,7 @@ class Study(ModelStudy):
     attention: Literal["partial", "full"] = like(ConnectivityConfig, "attention")
     mlp: Literal["outdated", "full", "selected"] = option(
         "outdated",
-        "what MoE and MLP blocks of the rewired layers read; selected: attention is"
+        "input of MoE and MLP blocks in the rewired layers; selected: attention is"
         " partial in all layers, and the study measures in which of them the MLP side"
         " can be outdated",
     )

@@ -57,46 +57,54 @@ class Benchmark(Strict):
     engine: EngineName = "vllm"
     model: str
     against: str = option(
-        ..., "what it was converted from, hub id or local folder", metavar="ORIGINAL"
+        ..., "the original of MODEL, hub id or local folder", metavar="ORIGINAL"
     )
     tensor_parallel: int = option(
-        1, "ranks of a server; the experts are spread over them, too", metavar="N", gt=0
+        1,
+        "ranks of a server, over which the experts are distributed, too",
+        metavar="N",
+        gt=0,
     )
     comm: dict[str, Any] = option(
         {},
-        "what the overlapped row communicates by: stream, c10d, timed, or the plugin's"
-        ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: what the'
-        " plugin takes)",
+        "communication of the overlapped row: stream, c10d, timed, or the plugin's"
+        ' settings such as \'{"comm": "timed", "latency_ms": 2}\' (default: the'
+        " plugin's)",
         metavar="NAME|JSON",
     )
     all2all: str = option(
         "allgather_reducescatter",
-        "what the wide rows (attention data-parallel, experts over all ranks) exchange"
-        " tokens by, the same for all of them, in vLLM's words: deepep_high_throughput,"
-        " deepep_low_latency, …",
+        "vLLM's all-to-all back end for all wide rows (attention data-parallel, experts"
+        " over all ranks): deepep_high_throughput, deepep_low_latency, …",
         metavar="NAME",
     )
     nodes: list[str] = option(
         [],
-        "addresses of the machines that a server spans, this one first; the others are"
-        " reached by ssh and have the same folders (default: this machine)",
+        "addresses of the machines that a server spans, this one first; fcsd reaches"
+        " the others by ssh, and they must have the same folders (default: this"
+        " machine)",
         metavar="A,B,…",
     )
     serve_args: list[str] = option(
         [],
-        "flags of the engine's `serve` for every server, in one word:"
+        "extra flags of the engine's `serve` for every server, as one argument:"
         " --serve-args='--quantization fp8'",
         metavar="FLAGS",
     )
     prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
         [512, 1024, 2048], "lengths of the prompts", metavar="N,…", min_length=1
     )
-    requests: int = option(16, "sent at once, in every measurement", metavar="N", gt=0)
+    requests: int = option(
+        16, "concurrent requests in every measurement", metavar="N", gt=0
+    )
     output_tokens: int = option(
-        128, "of an answer, for the time between tokens", metavar="N", gt=1
+        128, "length of an answer, for the time between tokens", metavar="N", gt=1
     )
     rounds: int = option(
-        3, "how often every server is started and measured", metavar="N", gt=0
+        3,
+        "number of times that every server is started and measured",
+        metavar="N",
+        gt=0,
     )
     rows: list[RowName] = option(
         [],
@@ -106,8 +114,8 @@ class Benchmark(Strict):
     )
     trace: bool = option(
         False,
-        "start stock and FarSkip once more under vLLM's profiler: overlap from its"
-        " trace, and a figure of one layer (GPUs)",
+        "start stock and FarSkip again under vLLM's profiler: measure overlap from its"
+        " trace, and draw one layer (GPUs)",
     )
 
     def serve_flag(self, flag: str) -> str | None:
