@@ -234,7 +234,7 @@ def stable(path: Path, folder: Path) -> str:
     """A hash of a file; of a record without what two runs may differ in: where they
     ran, and lines with times.
     """
-    if path.suffix not in (".json", ".jsonl", ".md", ".yaml", ".csv"):
+    if path.suffix not in (".json", ".jsonl", ".md", ".html", ".yaml", ".csv"):
         return file_sha256(path)
     lines = path.read_text(encoding="utf-8").replace(str(folder), "OUT").splitlines()
     return digest(
