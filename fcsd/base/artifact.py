@@ -247,15 +247,15 @@ def check_checkpoint(folder: Path) -> None:
     if not path.is_file():
         return
     # Checkpoints of others may have a file of this name.
-    hint = f"if the checkpoint was changed on purpose, remove {path}, else write it"
-    record = read_json(path, f"{hint} again")
+    hint = f"write the checkpoint again, or remove {path} if the change is yours"
+    record = read_json(path, hint)
     if not isinstance(record, dict) or "stage" not in record:
         return
-    check_seal(path, record, f"{hint} again")
+    check_seal(path, record, hint)
     if changes := _changed_outputs(folder, record.get("outputs", {}), folder):
         raise UserError(
             f"{folder}: is not what `fcsd {record['stage']}` wrote"
-            f" ({'; '.join(changes[:3])}): damaged or changed since; {hint} again"
+            f" ({'; '.join(changes[:3])}): damaged or changed since; {hint}"
         )
 
 

@@ -245,12 +245,12 @@ def test_a_checkpoint_that_a_command_left_is_what_it_wrote(checkpoint: Path) -> 
     flip(checkpoint / "model.safetensors", b"\0\0\x80?", b"\0\0\0@")
     message = (
         r"original: is not what `fcsd calibrate` wrote \(model: .*damaged or changed"
-        rf" since; if the checkpoint was changed on purpose, remove {path}"
+        rf" since; write the checkpoint again, or remove {path} if the change is yours"
     )
     with pytest.raises(UserError, match=message):
         known(checkpoint)
     write_json(path, sealed(record) | {"outputs": {}})
-    with pytest.raises(UserError, match=r"is damaged: .* on purpose, remove"):
+    with pytest.raises(UserError, match=r"is damaged: .*; write the checkpoint again"):
         known(checkpoint)
     # The file of another tool, and the record of a conversion, say nothing of weights.
     for other in ([1], {"sha256": "x", "model": 2}, sealed({"stage": "convert"})):

@@ -105,10 +105,10 @@ def write_copy(
     partial = destination.with_name(f"{destination.name}.partial")
     record = f"{copy.command}.json"
     check_folder_place(partial, record, f"copy that `fcsd {copy.command}` began")
+    check_checkpoint(checkpoint.folder)
     make_folder(partial)
     folder = partial / "model"
     with writing(partial):
-        check_checkpoint(checkpoint.folder)
         begun = _begin(checkpoint, partial / record)
         folder.mkdir(exist_ok=True)
         _write_shards(copy, partial / record, begun, shard_bytes)
