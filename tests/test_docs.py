@@ -128,7 +128,7 @@ def test_recipes_in_commands_are_named_as_they_ship(
             assert recipe_file(recipe).is_file(), f"{page}: {text}"
     assert main(["configs"]) == 0 and capsys.readouterr().out == "configs\n"
     assert main(["configs"]) == 2  # whoever edited them keeps them
-    assert "configs: is there already; name a new folder" in capsys.readouterr().err
+    assert "configs: exists already; choose a new folder" in capsys.readouterr().err
     for page in PAGES:
         for path in re.findall(r"--config_file (configs/\S+)", page.read_text()):
             assert path.endswith("…") or (tmp_path / path).is_file(), (

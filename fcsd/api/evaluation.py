@@ -104,12 +104,12 @@ def evaluate_model(
         "model",
         model,
         nn.Module,
-        "a model in memory (the first of what fcsd.load gives) or its path",
+        "a model in memory (the first value that fcsd.load returns) or its path",
     )
     if tokenizer is None:
         raise UserError(
-            "tokenizer: is needed for a model in memory; give the tokenizer that it was"
-            " trained with"
+            "tokenizer: is required for a model in memory; give the tokenizer that the"
+            " model was trained with"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
     _check_kinds(suite, limit, launch)
@@ -187,7 +187,7 @@ def _evaluated(evaluation: Evaluation | str | Path) -> dict[str, Any]:
         result, samples = read_result(Path(evaluation))
     else:
         raise UserError(
-            f"compare: {kind_of(evaluation)}; what evaluate_model gave, or the folder"
-            " of an evaluation is needed"
+            f"compare: {kind_of(evaluation)}; give the result of evaluate_model, or the"
+            " folder of an evaluation"
         )
     return {"result": result, "samples": samples, "training": None}

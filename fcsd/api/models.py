@@ -94,7 +94,7 @@ def unconvert(model: Model) -> Model:
         "model",
         model,
         nn.Module,
-        "a model in memory (`fcsd unconvert` undoes that of a folder)",
+        "a model in memory (for a folder, use `fcsd unconvert`)",
     )
     if getattr(getattr(model, "config", None), "farskip", None) is None:
         raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
@@ -192,8 +192,8 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     if tokenizer is None:
         raise UserError(
             f"rows: a data set with {', '.join(map(repr, first))}; give the model's"
-            " tokenizer, too, which makes tokens of it: fcsd.calibrate(student,"
-            " teacher, rows, tokenizer=tokenizer)"
+            " tokenizer, too: fcsd.calibrate(student, teacher, rows,"
+            " tokenizer=tokenizer)"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
     check_kind("max_length", max_length, int, "a whole number")

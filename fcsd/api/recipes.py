@@ -59,8 +59,7 @@ def _json(key: str, value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         raise UserError(
-            f"overrides: {key}: {kind_of(value)}; a value that a recipe can hold is"
-            " needed"
+            f"overrides: {key}: {kind_of(value)}; a recipe cannot hold such a value"
         ) from None
 
 

@@ -78,8 +78,7 @@ class Stage:
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(
-                f"{self.folder}: is a file; stage '{self.name}' needs a folder of"
-                " its own"
+                f"{self.folder}: is a file; stage '{self.name}' needs a separate folder"
             )
         check_folder_place(self.folder)
         if all(path == self.folder / "stage.json" for path in files_below(self.folder)):
@@ -145,8 +144,8 @@ class Stage:
         for name in outputs:
             if name.split("/")[0] == "model" and not (self.folder / name).exists():
                 raise UserError(
-                    f"{self.folder / name}: is not there, though manifest.json names"
-                    f" it; put it back, or remove {self.folder} to run stage"
+                    f"{self.folder / name}: no such file, though manifest.json names"
+                    f" it; restore it, or remove {self.folder} to run stage"
                     f" '{self.name}' again"
                 )
 
@@ -185,9 +184,10 @@ class Stage:
                 raise UserError(
                     f"{self.folder}: was made by another fcsd (schema_version"
                     f" {record.get('schema_version')}, this one writes"
-                    f" {SCHEMA_VERSION}), which did not note {', '.join(missing[:3])},"
-                    " so that nobody can tell whether they have changed; remove this"
-                    " folder to run the stage again, or choose another output folder"
+                    f" {SCHEMA_VERSION}), which did not record"
+                    f" {', '.join(missing[:3])}, so fcsd cannot tell whether they have"
+                    " changed; remove this folder to run the stage again, or choose"
+                    " another output folder"
                 )
         else:
             changes += differences(recorded, current)
@@ -228,9 +228,9 @@ def check_outputs(folder: Path, *names: str) -> None:
     expected = {name: recorded[name] for name in names or recorded if name in recorded}
     if changes := _changed_outputs(folder, expected, folder / "model"):
         raise UserError(
-            f"{folder}: is not what the stage left ({'; '.join(changes[:3])}): damaged"
-            " or changed since; put it back, or remove the folder to run the stage"
-            " again (a checkpoint of your own belongs into another folder)"
+            f"{folder}: differs from what the stage wrote ({'; '.join(changes[:3])}):"
+            " the folder was damaged or changed; restore it, or remove the folder to"
+            " run the stage again (put a checkpoint of your own into another folder)"
         )
 
 
@@ -277,8 +277,8 @@ def _changed_outputs(
     if model:
         if not model_folder.is_dir():
             raise UserError(
-                f"{model_folder}: no such folder, and the stage left one there; remove"
-                f" {folder} to run it again"
+                f"{model_folder}: no such folder, although the stage wrote it; remove"
+                f" {folder} to run the stage again"
             )
         current |= model_outputs(model_folder)
     recorded: dict[str, Any] = json.loads(json.dumps(expected))

@@ -349,8 +349,8 @@ def _take_place(temporary: Path, path: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise UserError(
-            f"{path}: another process has made it in the meantime, which stays; choose"
-            " another destination"
+            f"{path}: another process has created it in the meantime; choose another"
+            " destination"
         ) from None
 
 
@@ -371,8 +371,8 @@ def writing(path: Path) -> Iterator[None]:
             raise
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
-            f"{path}: could not be written ({reason}); nothing was left under this"
-            " name, free some space and run again"
+            f"{path}: could not be written ({reason}); fcsd removed the incomplete"
+            " file: free some space and run the command again"
         ) from error
 
 
@@ -400,8 +400,8 @@ def hold_folder(folder: Path) -> None:
     except BlockingIOError:
         os.close(descriptor)
         raise UserError(
-            f"{folder}: another process is working in this folder; wait for it or end"
-            " it, or choose another"
+            f"{folder}: another process is using this folder; wait for it, end it, or"
+            " choose another folder"
         ) from None
     except OSError:
         # a file system without locks

@@ -151,7 +151,7 @@ def read_sealed(path: Path, hint: str) -> dict[str, Any]:
     """
     value = read_json(path, hint, keys=())
     if _SEAL not in value:
-        raise UserError(f"{path}: lacks the hash that it is written with; {hint}")
+        raise UserError(f"{path}: has no hash, which fcsd writes into it; {hint}")
     check_seal(path, value, hint)
     return {key: item for key, item in value.items() if key != _SEAL}
 
@@ -192,5 +192,5 @@ def check_seal(path: Path, value: Any, hint: str) -> None:
     content = {key: item for key, item in value.items() if key != _SEAL}
     if content_fingerprint(content) != value[_SEAL]:
         raise UserError(
-            f"{path}: is damaged: its content is not what was written; {hint}"
+            f"{path}: is damaged: its content differs from what was written; {hint}"
         )

@@ -74,7 +74,7 @@ def calibration_kl_text(kl: Mapping[str, Any] | None) -> str:
     worse = kl["calibrated"]["kl"] >= kl["copied"]["kl"]
     return (
         f"KL to the original {calibrated} nats per token, with copied weights {copied},"
-        f" on {kl['num_tokens']:,} tokens that no map was solved"
+        f" on {kl['num_tokens']:,} tokens that no map was fitted"
         f" on{' (the calibration did not help: give more text)' if worse else ''}"
     )
 

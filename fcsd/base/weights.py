@@ -111,8 +111,8 @@ def without_weights(folder: Path) -> UserError:
     """Return the error of what reads weights from a folder of `is_config_only`."""
     return UserError(
         f"{folder}: was written by `fcsd convert --config-only` and has no weights;"
-        " `fcsd convert` of the original writes them; without them only a server with"
-        " --load-format dummy runs it, to be timed (`fcsd bench serve`)"
+        " `fcsd convert` of the original writes them; without weights it can only be"
+        " timed, in a server with --load-format dummy (`fcsd bench serve`)"
     )
 
 
@@ -151,9 +151,9 @@ def stale_index(folder: Path, passed_over: tuple[str, ...]) -> str:
         return ""
     return (
         f"{folder / INDEX}: is not read, and neither are the {len(passed_over)} weight"
-        f" files that it names ({passed_over[0]}): {WEIGHTS} lies beside it, which"
-        f" transformers loads instead; remove {WEIGHTS} if they are the model, else the"
-        " index and them"
+        f" files that it names ({passed_over[0]}): transformers loads {WEIGHTS} in the"
+        f" same folder instead; if the indexed files are the model, remove {WEIGHTS},"
+        " otherwise remove the index and those files"
     )
 
 
@@ -284,8 +284,8 @@ def check_finite(folder: Path) -> None:
     remainder = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
     raise UserError(
         f"{folder}: weights are NaN or infinite in {len(counts)} tensors:"
-        f" {', '.join(examples)}{remainder}; so is what is computed with them: fetch"
-        " the checkpoint again, or take an earlier one"
+        f" {', '.join(examples)}{remainder}; fetch the checkpoint again, or use an"
+        " earlier one"
     )
 
 

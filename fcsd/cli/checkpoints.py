@@ -62,9 +62,9 @@ def _write_format(arguments: Namespace) -> None:
     """Write a checkpoint, converted or not, in the keys of another project."""
     if connectivity_of(arguments) is not None or arguments.config_only:
         raise UserError(
-            f"--format {arguments.format}: writes the connectivity that MODEL has, with"
-            " its weights; leave --layers, --attention, --mlp and --config-only out,"
-            " and convert MODEL first"
+            f"--format {arguments.format}: writes MODEL's own connectivity and weights;"
+            " leave --layers, --attention, --mlp and --config-only out, and convert"
+            " MODEL first"
         )
     from fcsd.model.connectivity.export import export_checkpoint
 

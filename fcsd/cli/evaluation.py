@@ -113,10 +113,7 @@ def _server(arguments: Namespace) -> ServerConfig | None:
     # Concurrency takes its place with a server; a default value was not given by the
     # user.
     if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
-        raise UserError(
-            "--batch-size has no meaning with --server; how many are asked at a time is"
-            " --concurrency"
-        )
+        raise UserError("--batch-size has no meaning with --server; use --concurrency")
     if arguments.device_map is not None and arguments.no_server_check:
         raise UserError(
             "--device-map has no meaning with --server and --no-server-check: no model"
@@ -141,8 +138,8 @@ def _suite(arguments: Namespace) -> SuiteConfig:
         suite = chosen_suite(list(dict.fromkeys(names)), suite, arguments.include_path)
     elif arguments.include_path is not None:
         raise UserError(
-            "--include-path has no meaning without --tasks, which names tasks of that"
-            " folder"
+            "--include-path has no meaning without --tasks; name the tasks of that"
+            " folder there"
         )
     return changed_suite(
         suite,
@@ -155,7 +152,7 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 def _grade_samples(arguments: Namespace) -> None:
     """Grade a file of samples that another program generated."""
     others = vars(arguments).keys() - _FOR_SAMPLES - _SAMPLES_ONLY
-    reason = "has no meaning with --samples: no model is asked"
+    reason = "has no meaning with --samples, which runs no model"
     _refuse_given(arguments, others, reason)
     from fcsd.evaluation.config import Scoring
     from fcsd.evaluation.ready import score_file

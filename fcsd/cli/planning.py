@@ -38,8 +38,8 @@ def _plan(arguments: Namespace) -> None:
     if arguments.windows is not None:
         if settings.phase != "train" and settings.data_parallel is None:
             raise UserError(
-                f"--windows: of dispatch and combine, which --phase {arguments.phase}"
-                " has not; use train, or --dp"
+                f"--windows: --phase {arguments.phase} has no dispatch and combine; use"
+                " train, or --dp"
             )
         from fcsd.planning.cost.windows import read_windows_file
 
@@ -109,8 +109,8 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
             number = _SWEPT[name](value)
         except ValueError:
             raise UserError(
-                f"--sweep {arguments.sweep}: {value!r} is no number; values are"
-                " separated by commas"
+                f"--sweep {arguments.sweep}: {value!r} is not a number; separate values"
+                " by commas"
             ) from None
         try:
             values[value] = PlanSettings.from_options(
@@ -130,8 +130,8 @@ def _cluster(arguments: Namespace) -> dict[str, Any]:
     if chosen := [name for name in _MACHINE if getattr(arguments, name) is not None]:
         name = chosen[0].replace("_", "-")
         raise UserError(
-            f"--cluster and --{name} are both given; the cluster file has both, leave"
-            " one out"
+            f"--cluster and --{name} are both given, but the cluster file already sets"
+            " it; leave one out"
         )
     from fcsd.planning.cost.machine import read_cluster
 

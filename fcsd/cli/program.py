@@ -107,9 +107,9 @@ class Program:
                     :200
                 ]
                 text = (
-                    f"{prefix}: error: out of memory: {reason}; run `fcsd"
-                    " estimate RECIPE` to see what a training needs, `fcsd inspect MODEL`"
-                    " what its weights need"
+                    f"{prefix}: error: out of memory: {reason}; run `fcsd estimate"
+                    " RECIPE` to see the memory of a training, or `fcsd inspect MODEL`"
+                    " to see the memory of its weights"
                 )
                 return _failed(text, 2, error)
             if (problem := _wrong_path(error)) is not None:
@@ -194,8 +194,8 @@ def _launchers_end() -> str:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""
     return (
-        " (the launcher's status 1 and traceback, which follow, mean this signal and no"
-        " other error)"
+        " (the launcher's status 1 and traceback below come from this signal, not from"
+        " another error)"
     )
 
 

@@ -136,7 +136,7 @@ def _check_run_options(arguments: Namespace) -> None:
             )
     writes_report = arguments.only in (None, "report", "publish")
     if arguments.json and (arguments.show or not writes_report):
-        raise UserError("--json prints the report, which is not written here")
+        raise UserError("--json prints the report, but this command does not write one")
     if arguments.show_rows is not None:
         from fcsd.data.show import check_number
 
@@ -164,7 +164,7 @@ def _tiny_data(arguments: Namespace) -> None:
 
 def _configs(arguments: Namespace) -> None:
     if arguments.out.exists():
-        raise UserError(f"{arguments.out}: is there already; name a new folder")
+        raise UserError(f"{arguments.out}: exists already; choose a new folder")
     with new_folder(arguments.out) as temporary:
         for file in data_dir("configs").glob("*.yaml"):
             shutil.copyfile(file, temporary / file.name)

@@ -265,11 +265,10 @@ def _row(
             or last != ids[: len(last)]
         ):
             raise UserError(
-                f"{tokenizer_name(tokenizer)}: its chat template does not write a"
-                " conversation as a continuation of its beginning, and it is not a"
-                " fast tokenizer, which could say where the response is; mark"
-                " responses in the template with {% generation %} … {%"
-                " endgeneration %}, or set loss_on: all"
+                f"{tokenizer_name(tokenizer)}: its chat template does not extend a"
+                " conversation by appending to it, and the tokenizer is not a fast one,"
+                " which could locate the response; mark responses in the template with"
+                " {% generation %} … {% endgeneration %}, or set loss_on: all"
             )
         mask[len(first) : len(last)] = True
     end_of_text = [] if written.stop is None else [written.stop]
@@ -308,7 +307,8 @@ def _written(
         text, spans = chat.marked_text()
         if form.leaves_open(text, spans):
             _warn_of_no_stop(
-                chat.tokenizer, "leaves out of its generation marks what ends a turn"
+                chat.tokenizer,
+                "does not include the end of a turn in its generation marks",
             )
         return _Written(text, spans)
     # With loss on all tokens, only the end of the last turn must be known.
@@ -324,15 +324,17 @@ def _written(
         turns = WrittenChat(chat.text, chat.messages, answers, form)
     except UnclearTurnError as error:
         raise BadExample(
-            f"{tokenizer_name(chat.tokenizer)}: its chat template does not say where"
-            f" the loss of an example belongs: {error}; change the example, use a"
+            f"{tokenizer_name(chat.tokenizer)}: its chat template does not show which"
+            f" tokens of an example carry loss: {error}; change the example, use a"
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
     # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):
-        _warn_of_no_stop(chat.tokenizer, "ends turns of the assistant with no token")
+        _warn_of_no_stop(
+            chat.tokenizer, "does not end the assistant's turns with a token"
+        )
     spans = turns.spans if loss_on == "response" else [(0, len(turns.text))]
     return _Written(turns.text, spans, turns.continues, stop)
 
@@ -343,7 +345,7 @@ _warnings: set[str] = set()  # that this process has printed
 def _warn_of_no_stop(tokenizer: Any, reason: str) -> None:
     """Warn once on stderr that a model will not learn to stop."""
     text = (
-        f"{tokenizer_name(tokenizer)}: its chat template {reason}: a model does not"
+        f"{tokenizer_name(tokenizer)}: its chat template {reason}, so a model does not"
         " learn from it when to stop"
     )
     if text not in _warnings:
@@ -372,9 +374,9 @@ class _Chat:
     def __post_init__(self) -> None:
         if self.tools and "tools" not in self.template:
             raise UserError(
-                f"{tokenizer_name(self.tokenizer)}: its chat template writes no tools,"
-                " and the data have a column of them; use a template that does, or"
-                " remove the column 'tools' from the data"
+                f"{tokenizer_name(self.tokenizer)}: its chat template does not write"
+                " tools, but the data have a column 'tools'; use a template that writes"
+                " tools, or remove the column"
             )
 
     @property

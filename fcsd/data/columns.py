@@ -49,17 +49,17 @@ _BESIDE: dict[str, tuple[str, ...]] = {
 _CHATS = ("messages", "response", "completion")
 _NOT_TEXT = "fcsd distils text only"
 _A_PREFERENCE = (
-    "fcsd learns every answer and prefers none; keep the rows with answers to be"
-    " learned"
+    "fcsd learns every answer and has no preferences; keep the rows with answers to"
+    " learn"
 )
 _A_WEIGHT = (
     "all tokens with loss count alike; a message may have `weight: 0`, a source of a"
     " recipe a `weight`"
 )
-_A_MASK = "it masks tokens, and is read beside 'input_ids'"
-_THOUGHTS = "thoughts are a key 'reasoning_content' of the assistant's message"
+_A_MASK = "it masks tokens, and is only read together with 'input_ids'"
+_THOUGHTS = "put thoughts into the key 'reasoning_content' of the assistant's message"
 _PACKED = (
-    "the rows are packed already; give one example a row, or 'position_ids' and"
+    "the rows are already packed; give one example per row, or 'position_ids' and"
     " 'labels' in Python"
 )
 
@@ -100,8 +100,8 @@ def check_meanings(columns: Collection[str]) -> None:
     raise ValueError(
         "columns must name 'messages', or 'text', or 'prompt' and 'response' (and"
         " optionally 'input' and 'history'), or 'prompt' and 'completion', with"
-        " 'tools', 'system' and 'chat_template_kwargs' beside messages and prompts"
-        f" where there are any, got {', '.join(sorted(columns)) or 'nothing'}"
+        " 'tools', 'system' and 'chat_template_kwargs' in addition to messages or"
+        " prompts if needed, got {', '.join(sorted(columns)) or 'nothing'}"
     )
 
 

@@ -27,8 +27,8 @@ class SourceConfig(Strict):
 
     elsewhere: ClassVar[dict[str, str]] = {
         "streaming": (
-            "every source is tokenized once, as much of it as the longest training"
-            " needs; leave the key out"
+            "fcsd tokenizes every source once, as far as the longest training needs;"
+            " leave the key out"
         ),
     }
 

@@ -72,9 +72,9 @@ class ExampleCounts:
         """Yield a warning for each outcome of more than 5 % of the examples, with
         advice.
         """
-        behind = f"tokens with loss lie behind max_length {max_length}; raise it"
+        behind = f"tokens with loss are beyond max_length {max_length}; raise it"
         for number, reason in (
-            (self.cut, f"are cut: some of their {behind}"),
+            (self.cut, f"are truncated: some of their {behind}"),
             (self.cut_away, f"are without loss: all of their {behind}"),
             (
                 self.without_loss,
@@ -165,7 +165,7 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
         return f"column {columns['text']!r} has no text of two tokens"
     if "labels" in columns:
         return (
-            f"column {columns['labels']!r} has no label but {NO_LOSS} behind an"
+            f"column {columns['labels']!r} has only the label {NO_LOSS} after an"
             " example's first token"
         )
     if "input_ids" in columns:

@@ -159,8 +159,8 @@ def given_rows(
         if not isinstance(columns, Mapping):
             column = columns if isinstance(columns, str) else "body"
             raise UserError(
-                f"columns: {kind_of(columns)}, {columns!r}; what a column means and its"
-                f" name are needed, for example columns={{'text': {column!r}}}"
+                f"columns: {kind_of(columns)}, {columns!r}; give a mapping from"
+                f" meanings to column names, for example columns={{'text': {column!r}}}"
             )
         try:
             check_meanings(columns)
@@ -223,7 +223,7 @@ def _no_data(data: Any, name: str) -> UserError:
             " data_files=PATH, split='train')"
         )
     elif type(data).__name__ == "DataFrame":
-        hint = "; datasets.Dataset.from_pandas makes one of it"
+        hint = "; convert it with datasets.Dataset.from_pandas"
     return UserError(f"data set {name}: {kind_of(data)}; {requirement}{hint}")
 
 
@@ -240,7 +240,7 @@ def _column_names(data: Any, name: str) -> list[str]:
         ):
             raise UserError(
                 f"data set {name}: columns {', '.join(map(repr, data))} in a dict;"
-                " datasets.Dataset.from_dict makes a data set of them"
+                " convert it with datasets.Dataset.from_dict"
             )
         raise UserError(
             f"data set {name}: holds several ({', '.join(map(repr, data))}); give one"

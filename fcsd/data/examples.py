@@ -216,9 +216,9 @@ def _completion(example: Mapping[str, Any], columns: Mapping[Any, str]) -> Compl
     for name in ("tools", "system", "chat_template_kwargs"):
         if name in columns and example.get(columns[name]):
             raise BadExample(
-                f"column {columns[name]!r}: goes with messages, and not with a prompt"
-                " and a completion that are taken as they are written; say `response`"
-                " instead of `completion` under `columns`, or give messages"
+                f"column {columns[name]!r}: works with messages, not with a literal"
+                " prompt and completion; write `response` instead of `completion` under"
+                " `columns`, or give messages"
             )
     return Completion(prompt, completion)
 
@@ -244,7 +244,7 @@ def _conversation(
         if extra or history:
             name = columns["input" if extra else "history"]
             raise BadExample(
-                f"column {name!r}: goes with a prompt that is text, not with messages"
+                f"column {name!r}: works with a text prompt, not with messages"
             )
         prompt, answered = prompt_messages, len(prompt_messages)
     else:

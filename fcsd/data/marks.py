@@ -166,7 +166,7 @@ class MarkedChat:
         messages, text = self._rendered(self._leaves)
         if text is None:
             raise UnclearTurnError(
-                "it writes each message otherwise when another one changes"
+                "it changes how it writes a message when another message changes"
             )
         return messages, text
 

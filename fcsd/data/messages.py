@@ -40,9 +40,9 @@ _REFUSED_KEYS = {
     ),
     **dict.fromkeys(
         ("train_detail", "training_detail"),
-        "loss is on whole messages; say `train: true` or `train: false`",
+        "loss applies to whole messages; write `train: true` or `train: false`",
     ),
-    "refusal": "what the assistant says goes under 'content'",
+    "refusal": "put the assistant's text under 'content'",
 }
 # Types of text parts in OpenAI's chat completions and in its responses.
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -80,8 +80,9 @@ def _message(message: Any, column: str) -> dict:
     # Guessing wrongly would put loss on a tool's answer, or none on a call.
     if is_sharegpt and role.lower() == "function":
         raise BadExample(
-            f"column {column!r}: a message from 'function', which is a call in some"
-            f" data and the answer to one in others; write {_CALL!r} or 'observation'"
+            f"column {column!r}: a message from 'function' is ambiguous: in some data"
+            f" it is a call, in others the answer to one; write {_CALL!r} or"
+            " 'observation'"
         )
     _check_keys(fields, column)
     role, content = ROLES.get(role.lower(), role), _joined(content, column)
@@ -108,8 +109,8 @@ def _check_keys(message: Mapping[str, Any], column: str) -> None:
     for key in LOSS_KEYS:
         if key in message and message[key] not in (0, 1):
             raise BadExample(
-                f"column {column!r}: a message with {key}: {short(message[key])}; 0 and"
-                " 1, or false and true, are allowed: loss is on a message or not"
+                f"column {column!r}: a message with {key}: {short(message[key])}; only"
+                " 0 and 1, or false and true, are allowed"
             )
 
 

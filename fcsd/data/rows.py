@@ -447,8 +447,8 @@ def _mixed(
     ends = np.array([len(part) for part in parts])
     if (empty := np.flatnonzero((ends == 0) & ~np.array(unfinished))).size:
         raise UserError(
-            f"data.train.{empty[0]}: not one of its examples is left; take it out of"
-            " the mixture"
+            f"data.train.{empty[0]}: no example is left; remove this source from the"
+            " mixture"
         )
     generator, open_ = np.random.default_rng(seed), np.array(unfinished)
     blocks: list[np.ndarray] = []

@@ -233,7 +233,7 @@ def keep_whole(path: Path) -> bool:
     if is_whole:
         _WHOLE.add(state)
     else:
-        print(f"data: {path}: is damaged, and is written again", file=sys.stderr)
+        print(f"data: {path}: is damaged; fcsd writes it again", file=sys.stderr)
         path.unlink()
     return is_whole
 
@@ -251,7 +251,7 @@ class Shard:
         except (OSError, SafetensorError) as error:
             raise UserError(
                 f"{self.path}: is damaged or gone ({one_line(error)}); run the same"
-                " command again, which makes it anew"
+                " command again to write it again"
             ) from None
 
     @functools.cached_property

@@ -80,13 +80,13 @@ def check_place(source: SourceConfig) -> None:
             )
     # Known but unsupported formats get advice on how to convert them.
     elif path.exists() or path.suffix in _OTHER_FORMATS:
-        problem = "no such file, nor is this kind read"
+        problem = "no such file, and fcsd does not read files of this kind"
         if path.exists():
-            problem = "a file of this kind is not read"
+            problem = "fcsd does not read files of this kind"
         hint = _OTHER_FORMATS.get(path.suffix, _JSONL)
         raise UserError(
-            f"data set {source.path}: {problem}; {', '.join(_FILE_FORMATS)} files are,"
-            f" and folders in hub layout; {hint}"
+            f"data set {source.path}: {problem}; {', '.join(_FILE_FORMATS)} files and"
+            f" folders in hub layout are allowed; {hint}"
         )
     elif (
         path.is_absolute()

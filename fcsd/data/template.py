@@ -135,8 +135,8 @@ def message_form_of(
     # transformers (5.23) fills one key from the others.
     if has_thoughts and not re.search(rf"""[.'"]({"|".join(_THOUGHTS)})\b""", template):
         _tell_once(
-            "data: the chat template writes no thoughts, which messages of the data"
-            " have: they are not learned"
+            "data: the chat template does not write the thoughts in the messages, so"
+            " the model does not learn them"
         )
     # JSON text can be hashed, which the cache of tried templates needs.
     probe = json.dumps(_probe(messages), default=str)
@@ -292,8 +292,7 @@ def _missing(
         )
         if message["role"] != "assistant" and (content not in text or is_printed):
             missing.append(
-                f"does not write what a message of role {message['role']!r} says at its"
-                " place"
+                f"does not write a message of role {message['role']!r} in its place"
             )
         for call in message.get("tool_calls", ()):
             name, arguments = call["function"]["name"], call["function"]["arguments"]

@@ -70,9 +70,9 @@ def in_order(
             yield earliest, future.result()
     except BrokenProcessPool:
         raise UserError(
-            "data: a process that tokenizes has ended; it may have been killed for the"
-            " memory that it took. Run the same command again to continue from the last"
-            " shard"
+            "data: a tokenizing process has ended; the system may have killed it"
+            " because memory ran out. Run the same command again to continue from the"
+            " last shard"
         ) from None
     finally:
         pool.shutdown(cancel_futures=True)

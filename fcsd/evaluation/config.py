@@ -58,7 +58,8 @@ class TaskBase(Strict, strict=True):
                 raise ValueError(f"{key} needs chat_template: true")
         if self.thinking and self.kind == "likelihood":
             raise ValueError(
-                "thinking has no meaning for kind 'likelihood', whose answers are given"
+                "thinking has no meaning for kind 'likelihood', which generates no"
+                " answers"
             )
         return self
 
@@ -194,7 +195,7 @@ class SuiteConfig(Strict, strict=True):
             raise ValueError("tasks: at least one must have headline: true")
         if unknown_tasks := sorted(self.columns.keys() - set(names)):
             raise ValueError(
-                f"columns: {', '.join(unknown_tasks)} is no task of this suite"
+                f"columns: {', '.join(unknown_tasks)} is not a task of this suite"
             )
         return self
 
@@ -372,14 +373,14 @@ class EvaluationConfig(Strict):
             return
         if self.server is not None:
             raise ValueError(
-                "capacity_factor: a server drops what it drops; evaluate in memory,"
-                " without a server"
+                "capacity_factor: a server's capacity cannot be set; evaluate in"
+                " memory, without a server"
             )
         if self.batch_size != 1:
             raise ValueError(
-                f"capacity_factor: needs batch_size 1, not {self.batch_size}: what is"
-                " dropped would depend on the batch, and padding, of which lm-eval"
-                " tells nothing, would take room"
+                f"capacity_factor: needs batch_size 1, not {self.batch_size}: the"
+                " dropped pairs would depend on the batch, and padding, which lm-eval"
+                " does not report, would use capacity"
             )
         if self.layer_study is not None and self.layer_study.tasks:
             raise ValueError(

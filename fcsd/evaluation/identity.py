@@ -81,8 +81,8 @@ def check_identity(
     _check_folder(server, model)
     if not server.prompt_logprobs:
         raise server.error(
-            "returns no prompt_logprobs, by which it is checked whether it serves this"
-            " model; --no-server-check leaves that out"
+            "returns no prompt_logprobs, which fcsd needs to check that it serves this"
+            " model; --no-server-check skips the check"
         )
     length = min(_CHECK_TOKENS, (server.context or _CHECK_TOKENS + 1) - 1)
     # A row of one token has no log-probability to compare.
@@ -113,7 +113,7 @@ def check_identity(
     if not difference <= allowed:
         raise server.error(
             f"serves {server.model}, and not {path} as it is in {dtype}:"
-            f" log-probabilities of 8 prompts differ by {difference:.2g} nats a token"
+            f" log-probabilities of 8 prompts differ by {difference:.2g} nats per token"
             f" (at most {allowed:g}); other weights, another precision, or regular"
             " connectivity (a FarSkip checkpoint needs the plugin fcsd-serving). Serve"
             f" it: vllm serve {model.folder}"

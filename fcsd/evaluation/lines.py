@@ -33,7 +33,7 @@ def json_lines(
         )
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: is no .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}"
+            f"{path}: is not a .jsonl or .jsonl.gz file of UTF-8 text ({error}){advice}"
         ) from None
     values = []
     for number, text in enumerate(texts, start=1):

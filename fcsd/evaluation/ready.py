@@ -168,7 +168,7 @@ def _refuse_foreign(output: Path) -> None:
         not is_empty(output) and not str(earlier).startswith(_SUITE)
     ):
         raise UserError(
-            f"{output}: holds something else than a result of `fcsd evaluate"
+            f"{output}: holds something other than a result of `fcsd evaluate"
             " --samples`; choose another --output"
         )
 

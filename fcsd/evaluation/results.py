@@ -348,6 +348,6 @@ def read_samples(
     if not math.isclose(mean, row["value"], rel_tol=1e-9, abs_tol=1e-9):
         raise UserError(
             f"{file}: its samples average {mean:.6g}, but results.json says"
-            f" {row['value']:.6g}: they are not of one evaluation; evaluate again"
+            f" {row['value']:.6g}: they come from different evaluations; evaluate again"
         )
     return samples

@@ -91,9 +91,9 @@ def prepare_evaluation(
         facts[row.task] = task_facts
         if not (task_facts["higher_is_better"] or any_direction):
             raise UserError(
-                f"task {row.task}: lower is better in {row.metric}; models are compared"
-                " by metrics of which more is better, so choose one of those, or leave"
-                " the task out"
+                f"task {row.task}: lower is better in {row.metric}; fcsd compares"
+                " models only by metrics where higher is better: choose one of those,"
+                " or leave the task out"
             )
     code = [row for row in missing if row.kind == "code"]
     finished = {task: samples for task, (samples, _) in stored.items()}
@@ -357,7 +357,7 @@ class PreparedEvaluation:
             "chat_template_sha256": chat_template,
             "template_date": date,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
-            "decoding": "greedy, but where a row has a temperature",
+            "decoding": "greedy, except in rows with a temperature",
             "suite": self.suite.model_dump(mode="json"),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }

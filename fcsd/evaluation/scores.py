@@ -259,9 +259,9 @@ def _require_same(
         for result in (original_result, converted_result)
     ):
         raise UserError(
-            f"{task}: lower is better in {original_result['tasks'][task]['metric']}; only"
-            " metrics of which more is better are compared; leave the task out with"
-            " --tasks (in Python: tasks=[…])"
+            f"{task}: lower is better in {original_result['tasks'][task]['metric']};"
+            " fcsd compares only metrics where higher is better; leave the task out"
+            " with --tasks (in Python: tasks=[…])"
         )
     # A setting that only one of the results records cannot be compared, and passes.
     for original_row, converted_row, keys in (

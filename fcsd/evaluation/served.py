@@ -94,8 +94,8 @@ class ServedBackend:
         if row.kind != "code":
             if row.kind == "likelihood" and not self.server.prompt_logprobs:
                 raise self.server.error(
-                    f"returns no prompt_logprobs, and task {row.task} is scored by"
-                    " likelihood; vLLM has them"
+                    f"returns no prompt_logprobs, which task {row.task} needs because"
+                    " it is scored by likelihood; vLLM has them"
                 )
             try:
                 self.language_model.look(row, items, limit)
@@ -106,9 +106,9 @@ class ServedBackend:
         num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
         if context is not None and num_tokens > context:
             raise self.server.error(
-                f"takes {context} tokens, and task {row.task} needs {num_tokens} for a"
-                f" prompt and its completion; start it with --max-model-len {num_tokens} or"
-                " more"
+                f"accepts {context} tokens, but task {row.task} needs {num_tokens} for"
+                " a prompt and its completion; start it with --max-model-len"
+                f" {num_tokens} or more"
             )
 
     def begin(self, journal: Journal) -> None:
@@ -285,8 +285,8 @@ class ServedBackend:
         # A limit of the server's own, which would cut answers unnoticed.
         if choice.get("finish_reason") == "length" and num_generated < limit:
             raise self.server.error(
-                f"ends answers after {num_generated} tokens, and {limit} may be written; lift"
-                " that limit"
+                f"ends answers after {num_generated} tokens, but the task allows"
+                f" {limit}; raise the server's limit"
             )
         if tokens is None:
             return {

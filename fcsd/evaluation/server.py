@@ -99,7 +99,7 @@ class Server:
             or not all(isinstance(card, dict) for card in cards)
         ):
             raise self.error(
-                "lists no model at /v1/models: this is no OpenAI-compatible server"
+                "lists no model at /v1/models: this is not an OpenAI-compatible server"
             )
         # A model may be served under its name or under its path.
         names = {model, str(Path(model).resolve())}
@@ -113,7 +113,7 @@ class Server:
         if len(chosen := matching_cards[:1] or base_cards) != 1:
             served = ", ".join(str(card.get("id")) for card in cards)
             raise self.error(
-                f"serves {served}, and none is called {model}; serve {model} alone"
+                f"serves {served}, none of them named {model}; serve only {model}"
             )
         card = chosen[0]
         self.model, self.root = str(card.get("id")), str(card.get("root") or "")
@@ -216,7 +216,7 @@ class Server:
                     AttributeError,
                 ) as error:
                     raise self.error(
-                        "answers /v1/completions without what was asked for"
+                        "answers /v1/completions without the requested fields"
                         f" ({one_line(error)})"
                     ) from None
                 note(number, answers[number])
@@ -261,9 +261,8 @@ class Server:
                     raise _Retry(f"finish_reason {', '.join(map(str, ended))}")
                 if self._engine and (engine := _engine_of(answer)) != self._engine:
                     raise self.error(
-                        f"answers from another engine than before ({engine}, not"
-                        f" {self._engine}); serve with the former settings, or evaluate"
-                        " into another folder"
+                        f"now runs another engine ({engine}, not {self._engine});"
+                        " restore the former settings, or evaluate into another folder"
                     )
                 outage.since, outage.reported = None, False
                 return answer
@@ -279,8 +278,8 @@ class Server:
                 ):
                     raise self.error(
                         f"has not answered for {PATIENCE_S:g} s ({text}); start it"
-                        " again as it was, and run the same command: answers that came"
-                        " are kept"
+                        " again as before and run the same command: fcsd has kept the"
+                        " answers received so far"
                     ) from None
                 dropped = isinstance(error, httpx2.TransportError)
                 retry_after_s = error.after_s if isinstance(error, _Retry) else 0.0
@@ -298,9 +297,9 @@ class Server:
         if served.get(self.model) != self.root:
             current = ", ".join(root or name for name, root in served.items())
             raise self.error(
-                f"serves {current} now, and not {self.root or self.model} as before; start"
-                " it again as it was, and run the same command: answers that came are"
-                " kept"
+                f"serves {current} now, and not {self.root or self.model} as before;"
+                " start it again as before and run the same command: fcsd has kept the"
+                " answers received so far"
             )
 
     def _get(self, path: str) -> Body:
@@ -329,9 +328,9 @@ class Server:
         status = response.status_code
         if status in (401, 403):
             reason = (
-                f"refuses the key in {API_KEY}"
+                f"rejects the key in {API_KEY}"
                 if self._headers
-                else f"asks for a key; set {API_KEY}"
+                else f"requires a key; set {API_KEY}"
             )
             raise self.error(f"{reason} (HTTP {status})")
         # Overload and outages pass, so the caller asks again.
@@ -345,15 +344,15 @@ class Server:
         except ValueError:
             kind = response.headers.get("content-type", "no type").partition(";")[0]
             raise self.error(
-                f"answers {path} with HTTP {status} and {kind}, not JSON: another"
-                " program is there, or a proxy stands between"
+                f"answers {path} with HTTP {status} and {kind}, not JSON: the address"
+                " belongs to another program, or to a proxy"
             ) from None
         if status != 200:
             raise self.error(f"refuses {path} (HTTP {status}): {_said(body)}")
         if not isinstance(body, dict):
             raise self.error(
-                f"answers {path} with JSON of another kind; this is no"
-                " OpenAI-compatible server"
+                f"answers {path} with unexpected JSON; this is not an OpenAI-compatible"
+                " server"
             )
         return body
 

@@ -282,9 +282,9 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
     """Raise UserError when several processes would ask one server the same."""
     if server is not None and launch.ranks.size > 1:
         raise UserError(
-            "evaluation.server (--server): is asked by one process, and this launch"
-            f" has {launch.ranks.size}; evaluate without a launcher (`fcsd run`"
-            " continues a run in one process)"
+            "evaluation.server (--server): works with one process, but this launch has"
+            f" {launch.ranks.size}; evaluate without a launcher (`fcsd run` continues a"
+            " run in one process)"
         )
 
 

@@ -54,8 +54,8 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
         # in that one: making them again would end here again.
         if (data_root / "data" / row.dataset).exists():
             raise UserError(
-                f"task {row.task}: {folder}: no such folder; the data sets lie below"
-                f" {data_root / 'data'}; give that as the data root"
+                f"task {row.task}: {folder}: no such folder; the data sets are in"
+                f" {data_root / 'data'}; give that folder as the data root"
             )
         raise UserError(
             f"task {row.task}: {folder}: no such folder; the data root must hold the"
@@ -99,8 +99,8 @@ def hub_advice(data_root: Path | None) -> str:
     if data_root is not None:
         return ""
     return (
-        "; without a network, fill a folder where there is one (`fcsd evaluate --fetch"
-        " ROOT --suite SUITE`) and give it as --data-root"
+        "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
+        " --fetch ROOT --suite SUITE`) and give it as --data-root"
     )
 
 
@@ -163,8 +163,8 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
             raise UserError(
-                f"suite {suite.name}: tasks {first.task} and {row.task} want two"
-                f" revisions of {row.dataset}; a data root holds one"
+                f"suite {suite.name}: tasks {first.task} and {row.task} need two"
+                f" revisions of {row.dataset}, but a data root holds one"
             )
     missing = [row for row in rows.values() if not _is_there(row, root)]
     for number, row in enumerate(missing, start=1):
@@ -188,12 +188,12 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
     revision = fetched_revision(row, root)
     if revision is None:
         raise UserError(
-            f"task {row.task}: {folder}: is there, but was not fetched by `fcsd"
-            " evaluate --fetch`; remove it to fetch it, or use the data root as it is"
+            f"task {row.task}: {folder}: exists, but not from `fcsd evaluate --fetch`;"
+            " remove it to fetch it, or use the data root as it is"
         )
     if row.revision is not None and revision != row.revision:
         raise UserError(
-            f"task {row.task}: {folder}: holds revision {revision}, the suite wants"
+            f"task {row.task}: {folder}: holds revision {revision}, but the suite needs"
             f" {row.revision}; remove the folder to fetch it again"
         )
     return True
@@ -266,5 +266,6 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     )
     return UserError(
         f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
-        f" {suggestion}; run the same command again to continue, what was fetched stays"
+        f" {suggestion}; run the same command again to continue after the files fetched"
+        " so far"
     )

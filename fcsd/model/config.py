@@ -70,7 +70,7 @@ class _OfACheckpoint(Strict):
     def _revision_has_its_path(self) -> Self:
         if self.revision is not None and self.path is None:
             raise ValueError(
-                "revision belongs to `path`; that of the student's model is"
+                "revision applies to `path`; for the student's model, set"
                 " model.revision"
             )
         return self
@@ -138,7 +138,7 @@ class AdapterConfig(Strict):
     def _something_is_adapted(self) -> "AdapterConfig":
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
-                "target_modules or target_parameters must name what is adapted"
+                "target_modules or target_parameters must name the weights to adapt"
             )
         if self.lora_dropout and self.target_parameters:
             raise ValueError(

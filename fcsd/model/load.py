@@ -153,8 +153,8 @@ def to_device(
 def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> UserError:
     """Return the error for weights that exceed the free memory of a device."""
     return UserError(
-        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit on {device} beside"
-        " what is there; free the device, or shard the weights over several"
+        f"{name}: its weights ({num_bytes / 1e9:.0f} GB) do not fit into the free"
+        f" memory of {device}; free the device, or shard the weights over several"
         " (docs/evaluate.md, docs/scale.md)"
     )
 
@@ -201,8 +201,8 @@ def load_tokenizer(
     if not has_tokenizer(folder):
         if not (folder / CONFIG).is_file():
             raise UserError(
-                f"{folder}: is no checkpoint (it has neither {CONFIG} nor a tokenizer);"
-                " give the folder of a model, or owner/name on the Hub"
+                f"{folder}: is not a checkpoint (it has neither {CONFIG} nor a"
+                " tokenizer); give the folder of a model, or owner/name on the Hub"
             )
         raise UserError(
             f"{folder}: holds no tokenizer; copy tokenizer.json and"

@@ -77,8 +77,8 @@ def check_positions(
         )
     if tell:
         print(
-            f"{text}: the model was never trained on positions beyond them;"
-            f" {positions} would fit",
+            f"{text}: the model was not trained on later positions; {positions} would"
+            " fit",
             file=sys.stderr,
         )
 

@@ -114,8 +114,8 @@ def requested_engine(
     _check_expert_parallel(expert_parallel, world)
     if overlap is not None and expert_parallel == 1:
         raise UserError(
-            f"--overlap {overlap}: is for the exchanges of --expert-parallel N, which"
-            " is not given; add it, or leave --overlap out"
+            f"--overlap {overlap}: applies only to --expert-parallel N; add that"
+            " option, or leave --overlap out"
         )
     if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         raise UserError(
@@ -208,7 +208,7 @@ def _fsdp2(replicas: int) -> Engine:
     if policy != "TRANSFORMER_BASED_WRAP":
         raise UserError(
             f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at"
-            " once; set TRANSFORMER_BASED_WRAP, every decoder layer is a unit then"
+            " once; set TRANSFORMER_BASED_WRAP, which makes every decoder layer a unit"
         )
     if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
         raise UserError(
@@ -255,8 +255,8 @@ def check_precision(train: Precision, engine: Engine) -> None:
     if mixed == "bf16" and not train.bf16:
         raise UserError(
             "accelerate's configuration says mixed_precision bf16, the recipe"
-            " train.bf16 false; precision is the recipe's: set mixed_precision: 'no' in"
-            " the configuration, or train.bf16: true"
+            " train.bf16 false; the recipe decides the precision: set mixed_precision:"
+            " 'no' in the configuration, or train.bf16: true"
         )
     if engine.uses_deepspeed and train.dtype == "bfloat16":
         raise UserError(

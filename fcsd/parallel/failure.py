@@ -190,7 +190,7 @@ class Watch:
         text = (
             "fcsd: error: no rank has got any further in its training step for"
             f" {_HUNG_S / 60:g} minutes, so one of them hangs: {'; '.join(hung_ranks)};"
-            " run the same command again to go on from the last checkpoint"
+            " run the same command again to continue from the last checkpoint"
         )
         if self._claim(text, 1):
             self.store.set(f"knows/{self.rank}", "1")
@@ -227,7 +227,7 @@ class Watch:
         return (
             f"fcsd: error: {names} of {self.world_size} ended without an error: killed"
             " (out of memory?), or the machine is gone; run the same command again to"
-            " go on from the last checkpoint"
+            " continue from the last checkpoint"
         )
 
     # ---- in the main thread

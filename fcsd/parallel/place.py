@@ -29,9 +29,9 @@ def check_device_map(device_map: Any, launch: Launch) -> None:
     """
     if device_map is not None and launch.ranks.size > 1:
         raise UserError(
-            "--device-map: is for one process, which spreads the model over the devices"
-            " by itself; start it without a launcher, or leave the option out and"
-            " launch configs/fsdp2_8.yaml"
+            "--device-map: works with one process, which distributes the model over the"
+            " devices; start it without a launcher, or leave the option out and launch"
+            " configs/fsdp2_8.yaml"
         )
 
 

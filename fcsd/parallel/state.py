@@ -317,7 +317,7 @@ def _read_optimizer(
     if len(groups) != (number := len({index for index, _ in inner_groups})):
         raise UserError(
             f"{folder}: was written by an optimiser of {len(groups)} parameter groups,"
-            f" this one has {number}; remove the checkpoints to begin again"
+            f" but this one has {number}; remove the checkpoints to start again"
         )
     steps_on_device = False
     for index, group in inner_groups:
@@ -393,9 +393,9 @@ class _Stored:
         held = self.sizes[part.name] if name in self.runs else "no"
         if held != part.size:
             raise UserError(
-                f"{self.folder}: holds {held} numbers of '{name}', needed are"
-                f" {part.size}; it is the checkpoint of another model, or of other"
-                " trainable parameters"
+                f"{self.folder}: holds {held} numbers of '{name}' instead of"
+                f" {part.size}; it belongs to another model, or to other trainable"
+                " parameters"
             )
         # The stored runs do not overlap, so counting the copied numbers shows gaps.
         missing = part.stop - part.start
@@ -412,7 +412,7 @@ class _Stored:
 
 
 _ADVICE = (
-    "the checkpoint is damaged: remove it, and the run goes on from the one before"
+    "the checkpoint is damaged: remove it, and the run continues from the previous one"
 )
 
 

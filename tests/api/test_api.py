@@ -60,7 +60,7 @@ def test_sides_are_given_once(original: Any) -> None:
         and model.config.farskip["mlp"] == "outdated"
     )
     with pytest.raises(
-        UserError, match="attention, mlp: are sides of the Connectivity that is given"
+        UserError, match="attention, mlp: set them in the Connectivity instead"
     ):
         fcsd.convert(model, fcsd.Connectivity("all"), mlp="full")
     # another connectivity is put in the place of the first
@@ -274,12 +274,13 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     assert capsys.readouterr().out.strip() == str(fcsd.compare(*folders))
-    with pytest.raises(UserError, match="tokenizer: is needed for a model in memory"):
+    with pytest.raises(UserError, match="tokenizer: is required for a model in memory"):
         fcsd.evaluate_model(model, suite(), **options)
     with pytest.raises(UserError, match="suite 'tini': no such suite"):
         fcsd.evaluate_model(model, "tini", tokenizer=tokenizer, **options)
     with pytest.raises(
-        UserError, match="compare: a dict; what evaluate_model gave, or the folder"
+        UserError,
+        match="compare: a dict; give the result of evaluate_model, or the folder",
     ):
         fcsd.compare(dict(before), after)  # type: ignore[arg-type]
 
@@ -419,7 +420,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "evaluate_model",
         {"model": (1, 2)},
-        "model: a tuple; a model in memory (the first of what fcsd.load gives)",
+        "model: a tuple; a model in memory (the first value that fcsd.load returns)",
     ),
     (
         "evaluate_model",

@@ -174,7 +174,7 @@ def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(
     assert one.state() == "finished"
     (one.folder / "model").rmdir()
     message = (
-        r"s/model: is not there, though manifest\.json names it; put it back, or remove"
+        r"s/model: no such file, though manifest\.json names it; restore it, or remove"
         r" .*/s to run stage"
     )
     with pytest.raises(UserError, match=message):
@@ -236,7 +236,7 @@ def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(
         lambda place: place.symlink_to(tmp_path),
     ):
         place = tmp_path / "new"
-        with pytest.raises(UserError, match="new: another process has made it"):  # noqa: SIM117
+        with pytest.raises(UserError, match="new: another process has created it"):  # noqa: SIM117
             with new_folder(place, replaces=False) as new:
                 (new / "ours").touch()
                 make(place)

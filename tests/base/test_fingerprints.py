@@ -208,10 +208,7 @@ def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
     finished: Path, file: str, old: bytes, new: bytes, said: str
 ) -> None:
     flip(finished / file, old, new)
-    message = (
-        rf"distill: is not what the stage left \({said}.*damaged or changed"
-        r" since.*remove the folder"
-    )
+    message = rf"distill: differs from what the stage wrote \({said}.*was damaged or changed.*remove the folder"
     with pytest.raises(UserError, match=message):
         check_outputs(finished)
     readers = {"history.jsonl": read_history, "scores.json": read_scores}
@@ -263,7 +260,7 @@ def test_a_result_that_is_gone_is_missed(finished: Path) -> None:
     with pytest.raises(UserError, match=r'scores\.json: ".* -> null'):
         read_scores(finished)
     shutil.rmtree(finished / "model")
-    with pytest.raises(UserError, match="no such folder, and the stage left one there"):
+    with pytest.raises(UserError, match="no such folder, although the stage wrote it"):
         check_outputs(finished)
 
 
@@ -288,7 +285,7 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
         read_sealed(file, "do this")
     write_json(file, {"loss": 1.5})
     with pytest.raises(
-        UserError, match="lacks the hash that it is written with; do this"
+        UserError, match="has no hash, which fcsd writes into it; do this"
     ):
         read_sealed(file, "do this")
 

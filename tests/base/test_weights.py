@@ -71,7 +71,9 @@ def test_a_stale_index_is_passed_over_as_transformers_does_and_says_so(
         said.count(f"{INDEX}: is not read, and neither are the {shards} weight files")
         == 1
     )
-    assert "which transformers loads instead; remove" in said
+    assert (
+        "in the same folder instead; if the indexed files are the model, remove" in said
+    )
     convert_checkpoint(both, tmp_path / "far", Connectivity("all"))
     assert torch.equal(logits(load_model(tmp_path / "far", original=True)), expected)
     assert [file.name for file in (tmp_path / "far").glob("*.safetensors*")] == [

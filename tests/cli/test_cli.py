@@ -304,7 +304,7 @@ ROW = (
         (
             ROW,
             {"streaming": True},
-            r"data.train.0.streaming: every source is tokenized once",
+            r"data.train.0.streaming: fcsd tokenizes every source once",
         ),
         (ROW, {"split": "test"}, r"other\.jsonl"),
     ],
@@ -460,8 +460,7 @@ def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
         refused(
             *command,
             message=(
-                f"{message}|: no such f(ile|older)|no file can have this name|the path is"
-                " not UTF-8"
+                f"{message}|: no such f(ile|older)|no file can have this name|safetensors requires UTF-8 paths"
             ),
         )
     if "\ud800" not in name:
@@ -575,9 +574,12 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         ("--show --only convert", "--show and --only are both given; leave one out"),
         (
             "--only convert --json",
-            "--json prints the report, which is not written here",
+            "--json prints the report, but this command does not write one",
         ),
-        ("--show --json", "--json prints the report, which is not written here"),
+        (
+            "--show --json",
+            "--json prints the report, but this command does not write one",
+        ),
     ],
 )
 def test_an_option_that_the_stage_does_not_have_is_refused(

@@ -439,7 +439,7 @@ def test_calls_that_a_template_does_not_write_and_answers_in_no_order_are_refuse
         + OPENED
     )
     with pytest.raises(
-        BadExample, match="does not say where the loss of an example belongs"
+        BadExample, match="does not show which tokens of an example carry loss"
     ):
         said_in(
             backwards,
@@ -479,14 +479,14 @@ def test_of_turns_that_nothing_ends_there_is_one_warning(
         + OPENED
     )
     for template, reason in (
-        (open_turns, "ends turns of the assistant with no token"),
-        (marks, "leaves out of its generation marks what ends a turn"),
+        (open_turns, "does not end the assistant's turns with a token"),
+        (marks, "does not include the end of a turn in its generation marks"),
     ):
         for _ in range(2):
             parts = said_in(template, CONVERSATIONS["several turns"])
         assert (
             capsys.readouterr().err.count(
-                f"its chat template {reason}: a model does not learn from it"
+                f"its chat template {reason}, so a model does not learn from it"
             )
             == 1
         )

@@ -103,12 +103,12 @@ def test_what_more_than_a_twentieth_of_the_examples_lose_is_a_warning() -> None:
     texts = "\n".join(counts.warnings(64))
     for text in (
         (
-            "6 of 100 examples (6 %) are cut: some of their tokens with loss lie behind"
-            " max_length 64; raise it"
+            "6 of 100 examples (6 %) are truncated: some of their tokens with loss are"
+            " beyond max_length 64; raise it"
         ),
         (
             "8 of 100 examples (8 %) are without loss: all of their tokens with loss"
-            " lie behind max_length 64; raise it"
+            " are beyond max_length 64; raise it"
         ),
         (
             "7 of 100 examples (7 %) are without loss: they have no answer; check the"
@@ -145,7 +145,7 @@ def test_held_out_text_has_a_line_where_it_loses_something(
             "column 'conversations' has no message of an assistant",
         ),
         ({"text": ""}, "column 'text' has no text of two tokens"),
-        (tokens(*NO * 3), "column 'labels' has no label but -100"),
+        (tokens(*NO * 3), "column 'labels' has only the label -100"),
         ({"input_ids": [3]}, "column 'input_ids' has no example of two tokens"),
     ],
 )

@@ -238,8 +238,8 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
                 tokenizer,
             )
     message = (
-        "its chat template writes no tools, and the data have a column of them; use a"
-        " template that does"
+        "its chat template does not write tools, but the data have a column 'tools';"
+        " use a template that writes tools"
     )
     # A column of this name is read whether the recipe names it or not.
     path = write_jsonl(
@@ -901,16 +901,18 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).write_text("a,b")
-    read = r"\.jsonl, \.json, \.parquet files are, and folders in hub layout; "
+    read = r"\.jsonl, \.json, \.parquet files and folders in hub layout are allowed; "
     for path in (name, str(tmp_path / name)):
         with pytest.raises(
-            UserError, match=f"{name}: a file of this kind is not read; {read}.*{hint}"
+            UserError,
+            match=f"{name}: fcsd does not read files of this kind; {read}.*{hint}",
         ):
             check_source(SourceConfig(path=path))
     if "." in name:
         with pytest.raises(
             UserError,
-            match=f"missing{name}: no such file, nor is this kind read; {read}.*{hint}",
+            match=f"missing{name}: no such file, and fcsd does not read files of this"
+            f" kind; {read}.*{hint}",
         ):
             check_source(SourceConfig(path=f"missing{name}"))
 

@@ -424,7 +424,7 @@ def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_writ
         (PLAIN_TEMPLATE, calling({}), "does not write the call of a message"),
         ("deepseek_r1_distill", calling({}), "does not write the call of a message"),
         ("gptoss", [CHAT[1], TWO_CALLS], "does not write every call of a message"),
-        (NAMING_TEMPLATE, [*CHAT, {"role": "tool", "content": "4"}], "what a message of role 'tool' says"),
+        (NAMING_TEMPLATE, [*CHAT, {"role": "tool", "content": "4"}], "a message of role 'tool' in its place"),
         ("qwen3_vl", [*CHAT, *CHAT], "what a message of role 'system' says at its place"),
     ],
 )  # fmt: skip
@@ -607,7 +607,7 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
         (
             2,
             {"train_detail": [{"begin_offset": 0}]},
-            "a message with a key 'train_detail': loss is on whole messages",
+            "a message with a key 'train_detail': loss applies to whole messages",
         ),
         (
             1,
@@ -618,7 +618,7 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
             2,
             {"refusal": "I cannot"},
             (
-                "a message with a key 'refusal': what the assistant says goes under"
+                "a message with a key 'refusal': put the assistant's text under"
                 " 'content'"
             ),
         ),
@@ -748,7 +748,7 @@ def test_history_that_is_no_pairs_or_stands_beside_messages_is_refused() -> None
         tokenize_example({"p": "a", "r": "b", "h": ["a", "b"]}, columns, tokenizer)
     with pytest.raises(
         BadExample,
-        match="column 'h': goes with a prompt that is text, not with messages",
+        match="column 'h': works with a text prompt, not with messages",
     ):
         tokenize_example(
             {"p": CHAT[:2], "r": "b", "h": [["a", "b"]]}, columns, tokenizer
@@ -812,10 +812,7 @@ def test_thoughts_reach_the_template_under_any_key_and_a_template_without_them_s
         assert "<think>\nlet me see\n</think>" in tokens_of(chat, stock("qwen3"))[1]
         assert "analysis<|message|>let me see" in tokens_of(chat, stock("gptoss"))[1]
         assert tokens_of(chat, PLAIN_TEMPLATE) == tokens_of(CHAT[1:3], PLAIN_TEMPLATE)
-    sentence = (
-        "the chat template writes no thoughts, which messages of the data have: they"
-        " are not learned"
-    )
+    sentence = "the chat template does not write the thoughts in the messages, so the model does not learn them"
     assert capsys.readouterr().err.count(sentence) == 1
 
 
@@ -827,7 +824,7 @@ def test_thoughts_reach_the_template_under_any_key_and_a_template_without_them_s
             for name in ("image", "images", "videos", "audios")
         ),
         *(
-            (name, "fcsd learns every answer and prefers none")
+            (name, "fcsd learns every answer and has no preferences")
             for name in ("rejected", "kto_tag")
         ),
         *(
@@ -835,7 +832,7 @@ def test_thoughts_reach_the_template_under_any_key_and_a_template_without_them_s
             for name in ("weight", "advantage")
         ),
         *(
-            (name, "it masks tokens, and is read beside 'input_ids'")
+            (name, "it masks tokens, and is only read together with 'input_ids'")
             for name in ("completion_mask", "labels")
         ),
         (
@@ -907,7 +904,7 @@ def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_ot
 ) -> None:
     with pytest.raises(
         UserError,
-        match=f"a column '{more}' beside 'input_ids' is not read: the rows are packed",
+        match=f"a column '{more}' beside 'input_ids' is not read: the rows are already packed",
     ):
         given_rows(
             [IDS | {more: [0, 1, 0, 1, 2]}], make_tokenizer(), name="x", max_length=5
@@ -1085,7 +1082,7 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(
         ({"p": CHAT[:2], "c": "a"}, "column 'c': a list of messages"),
         (
             {"p": "a", "c": "b", "system": "be brief"},
-            "column 'system': goes with messages, and not with a prompt",
+            "column 'system': works with messages, not with a literal prompt",
         ),
         (
             {"p": "a", "c": "b", "tools": [{"name": "x"}]},

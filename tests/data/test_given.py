@@ -181,11 +181,11 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
         (["a b"], {}, "data set train_dataset, row 1: a str; an example is a mapping of columns to values"),
         ([{"text": "a"}, ["b"]], {}, "data set train_dataset, row 2: a list; an example is a mapping"),
         ([None], {}, "data set train_dataset, row 1: None; an example is a mapping"),
-        ({"text": ["a", "b"]}, {}, "columns 'text' in a dict; datasets.Dataset.from_dict makes a data set of them"),
+        ({"text": ["a", "b"]}, {}, "columns 'text' in a dict; convert it with datasets.Dataset.from_dict"),
         ([{"text": "a"}, {"text": 3}], {}, "row 2: column 'text': text is needed, got 3"),
         (TEXTS_ROWS, {"columns": "body"}, r"columns: a str, 'body'; .*, for example columns=\{'text': 'body'\}"),
-        (TEXTS_ROWS, {"columns": ["body"]}, r"columns: a list, \['body'\]; what a column means and its name"),
-        (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; what a column means and its name are needed"),
+        (TEXTS_ROWS, {"columns": ["body"]}, r"columns: a list, \['body'\]; give a mapping from meanings"),
+        (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; give a mapping and its name are needed"),
     ],
 )  # fmt: skip
 def test_what_is_no_data_is_refused(

@@ -280,7 +280,7 @@ def test_tokens_that_are_cut_or_gone_are_made_anew(
     assert (
         files(place) == before and texts(again) == texts(built) and new_record == record
     )
-    assert ("is damaged, and is written again" in capsys.readouterr().err) == (
+    assert ("is damaged; fcsd writes it again" in capsys.readouterr().err) == (
         damage == "cut" and (with_rows or name != "rows-")
     )
 
@@ -369,7 +369,7 @@ def test_damaged_tokens_and_rows_are_written_again_with_a_line_and_the_same_byte
     _damage(path, kind)
     capsys.readouterr()
     again, after = mixed(place)
-    assert f"{path}: is damaged, and is written again" in capsys.readouterr().err
+    assert f"{path}: is damaged; fcsd writes it again" in capsys.readouterr().err
     assert texts(again) == said and files(place) == before and after == record
     mixed(place)
     assert "damaged" not in capsys.readouterr().err
@@ -568,7 +568,7 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
         return piece * piece
 
     assert [result for _, result in in_order(work, iter(range(3)), 2)] == [0, 1, 4]
-    with pytest.raises(UserError, match="a process that tokenizes has ended"):
+    with pytest.raises(UserError, match="a tokenizing process has ended"):
         list(in_order(work, iter(range(5)), 2))
     with pytest.raises(UserError, match="piece 7: no chat template"):
         list(in_order(work, iter((6, 7)), 2))

@@ -209,12 +209,12 @@ def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
     [
         (PIQA | {"task": "piqua", "lm_eval_include": "piqa"}, "task piqua: not defined in .*; did you mean 'piqa'?"),
         (PIQA | {"metric": "acc_nrm,none"}, "metric 'acc_nrm,none' does not exist; allowed: acc,none, acc_norm,none"),
-        (PIQA | {"split": "tset"}, "task piqa: cannot be loaded with .*: nothing there is named 'tset'"),
+        (PIQA | {"split": "tset"}, "task piqa: cannot be loaded with .*: it has nothing named 'tset'"),
         (PIQA | {"dataset": "baber/none"}, "no such folder; the data root must hold the data set baber/none in"),
         (
             {"task": "ai2_arc", "kind": "likelihood", "metric": "acc,none", "dataset": "baber/piqa",
              "lm_eval_include": "arc"},
-            "task ai2_arc: is a tag of lm-eval, neither task nor group; .*: arc_challenge, arc_easy",
+            "task ai2_arc: is a tag in lm-eval, not a task or group; .*: arc_challenge, arc_easy",
         ),
         (
             {"task": "humaneval_plus", "kind": "generation", "metric": "pass@1,create_test",
@@ -253,7 +253,7 @@ def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
         ),
         (
             {"output": file},
-            f"{file}: is a file; stage 'evaluate' needs a folder of its own",
+            f"{file}: is a file; stage 'evaluate' needs a separate folder",
         ),
         ({"cache": file}, f"{file}: is a file; finished tasks need a folder"),
         (
@@ -301,8 +301,11 @@ def test_an_empty_folder_an_adapter_and_a_folder_of_models_are_named(
     )
     for folder, message in (
         (empty, ": is an empty folder; a checkpoint is a folder with config.json and"),
-        (adapter, ": is a LoRA adapter of owner/name, and no checkpoint; merge it"),
-        (tmp_path, ": is no checkpoint (it has neither config.json nor a tokenizer);"),
+        (adapter, ": is a LoRA adapter of owner/name, not a checkpoint; merge it"),
+        (
+            tmp_path,
+            ": is not a checkpoint (it has neither config.json nor a tokenizer);",
+        ),
     ):
         for command in (["chat", str(folder)], words(folder, root, PIQA)):
             if folder is not tmp_path or command[0] == "chat":
@@ -316,7 +319,7 @@ def test_a_data_root_around_the_data_is_answered_with_the_folder_in_it(
     shutil.copytree(root, around / "data")
     said = error_of(words(model, around, PIQA), capsys)
     assert said.endswith(
-        f"the data sets lie below {around / 'data'}; give that as the data root"
+        f"the data sets are in {around / 'data'}; give that folder as the data root"
     )
 
 
@@ -424,9 +427,9 @@ TRUNCATED = gzip.compress(samples_text(*SOLUTIONS), mtime=0)[:-9]
     [
         ("s.jsonl", b"", "{file}: holds no samples; a line is"),
         ("s.jsonl", b"\n \n", "{file}: holds no samples; a line is"),
-        ("s.jsonl", b"\xff\xfe", "{file}: is no .jsonl or .jsonl.gz file of UTF-8 text"),
-        ("s.jsonl.gz", samples_text(*SOLUTIONS), "{file}: is no .jsonl or .jsonl.gz file of UTF-8 text (Not a gzipped"),
-        ("s.jsonl.gz", TRUNCATED, "{file}: is no .jsonl or .jsonl.gz file of UTF-8"),
+        ("s.jsonl", b"\xff\xfe", "{file}: is not a .jsonl or .jsonl.gz file of UTF-8 text"),
+        ("s.jsonl.gz", samples_text(*SOLUTIONS), "{file}: is not a .jsonl or .jsonl.gz file of UTF-8 text (Not a"),
+        ("s.jsonl.gz", TRUNCATED, "{file}: is not a .jsonl or .jsonl.gz file of UTF-8"),
         ("s.jsonl", json.dumps(SOLUTIONS).encode(), "{file}, line 1: a JSON object is needed, got list"),
         ("s.jsonl", samples_text(*SOLUTIONS, {"task_id": "Mbpp/7", "solution": "x"}),
          "{file}, line 4: 'Mbpp/7' is not a problem of this data set (it has 1000, 1001, 1002)"),
@@ -489,7 +492,7 @@ def test_ready_samples_may_be_compressed_and_hold_any_text_and_replace_only_thei
     (root.parent / "evaluated/results.json").write_text('{"suite": "paper11"}')
     said = error_of([*arguments[:-1], str(root.parent / "evaluated")], capsys)
     assert said.endswith(
-        "holds something else than a result of `fcsd evaluate --samples`; choose another"
+        "holds something other than a result of `fcsd evaluate --samples`; choose another"
         " --output"
     )
     said = error_of([*arguments, "--timeout-s", "0"], capsys)

@@ -100,7 +100,8 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
             raise torch.OutOfMemoryError
 
     with pytest.raises(
-        UserError, match=r"some/model: its weights \(4 GB\) do not fit on meta"
+        UserError,
+        match=r"some/model: its weights \(4 GB\) do not fit into the free memory of meta",
     ):
         to_device(
             Big(31250, 32000, bias=False, device="meta"),

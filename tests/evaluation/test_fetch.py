@@ -94,7 +94,7 @@ def test_a_data_set_that_several_tasks_read_is_fetched_once(
     )
     fetch_suite(write, tmp_path)
     assert hub == ["baber/piqa"]
-    with pytest.raises(UserError, match="tasks a and b want two revisions of o/d"):
+    with pytest.raises(UserError, match="tasks a and b need two revisions of o/d"):
         fetch_suite(
             SuiteConfig(
                 name="s",
@@ -133,12 +133,12 @@ def test_another_revision_and_a_folder_of_unknown_origin_are_not_replaced(
     other = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
     with pytest.raises(
         UserError,
-        match=f"task piqa: .*holds revision {COMMIT}, the suite wants {'b' * 40}",
+        match=f"task piqa: .*holds revision {COMMIT}, but the suite needs {'b' * 40}",
     ):
         fetch_suite(other, tmp_path)
     (tmp_path / "baber/piqa" / MARK).unlink()
     with pytest.raises(
-        UserError, match=r"task piqa: .*was not fetched by `fcsd evaluate --fetch`"
+        UserError, match=r"task piqa: .*exists, but not from `fcsd evaluate --fetch`"
     ):
         fetch_suite(SUITE, tmp_path)
 

@@ -90,7 +90,7 @@ def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("config", "more", "message"),
     [
-        ("cpu_2", ["--device-map", "auto"], "--device-map: is for one process"),
+        ("cpu_2", ["--device-map", "auto"], "--device-map: works with one process"),
         (
             "cpu_2_fsdp2",
             ["--batch-size", "auto"],

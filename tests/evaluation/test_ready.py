@@ -453,7 +453,7 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
         ({"doc_id": 3, "completion": "x"}, "line 1: 3 is no document of gsm8k"),
         ({"doc_id": "x", "completion": "x"}, r"line 1: doc_id: a number \(or member/number in a group\) is needed"),
         ({"doc_hash": "0" * 64, "completion": "x"}, "line 1: '0000.* is no document of gsm8k"),
-        ({"completion": "x"}, "line 1: no doc_id, doc_hash or prompt_hash, so the document is not known"),
+        ({"completion": "x"}, "line 1: needs doc_id, doc_hash or prompt_hash to identify the document"),
         ({"doc_id": 0}, r"line 1: no 'completion' \(an answer\) and no 'completions' \(several\)"),
         ({"doc_id": 0, "completion": 5}, "line 1: completion: text is needed, got int"),
         ({"doc_id": 0, "completion": "x"}, r"task gsm8k: 2 of 3 documents have no answer \(the first is gsm8k/1\)"),
@@ -480,7 +480,7 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
     with pytest.raises(
         UserError,
         match=(
-            r"a\.jsonl, line 1: doc_hash is of another document than gsm8k's 0: the"
+            r"a\.jsonl, line 1: doc_hash belongs to another document than gsm8k's 0: the"
             r" data set"
         ),
     ):
@@ -547,7 +547,7 @@ def test_one_file_may_hold_programs_and_answers(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["a/model"], "MODEL has no meaning with --samples: no model is asked"),
+        (["a/model"], "MODEL has no meaning with --samples, which runs no model"),
         (["--batch-size", "4"], "--batch-size has no meaning with --samples"),
         (["--server", "http://x"], "--server has no meaning with --samples"),
     ],

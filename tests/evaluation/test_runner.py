@@ -385,8 +385,7 @@ def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(
         (
             likelihood("t_mistakes"),
             (
-                "task t_mistakes: lower is better in acc,none; models are compared by"
-                " metrics of"
+                "task t_mistakes: lower is better in acc,none; fcsd compares models only by metrics"
             ),
         ),
     ],

@@ -189,8 +189,7 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     with pytest.raises(
         UserError,
         match=(
-            r"server http://127\S+ has not answered for 0 s \(.*answers that came are"
-            r" kept"
+            r"server http://127\S+ has not answered for 0 s \(.*fcsd has kept the answers received so far"
         ),
     ):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
@@ -346,7 +345,7 @@ def relative(engine: Engine, models: dict[str, Any]) -> None:
         (narrow, "likelihood", r"task tiny_choice: the server takes 40 tokens.*--max-model-len \d+"),
         (narrow, "generation", r"task tiny_answers: the server takes 40 tokens.*--max-model-len \d+"),
         (page, "likelihood", "answers /v1/models with HTTP 200 and text/html, not JSON"),
-        (locked, "likelihood", rf"asks for a key; set {client.API_KEY} \(HTTP 401\)"),
+        (locked, "likelihood", rf"requires a key; set {client.API_KEY} \(HTTP 401\)"),
         (elsewhere, "likelihood", "serves .*base, which is another model than .*vllm serve .*model"),
         (relative, "likelihood", r"serves \.\..*base, in .*base, which is another model than .*vllm serve .*model"),
     ],
@@ -368,7 +367,7 @@ def test_an_answer_that_the_server_cut_short_is_an_error(
     engine.faults = ["well", *["short"] * 4]
     with pytest.raises(
         UserError,
-        match="ends answers after 31 tokens, and 32 may be written; lift that limit",
+        match="ends answers after 31 tokens, but the task allows 32; raise the server's limit",
     ):
         evaluated(
             place, tmp_path / "out", url, suite=only("generation"), server_check=False
@@ -380,7 +379,7 @@ def test_likelihoods_need_prompt_logprobs_and_answers_do_not(
 ) -> None:
     engine.prompt_logprobs = False
     with pytest.raises(
-        UserError, match="returns no prompt_logprobs, and task tiny_choice is scored by"
+        UserError, match="returns no prompt_logprobs, which task tiny_choice needs"
     ):
         evaluated(
             place, tmp_path / "a", url, suite=only("likelihood"), server_check=False
@@ -403,7 +402,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(
     engine.api_key = "sesame"
     monkeypatch.setenv(client.API_KEY, "wrong")
     with pytest.raises(
-        UserError, match=f"refuses the key in {client.API_KEY}"
+        UserError, match=f"rejects the key in {client.API_KEY}"
     ) as caught:
         evaluated(place, tmp_path / "out", url, suite=only("likelihood"))
     monkeypatch.setenv(client.API_KEY, "sesame")
@@ -463,7 +462,7 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
     with pytest.raises(UserError, match=r"another .*server|server.*differ|settings"):
         evaluate("model", None, launch)
     with pytest.raises(
-        UserError, match="is asked by one process, and this launch has 2"
+        UserError, match="works with one process, but this launch has 2"
     ):
         evaluate("model", server, Launch(launch.device, launch.engine, Ranks(0, 2)))
 

@@ -168,7 +168,8 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
     ours, _, agents = error.partition("Traceback (most recent call last)")
     (line,) = (line for line in ours.splitlines() if "ended by SIGTERM" in line)
     assert line.endswith(
-        "(the launcher's status 1 and traceback, which follow, mean this signal and no other error)"
+        "(the launcher's status 1 and traceback below come from this signal, not from"
+        " another error)"
     )
     assert "SignalException" in agents and "fcsd" not in agents.splitlines()[-1]
     step = int(line.partition("after step ")[2].split()[0])

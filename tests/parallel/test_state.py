@@ -158,6 +158,6 @@ def test_the_checkpoint_of_another_model_or_optimiser_is_refused(
     model.lm_head.requires_grad_(False)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
     with pytest.raises(
-        UserError, match="an optimiser of 1 parameter groups, this one has 2"
+        UserError, match="an optimiser of 1 parameter groups, but this one has 2"
     ):
         read_state(tmp_path, model, optimizer, ALONE)

@@ -230,8 +230,8 @@ def test_a_finished_calibration_without_its_model_is_refused_with_what_to_do(
     assert main(commands["stage"](folder)) == 2
     message = capfd.readouterr().err
     assert (
-        f"{stage}/model: is not there, though manifest.json names it; put it back, or"
-        f" remove {stage}" in message
+        f"{stage}/model: no such file, though manifest.json names it; restore it, or remove {stage}"
+        in message
     )
 
 

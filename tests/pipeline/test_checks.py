@@ -180,7 +180,7 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
         check_run(run)
     text = (
         f"data.max_length 256: rows are longer than the 128 positions of {bench.base}:"
-        " the model was never trained on positions beyond them"
+        " the model was not trained on later positions"
     )
     assert capfd.readouterr().err.count(text) == 1
     check_run(run_of(bench.recipe("short")))

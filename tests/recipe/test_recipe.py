@@ -875,7 +875,7 @@ LORA = {"lora": {"r": 8}}
         ({"lora": {"r": 0}}, "lora.r: Input should be greater than 0"),
         (
             {"lora": {"target_modules": None}},
-            "target_modules or target_parameters must name what is adapted",
+            "target_modules or target_parameters must name the weights to adapt",
         ),
         (
             {

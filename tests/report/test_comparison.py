@@ -315,7 +315,7 @@ def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
         samples, lambda text: text.replace('"score": 0.0', '"score": 1.0', 1)
     )
     assert (
-        "average 0.666667, but results.json says 0.5: they are not of one evaluation"
+        "average 0.666667, but results.json says 0.5: they come from different evaluations"
         in mixed
     )
     assert "results.json: not valid JSON" in changed(

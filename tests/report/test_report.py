@@ -713,7 +713,7 @@ def test_the_report_says_what_a_calibration_measured_of_its_result(
         "KL to the original 0.7640 ± 0.0200 nats per token, with copied weights 6.2000,"
         " on 3,072 tokens"
     )
-    assert said(kl) == [f"{text} that no map was solved on"]
+    assert said(kl) == [f"{text} that no map was fitted on"]
     worse = kl | {"copied": {"kl": 0.7, "stderr": 0.01}}
     assert said(worse)[0].endswith("(the calibration did not help: give more text)")
     assert said(None) == []

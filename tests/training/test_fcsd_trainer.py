@@ -823,7 +823,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"eval_strategy": "x"}, "FCSDConfig: transformers refuses it: x is not a valid IntervalStrategy, please"),
         ({"model_init_kwargs": 3}, "FCSDConfig: model_init_kwargs: an int; a dict is needed"),
         ({"model": None}, "model: None; a transformers model or the path of a checkpoint is needed"),
-        ({"model": ""}, "'': is no path; a checkpoint is a folder with"),
+        ({"model": ""}, "'': is not a path; a checkpoint is a folder with"),
         ({"model": (1, 2)}, "model: a tuple; .*; fcsd.load gives a model and its tokenizer"),
         ({"teacher": 3}, "teacher: an int; a transformers model, the path of one, or a Teacher is needed"),
         ({"teacher": (1, 2)}, r"teacher: a tuple; a transformers model \(fcsd.load gives a model and its"),
@@ -839,7 +839,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"eval_dataset": ["a", "b"]}, "data set eval_dataset, row 1: a str; an example is a mapping"),
         ({"eval_dataset": {"one": "a"}}, "data set eval_dataset 'one': a str; a datasets.Dataset"),
         ({"eval_dataset": [{"input_ids": [5, 999]}]}, "eval_dataset, row 1: token id 999 at position 1 is not in"),
-        ({"columns": "body"}, "columns: a str, 'body'; what a column means and its name are needed, for example"),
+        ({"columns": "body"}, "columns: a str, 'body'; give a mapping from meanings to column names, for example"),
         ({"model": object()}, "model: an object; a transformers model or the path of a checkpoint is needed"),
     ],
 )  # fmt: skip

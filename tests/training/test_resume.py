@@ -434,7 +434,7 @@ def test_a_folder_in_which_another_process_works_is_refused_until_that_has_ended
         command = ["distill", str(bench.recipe("r"))]
         assert main(command) == 2
         assert (
-            f"{folder}: another process is working in this folder; wait for it"
+            f"{folder}: another process is using this folder; wait for it"
             in capsys.readouterr().err
         )
         assert files(folder) == set()

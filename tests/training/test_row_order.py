@@ -307,12 +307,12 @@ def test_the_examples_that_are_cut_or_vanish_are_counted_before_the_first_step(
     )
     assert warnings == [
         (
-            "data: warning: 45 of 100 examples (45 %) are cut: some of their tokens"
-            " with loss lie behind max_length 64; raise it"
+            "data: warning: 45 of 100 examples (45 %) are truncated: some of their"
+            " tokens with loss are beyond max_length 64; raise it"
         ),
         (
             "data: warning: 45 of 100 examples (45 %) are without loss: all of their"
-            " tokens with loss lie behind max_length 64; raise it"
+            " tokens with loss are beyond max_length 64; raise it"
         ),
     ]
 

@@ -81,7 +81,7 @@ class Speaker:
         if positions is not None and length >= positions:
             raise UserError(
                 f"{self.name}: the conversation has {length} tokens, the model"
-                f" {positions} positions; /reset begins anew"
+                f" {positions} positions; /reset starts a new conversation"
             )
         return inputs.to(self.model.device)
 
@@ -189,7 +189,7 @@ def chat(
             if text == "/reset":
                 for speaker in speakers:
                     speaker.messages = [*opening]
-                print("The conversation begins anew.", file=sink)
+                print("The conversation starts again.", file=sink)
             elif text == "/again":
                 if not last:
                     print("There is no message yet.", file=sink)
@@ -351,7 +351,7 @@ class Reply:
             limit = speaker.positions - inputs["input_ids"].shape[1]
             self._at_limit = (
                 f"cut: the model's {speaker.positions} positions are full; /reset"
-                " begins anew"
+                " starts a new conversation"
             )
         self._options: dict[str, Any] = {
             **inputs,
@@ -402,7 +402,9 @@ class Reply:
                 self.cut = self._at_limit
                 full_text = self._thoughts.decode(ids.tolist())
                 if full_text and not self._thoughts.answer(full_text, self._prompt):
-                    self.cut = f"no answer, its thoughts had not ended: {self.cut}"
+                    self.cut = (
+                        f"no answer, because the thoughts did not end: {self.cut}"
+                    )
         except Exception as error:  # shown in one line; the chat continues
             self.error = f"{type(error).__name__}: {one_line(error)[:300]}"
         finally:

@@ -176,9 +176,7 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         row["test_list"][:3] if tests == "visible" else row["test_list"]
     )
     if tests == "visible" and not visible_tests:
-        raise UserError(
-            f"{where}: test_list is empty, so that every program would pass"
-        )
+        raise UserError(f"{where}: test_list is empty, so every program would pass")
     graded = grading(
         row["test"], num_base_inputs(row["task_id"], len(row["test_list"]))
     )
@@ -248,7 +246,7 @@ def _require_text(row: dict[str, Any], columns: Sequence[str], where: str) -> No
             f"{where}: task_id must be a number or text, got {type(row['task_id']).__name__}"
         )
     if not row["test"].strip():
-        raise UserError(f"{where}: test is empty, so that every program would pass")
+        raise UserError(f"{where}: test is empty, so every program would pass")
 
 
 def _imports(code: str) -> str:

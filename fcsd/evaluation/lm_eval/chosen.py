@@ -110,7 +110,7 @@ def _row(
         raise UserError(f"task {name}: lm-eval has no such task{suggestion}")
     if entry.yaml_path is None:
         raise UserError(
-            f"task {name}: is a tag of lm-eval, neither task nor group; name its tasks:"
+            f"task {name}: is a tag in lm-eval, not a task or group; name its tasks:"
             f" {', '.join(sorted(entry.tags))}"
         )
     leaf = _leaf(name, index)

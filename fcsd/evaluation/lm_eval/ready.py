@@ -110,7 +110,7 @@ def grade_answers(
         total = sum(map(len, documents.values()))
         raise UserError(
             f"{file}: task {row.task}: {len(missing)} of {total} documents have no"
-            f" answer (the first is {missing[0]}); add them, or grade the others alone"
+            f" answer (the first is {missing[0]}); add them, or grade only the others"
             " with --partial"
         )
     tasks = {name: task for name, task in tasks.items() if documents[name]}
@@ -162,7 +162,7 @@ def _whole(
     # A line that records its document's hash shows whether the data set is the same.
     if line.get("doc_hash", first["doc_hash"]) != first["doc_hash"]:
         raise UserError(
-            f"{where}: doc_hash is of another document than {row.task}'s"
+            f"{where}: doc_hash belongs to another document than {row.task}'s"
             f" {first['doc_id']}: the data set differs"
         )
     first = first | (
@@ -206,8 +206,8 @@ def _by_document(
             )
             if named is None:
                 raise UserError(
-                    f"{where}: no doc_id, doc_hash or prompt_hash, so the document is"
-                    " not known"
+                    f"{where}: needs doc_id, doc_hash or prompt_hash to identify the"
+                    " document"
                 )
             item = hashes.get(str(line[named]), ("", -1))
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):

@@ -68,8 +68,8 @@ class ServedModel(LanguageModel):
         """
         if tokens > self.context and self.context < self.max_length:
             raise UserError(
-                f"the server takes {self.context} tokens, and a prompt with its answer"
-                f" needs {tokens}; start it with --max-model-len"
+                f"the server accepts {self.context} tokens, but a prompt with its"
+                f" answer needs {tokens}; start it with --max-model-len"
                 f" {min(tokens, self.max_length)} or more"
             )
 
@@ -147,8 +147,8 @@ class ServedModel(LanguageModel):
         sampled = settings.pop("do_sample", False)
         if unknown := settings.keys() - set(_SAMPLING):
             raise UserError(
-                f"the task sets {', '.join(sorted(unknown))} for generation, which a"
-                " server is not asked for; evaluate it in memory"
+                f"the task sets {', '.join(sorted(unknown))} for generation, which fcsd"
+                " cannot set on a server; evaluate it in memory"
             )
         model_settings = {
             name: getattr(self.backend.generation, name, None) for name in _SAMPLING

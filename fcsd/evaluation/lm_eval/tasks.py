@@ -76,8 +76,8 @@ def load_task(
             )
         if row.task in registry.all_tags:
             raise UserError(
-                f"task {row.task}: is a tag of lm-eval, neither task nor group; give"
-                " its tasks rows of their own:"
+                f"task {row.task}: is a tag in lm-eval, not a task or group; add a row"
+                " for each of its tasks:"
                 f" {', '.join(sorted(registry.task_index[row.task].tags))}"
             )
         if (registry.task_index[row.task].cfg or {}).get("unsafe_code"):
@@ -112,7 +112,7 @@ def load_task(
                 raise UserError(f"task {row.task}: {damaged}") from error
             _name_the_row(row, suite, registry, location)
             if isinstance(error, KeyError):
-                reason = f"nothing there is named {error}"
+                reason = f"it has nothing named {error}"
             else:
                 reason = first_line(error)
             problem = f"cannot be loaded with the data set {location}: {reason}"

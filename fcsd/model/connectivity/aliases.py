@@ -116,9 +116,10 @@ def check_described(config: Mapping[str, Any], where: str) -> None:
     for key in config:
         if key not in described_keys and (gated or "farskip" in key):
             raise UserError(
-                f"{where}: {key}: unknown key{did_you_mean(key, sorted(described_keys))}; what"
-                " it changes in an Instella model is not known, so it is not passed"
-                " over; take it out if it changes nothing"
+                f"{where}: {key}: unknown"
+                f" key{did_you_mean(key, sorted(described_keys))}; its effect on an"
+                " Instella model is unknown, so fcsd does not ignore it; remove it if"
+                " it changes nothing"
             )
 
 
@@ -200,8 +201,8 @@ def translate_instella(
     except (AttributeError, TypeError):
         fields = ", ".join(("num_hidden_layers", *MOE_LAYERS[family.moe_layers][0]))
         raise UserError(
-            f"{where}: farskip: which layers are MoE cannot be told; the fields"
-            f" {fields} are needed beside it"
+            f"{where}: farskip: fcsd cannot tell which layers are MoE; add the fields"
+            f" {fields}"
         ) from None
     field = from_instella(config, mask, where).field(mask)
     other_keys = {
@@ -320,8 +321,8 @@ def _keys_of(
             continue
     raise UserError(
         f"{where}: farskip: AMD's keys have one range of layers, which begins at a"
-        " dense layer or the first MoE layer where both sides are rewired; they cannot"
-        f" say layers {layers}, attention {field['attention']}, mlp {field['mlp']}"
+        " dense layer, or at the first MoE layer if both sides are rewired; they cannot"
+        f" express layers {layers}, attention {field['attention']}, mlp {field['mlp']}"
     )
 
 

@@ -159,7 +159,7 @@ def _check_no_state(folder: Path) -> None:
         return
     if (folder / "model" / CONFIG).is_file():
         raise UserError(
-            f"{folder}: is no checkpoint, but holds one; give {folder / 'model'}"
+            f"{folder}: is not a checkpoint, but contains one; give {folder / 'model'}"
         )
     below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     if below or (folder / "trainer_state.json").is_file():
@@ -167,10 +167,10 @@ def _check_no_state(folder: Path) -> None:
         if below:
             description = f"holds states of a training ({below[-1].parent.name})"
         raise UserError(
-            f"{folder}: {description}, to continue from, and no model;"
-            " FCSDTrainer.train(resume_from_checkpoint=…), or the command that began"
-            " it, continues; save_model, or the end of a recipe's stage, leaves a"
-            " model"
+            f"{folder}: {description}, not a model;"
+            " FCSDTrainer.train(resume_from_checkpoint=…), or the command that started"
+            " it, continues the training; save_model, or the end of a recipe's stage,"
+            " writes a model"
         )
 
 
@@ -181,7 +181,7 @@ def _check_no_adapter(folder: Path) -> None:
         return
     base = read_json(adapter, keys=()).get("base_model_name_or_path")
     raise UserError(
-        f"{folder}: is a LoRA adapter{f' of {base}' if base else ''}, and no checkpoint;"
+        f"{folder}: is a LoRA adapter{f' of {base}' if base else ''}, not a checkpoint;"
         " merge it into its model (peft: merge_and_unload, then save_pretrained) and"
         " give that folder"
     )
@@ -226,8 +226,8 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
     """
     if path == "":
         raise UserError(
-            f"'': is no path; a checkpoint is a folder with {contents}, or owner/name"
-            " on the Hub"
+            f"'': is not a path; a checkpoint is a folder with {contents}, or"
+            " owner/name on the Hub"
         )
     folder = Path(path).expanduser()
     try:
@@ -320,8 +320,8 @@ def check_file(file: Path, folder: Path) -> None:
         )
         if not (is_blob or target.is_relative_to(root)):
             raise UserError(
-                f"{file}: is a link to {target}, which is no file of this checkpoint;"
-                " put a copy in its place, or remove it"
+                f"{file}: is a link to {target}, which is not a file of this"
+                " checkpoint; replace the link by a copy, or remove it"
             )
         if not target.exists():
             raise UserError(
@@ -333,7 +333,7 @@ def check_file(file: Path, folder: Path) -> None:
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
     """Return a JSON object from a file of a checkpoint."""
-    hint = "is this folder a Hugging Face checkpoint, and whole? fetch the file again"
+    hint = "make sure that this folder is a complete Hugging Face checkpoint, and fetch the file again"
     value: dict[str, Any] = read_json(file, hint, keys=())
     if nan_key := _not_a_number(value):
         raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
@@ -400,9 +400,9 @@ def read_config(
             *REFUSED,
         }:
             hint = (
-                "; the checkpoint brings code of its own: trust_remote_code=True (in a"
-                " recipe: model.trust_remote_code: true) loads it as it is, it cannot"
-                " be converted"
+                "; the checkpoint has its own code: trust_remote_code=True (in a"
+                " recipe: model.trust_remote_code: true) loads it, but fcsd cannot"
+                " convert it"
             )
         raise UserError(f"{folder}: {error}{hint}") from None
     return (
@@ -495,9 +495,9 @@ def read_without_weights(folder: Path) -> Checkpoint:
         quantisation = said_quantisation(checkpoint.config, folder)
         if quantisation is not None:
             _tell_once(
-                f"{folder}: {quantisation.place} says {quantisation.words}, which is believed: without"
-                " weights nobody can tell whether it is left over; servers with dummy"
-                " weights quantise those, too"
+                f"{folder}: {quantisation.place} says {quantisation.words}; without"
+                " weights fcsd cannot tell whether this is left over, and assumes that"
+                " it applies: servers quantise dummy weights, too"
             )
         return replace(checkpoint, quantisation=quantisation)
     return replace(
@@ -528,8 +528,8 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     # Whoever dequantises weights often leaves the fields; only the tensors can tell.
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
     _tell_once(
-        f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is quantised"
-        f" ({dtypes}): it is left over, not read"
+        f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is"
+        f" quantised ({dtypes}): fcsd ignores the field as left over"
     )
     return replace(
         checkpoint, config=without_quantisation(checkpoint.config), leftover=True
@@ -581,8 +581,7 @@ def check_weights_path(path: Path) -> None:
         str(path).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"{str(path)!r}: the path is not UTF-8, and safetensors takes no other;"
-            " rename the folder"
+            f"{str(path)!r}: safetensors requires UTF-8 paths; rename the folder"
         ) from None
 
 
@@ -604,7 +603,7 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     except OSError as error:
         reason = error.strerror or one_line(error)
         raise UserError(
-            f"{file}: cannot be read: {reason}; is it yours to read, and the disk well?"
+            f"{file}: cannot be read: {reason}; check its permissions and the disk"
         ) from None
     except (SafetensorError, ValueError) as error:
         raise UserError(

@@ -223,7 +223,7 @@ def write_code(source: Path, family: Family, folder: Path) -> None:
     if file.is_file() and file.read_bytes() != text.encode():
         print(
             f"{file}: is not what this fcsd writes for {family.model_type} (it was"
-            " changed, or made by another fcsd); this fcsd's own takes its place",
+            " changed, or written by another fcsd); fcsd replaces it",
             file=sys.stderr,
         )
     (folder / MODELING_FILE).write_text(text, encoding="utf-8")
@@ -276,8 +276,8 @@ def code_files(folder: Path, module: str) -> list[Path]:
         check_file(file, folder)
         if file.name == MODELING_FILE:
             raise UserError(
-                f"{file}: is the connectivity's code, which fcsd writes; a tokenizer's"
-                " or processor's needs another name"
+                f"{file}: fcsd writes the connectivity's code under this name; give the"
+                " code of a tokenizer or processor another name"
             )
         if not file.is_file():
             raise UserError(
@@ -290,7 +290,8 @@ def code_files(folder: Path, module: str) -> list[Path]:
             # folder.
             if not re.fullmatch(r"\w+", name):
                 raise UserError(
-                    f"{file}: imports .{name}, and only files beside it are carried"
+                    f"{file}: imports .{name}, but fcsd copies only files in the same"
+                    " folder"
                 )
             waiting.append(folder / f"{name}.py")
     return files

@@ -226,7 +226,7 @@ def _source(model: Any) -> Checkpoint:
         # ones that it does not load.
         differing = [FIELD]
     if differing:
-        raise UserError(f"{folder} is of another model by now ({differing[0]} differs)")
+        raise UserError(f"{folder} now holds another model ({differing[0]} differs)")
     return checkpoint
 
 

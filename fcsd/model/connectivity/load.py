@@ -228,8 +228,9 @@ def config_and_class(
     ):
         raise UserError(
             f"{checkpoint.folder}: this checkpoint is already converted with"
-            f" {field_text(own_field)}, but {field_text(wanted_field)} is asked for; leave the"
-            " connectivity out to load it as it is, or convert the original checkpoint"
+            f" {field_text(own_field)}, but {field_text(wanted_field)} was requested;"
+            " leave the connectivity out to load it as it is, or convert the original"
+            " checkpoint"
         )
     return config, farskip_model_class(family)
 

@@ -94,8 +94,8 @@ def check_stages(stack: nn.ModuleList, num_stages: int) -> None:
         if k and k not in cuts:
             raise StageError(
                 f"pipeline of {num_stages} stages: one begins at layer {k}, where the"
-                f" routed output of layer {k - 1} is in flight, but one tensor is"
-                f" handed on; leave layer {k} regular"
+                f" routed output of layer {k - 1} is in flight, but a stage passes on"
+                f" one tensor; leave layer {k} regular"
                 + (f", or cut only before layers {cuts}" if cuts else "")
             )
 

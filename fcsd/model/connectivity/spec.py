@@ -217,12 +217,9 @@ def connectivity_of(
     if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
         if layers is None:
             raise UserError(
-                "attention, mlp: are sides of the layers to rewire; give layers, too"
+                "attention, mlp: apply to the layers to rewire; give layers, too"
             )
-        raise UserError(
-            "attention, mlp: are sides of the Connectivity that is given; set them"
-            " there"
-        )
+        raise UserError("attention, mlp: set them in the Connectivity instead")
     return layers
 
 
@@ -375,8 +372,8 @@ def resolve_layers(
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
             if number < 1:
                 raise UserError(
-                    f"{name}: {end}:{count} of {total} layers is no layer at all; for"
-                    " none use none"
+                    f"{name}: {end}:{count} of {total} layers selects no layer; for no"
+                    " layers use none"
                 )
         else:
             number = count

@@ -128,7 +128,7 @@ ROWS: tuple[Family, ...] = (
             transposed=("w2",),
         ),
         spread_refused=(
-            "transformers has no plan for its experts, whose weights are one matrix"
+            "transformers has no plan for its experts, whose weights form one matrix"
         ),
         config="DbrxConfig",
         decoder_layer="DbrxBlock",
@@ -146,7 +146,7 @@ ROWS: tuple[Family, ...] = (
             writes=("output_linear", "mlp", "self_attention.experts"),
         ),
         spread_refused=(
-            "transformers has no plan for its experts, which attention has, too"
+            "transformers has no plan for its experts, which are also in its attention"
         ),
         since="5.5",
         config="JetMoeConfig",

@@ -3,22 +3,22 @@ error messages.
 """
 
 _HYPER = (
-    "its layers mix several residual streams (hyper-connections), so there is no one"
-    " stream that a routed output could be missing from"
+    "its layers mix several residual streams (hyper-connections), so there is no single"
+    " stream from which a routed output could be missing"
 )
 _BLOCKS = (
     "each of its branches reads a learned mix of the streams of earlier blocks of"
     " layers, so what is in flight would reach every layer after it"
 )
 _BOTH_WAYS = (
-    "it denoises blocks of tokens with attention in both directions instead of"
-    " predicting the next token, which the conversion and its training are made for"
+    "it denoises blocks of tokens with attention in both directions , but conversion"
+    " and training assume prediction of the next token"
 )
 _ENCODER_DECODER = (
     "it is an encoder-decoder; the connectivity is for the layers of decoder-only"
     " language models"
 )
-_IMAGES = "it estimates poses in images and is no language model"
+_IMAGES = "it estimates poses in images and is not a language model"
 
 REFUSED: dict[str, str] = {
     "bamba": (
@@ -30,7 +30,7 @@ REFUSED: dict[str, str] = {
     "diffusion_gemma_text": _BOTH_WAYS,
     "doge": (
         "its experts are rows of an embedding that each token looks up by product keys:"
-        " there is no expert network to send tokens to, and no communication to overlap"
+        " there is no expert network to send tokens to and no communication to overlap"
     ),
     "glm5_next": _HYPER,
     "glm5_next_text": _HYPER,
@@ -46,17 +46,16 @@ REFUSED: dict[str, str] = {
         " (shortcut-connected MoE), so its communication is overlapped by design"
     ),
     "nemotron_h": (
-        "each of its layers is one mixer, attention or Mamba or MLP or experts, so"
-        " there is no attention beside the experts of a layer that the equations could"
-        " speak of"
+        "each of its layers is one mixer, attention or Mamba or MLP or experts, so no"
+        " layer has both attention and experts, as the equations require"
     ),
     "nllb-moe": _ENCODER_DECODER,
     "openai_privacy_filter": (
-        "it labels tokens with attention in both directions and is no language model"
+        "it labels tokens with attention in both directions and is not a language model"
     ),
     "qwen3_omni_moe": (
         "it is a thinker, a talker and a vocoder in one checkpoint; save its thinker,"
-        " the language model, as a checkpoint of its own (model type"
+        " the language model, as a separate checkpoint (model type"
         " qwen3_omni_moe_thinker) and convert that"
     ),
     "qwen4_exp": _HYPER,
@@ -65,9 +64,9 @@ REFUSED: dict[str, str] = {
     "vitpose": _IMAGES,
     "vitpose_backbone": _IMAGES,
     "zaya": (
-        "each router reads the state of the router of the layer before it, so that a"
-        " router that reads an outdated stream would shift the routing of all layers"
-        " after it"
+        "each router reads the state of the router of the layer before it, so one"
+        " router that reads an outdated stream would shift the routing of all later"
+        " layers"
     ),
 }
 """Model type -> reason, a clause that follows "it is refused: "."""

@@ -117,10 +117,10 @@ def _conversion(facts: Mapping[str, Any]) -> str:
     if not facts["can_be_converted"]:
         return f"not possible: {facts['reason']}"
     if facts["connectivity_keys"] == "instella":
-        return "is FarSkip already, in AMD's keys; `fcsd convert` writes them in fcsd's"
+        return "is already FarSkip, with AMD's keys; `fcsd convert` writes fcsd's keys"
     if facts["connectivity"] is not None:
         option = " --config-only" if facts["config_only"] else ""
-        return f"is FarSkip already; `fcsd convert{option}` can choose other layers"
+        return f"is already FarSkip; `fcsd convert{option}` can choose other layers"
     return "can be converted"
 
 
@@ -190,7 +190,8 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 def _memory(memory: Mapping[str, Any]) -> list[str]:
     convert, serve = memory["convert"], memory["serve"]
     lines = [
-        "memory, 1 GiB = 2^30 bytes; `fcsd estimate RECIPE` tells what training needs"
+        "memory, 1 GiB = 2^30 bytes; run `fcsd estimate RECIPE` for the memory of a"
+        " training"
     ]
     if convert is not None:
         # Both are unknown where the Hub did not tell the sizes of files.

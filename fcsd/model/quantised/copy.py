@@ -137,8 +137,8 @@ def _begin(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
         record = read_sealed(path, f"remove {path.parent} to begin again")
         if record["source"] != source:
             raise UserError(
-                f"{path.parent}: holds the begun copy of another checkpoint; remove it,"
-                " or name another destination"
+                f"{path.parent}: holds the unfinished copy of another checkpoint;"
+                " remove it, or choose another destination"
             )
         return record
     record = {"source": source, "shards": {}}
@@ -233,7 +233,7 @@ def _write_shards(
                     bar.update(len(names))
                     continue
                 print(
-                    f"{copy.command}: {folder / file}: is damaged, and is written"
+                    f"{copy.command}: {folder / file}: is damaged; fcsd writes it"
                     " again",
                     file=sys.stderr,
                 )

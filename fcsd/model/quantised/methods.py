@@ -41,8 +41,7 @@ _SCALES = re.compile(
 """What stands behind a module's name and holds none of its weights."""
 _NOT_LOADED = {
     "nvfp4": (
-        "transformers makes it of plain weights, and cannot load weights that are NVFP4"
-        " already"
+        "transformers creates it from plain weights, and cannot load NVFP4 weights"
     )
 }
 
@@ -193,8 +192,8 @@ def why_not_trained(quantisation: Quantisation | None) -> str | None:
     if quantisation.method not in DEQUANTISED:
         advice = "train its unquantised original"
     return (
-        f"its weights are quantised by {quantisation.words} ({quantisation.place}), and a training"
-        f" needs plain ones; {advice}"
+        f"its weights are quantised by {quantisation.words} ({quantisation.place}), but"
+        f" training needs unquantised ones; {advice}"
     )
 
 

@@ -128,15 +128,15 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
     for name, shape in experts.items():
         if len(shape) != 2 or name not in checkpoint.shapes:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}': the experts of a layer lie in"
-                " one tensor, of which engines read no FP8 with scales of blocks; serve"
-                " it in bfloat16"
+                f"{checkpoint.folder}: tensor '{name}': the experts of a layer share"
+                " one tensor, and engines do not read block-scaled FP8 for it; serve it"
+                " in bfloat16"
             )
         if not _fits(shape):
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}; engines"
-                f" take experts in FP8 of blocks only in multiples of {SIDE}; serve it"
-                " in bfloat16"
+                f" accept experts in block-scaled FP8 only in multiples of {SIDE};"
+                " serve it in bfloat16"
             )
     if not experts:
         raise UserError(
@@ -212,7 +212,7 @@ def _quantised(
         if not rows.isfinite().all():
             raise UserError(
                 f"{weight.file}: tensor '{name}': has values that are NaN or infinite;"
-                " fetch the checkpoint again, or take an earlier one"
+                " fetch the checkpoint again, or use an earlier one"
             )
         quantised: Mapping[str, Tensor] = operation.convert({"weight": rows})
         yield quantised["weight"], quantised["weight_scale_inv"]

@@ -114,10 +114,9 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         # Copied as it is, it would load as plain numbers and be wrong without a word.
         if checkpoint.dtypes[name] in {*FP8, "F8_E8M0", "U8", "I8", "F4"}:
             raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) is"
-                " in no form that is known: its scales are missing, or the method is"
-                " another; fetch the checkpoint again, or take its unquantised"
-                " original"
+                f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) has"
+                " an unknown format: its scales are missing, or the method is another"
+                " one; fetch the checkpoint again, or use its unquantised original"
             )
         plain.append(name)
     if not weights:
@@ -148,9 +147,9 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
         problem = f"by {str(method)[:80]!r}"
     if problem is not None:
         raise UserError(
-            f"{folder}: is quantised {problem}, which fcsd does not take back; known are"
-            f" {', '.join(DEQUANTISED)}; take its unquantised original, or the tool"
-            " that made it"
+            f"{folder}: is quantised {problem}, which fcsd cannot dequantise; it"
+            f" supports {', '.join(DEQUANTISED)}; use the unquantised original, or the"
+            " tool that quantised it"
         )
 
 

@@ -63,7 +63,7 @@ def attach(
             rewired[k] = (layer, _runtime(family, layer, k, split))
     if not any(runtime.ep is not None for _, runtime in rewired.values()):
         raise UserError(
-            f"{name}: no MoE layer of it is rewired and spread by ep_implementation"
+            f"{name}: no MoE layer is both rewired and distributed by ep_implementation"
             " 'farskip', so nothing can overlap; use --overlap off"
         )
     wrap_registry()
@@ -125,7 +125,7 @@ def check_connections(device: torch.device) -> None:
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1: would run each exchange after the"
-            " computation it is to run beside; unset it"
+            " computation that it should overlap; unset it"
         )
 
 

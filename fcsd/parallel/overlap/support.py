@@ -39,8 +39,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
             _JITTER[0],
         ):
             return (
-                f"{name} {getattr(config, name)}: a block that is entered twice would"
-                " draw twice; set it to 0"
+                f"{name} {getattr(config, name)}: recomputing a block would draw again;"
+                " set it to 0"
             )
     return None
 
@@ -79,12 +79,12 @@ def kept_inside(family: Family) -> str | None:
     if family.layout != "pre_norm":
         norms_follow = family.layout == "post_norm"
         if norms_follow:
-            return "its norms follow its branches"
+            return "norms follow its branches"
         return "attention and experts read one stream"
     if family.norms is not None:
         return "a module of its own has its norms"
     if family.side_output is not None:
-        return f"its layers hand on {family.side_output}, too"
+        return f"its layers also pass on {family.side_output}"
     if family.stream_edit is not None:
         return "the model edits the stream between layers"
     return None if family.additive else "a norm follows its experts"

@@ -114,7 +114,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
             name,
             model,
             nn.Module,
-            "a model in memory (the first of what fcsd.load gives)",
+            "a model in memory (the first value that fcsd.load returns)",
         )
     if getattr(getattr(student, "config", None), "farskip", None) is None:
         raise UserError(

@@ -101,7 +101,7 @@ def test_a_second_turn_knows_the_first_and_reset_forgets_it(
         6,
     )
     assert first != second
-    begins = "The conversation begins anew."
+    begins = "The conversation starts again."
     assert text == "\n".join([plain(first), plain(second), begins, plain(first)])
     assert speaker.messages == [system, hello, {"role": "assistant", "content": first}]
 
@@ -147,7 +147,7 @@ def test_a_reply_that_the_limit_ended_says_so_and_one_that_the_model_ended_does_
     assert text.splitlines()[0] == "> hello" and "\n\n> xxx" in text
     assert text.count("(cut after 20 tokens; --max-new-tokens allows more)\n") == 1
     assert text.endswith(
-        "(cut: the model's 128 positions are full; /reset begins anew)\n"
+        "(cut: the model's 128 positions are full; /reset starts a new conversation)\n"
     )
     first = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 1)
     (token,) = speaker.tokenizer.encode(first, add_special_tokens=False)
@@ -226,7 +226,7 @@ def test_a_conversation_that_is_too_long_is_refused_and_goes_on_after_reset(
 ) -> None:
     speaker = load_speaker(str(base_checkpoint))
     rows = said([speaker], "x" * 200, "/reset", "hi", max_new_tokens=2)
-    assert "the model 128 positions; /reset begins anew" in rows[0]
+    assert "the model 128 positions; /reset starts a new conversation" in rows[0]
     assert speaker.messages[0]["content"] == "hi" and len(speaker.messages) == 2
 
 
@@ -492,7 +492,7 @@ def test_thoughts_are_neither_shown_nor_kept(
         ]
     )
     note = (
-        f"no answer, its thoughts had not ended: cut after {begun} tokens;"
+        f"no answer, because the thoughts did not end: cut after {begun} tokens;"
         " --max-new-tokens allows more"
     )
     assert (

@@ -69,7 +69,7 @@ def test_problems_are_read_from_a_folder_in_hub_layout(tmp_path: Path) -> None:
         ),
         ([ROW | {"code": 3}], "row 0: code must be text, got int"),
         ([ROW | {"test_list": "x"}], "row 0: test_list must be a list of texts"),
-        ([ROW | {"test": " "}], "test is empty, so that every program would pass"),
+        ([ROW | {"test": " "}], "test is empty, so every program would pass"),
         ([ROW, ROW], "task_id 1 is given twice"),
         ([], "the file is empty"),
     ],

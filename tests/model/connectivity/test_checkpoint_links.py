@@ -107,7 +107,7 @@ def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
     replace_by_link(folder / name, secret)
     with pytest.raises(
         UserError,
-        match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is no file",
+        match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is not a file",
     ):
         read(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -258,14 +258,14 @@ def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(
     (base / "tokenizer_config.json").write_text(json.dumps(config))
     wrong = {
         f"from .{tmp_path}/secret import x\n": (
-            r"words\.py: imports \./.*, and only files beside it are carried"
+            r"words\.py: imports \./.*, but fcsd copies only files in the same folder"
         ),
         "from .missing import x\n": (
             r"missing\.py: no such file, which the code of .*words\.py needs"
         ),
         "from .link import x\n": r"link\.py: is a link to .*secret\.py",
         "from .modeling_farskip import x\n": (
-            "modeling_farskip.py: is the connectivity's code, which fcsd writes"
+            "modeling_farskip.py: fcsd writes the connectivity's code under this name"
         ),
     }
     (base / "link.py").symlink_to("../secret.py")

@@ -27,9 +27,9 @@ from tests.reference.tiny import tiny_model
 from tests.support import Bench
 
 NO_WEIGHTS = (
-    ": was written by `fcsd convert --config-only` and has no weights; `fcsd convert` of"
-    " the original writes them; without them only a server with --load-format dummy"
-    " runs it, to be timed (`fcsd bench serve`)"
+    ": was written by `fcsd convert --config-only` and has no weights; `fcsd convert`"
+    " of the original writes them; without weights it can only be timed, in a server"
+    " with --load-format dummy (`fcsd bench serve`)"
 )
 FP8 = {
     "quant_method": "fp8",
@@ -248,7 +248,7 @@ def test_quantisation_stays_as_in_a_full_conversion_and_is_said_to_be_believed(
     remove_weights(original)
     convert_checkpoint(original, tmp_path / "out", config_only=True)
     assert (
-        f"{original}: quantization_config says fp8, which is believed: without weights"
+        f"{original}: quantization_config says fp8; without weights"
         in capsys.readouterr().err
     )
     full = contents(tmp_path / "full")

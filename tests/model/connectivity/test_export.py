@@ -396,7 +396,7 @@ def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(
 
     monkeypatch.setattr(export, "_write", second_meanwhile)
     with pytest.raises(
-        UserError, match="far: another process has made it in the meantime, which stays"
+        UserError, match="far: another process has created it in the meantime"
     ):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert inner == [[3]] and farskip_layers(load_model(tmp_path / "far")) == [3]
@@ -409,7 +409,7 @@ def test_a_path_that_is_not_utf8_is_not_called_a_damaged_file(tmp_path):
     (tmp_path / "base").rename(latin)
     with pytest.raises(
         UserError,
-        match=r"the path is not UTF-8, and safetensors takes no other; rename",
+        match=r"safetensors requires UTF-8 paths; rename",
     ):
         convert_checkpoint(latin, tmp_path / "far", Connectivity("all"))
     latin.rename(tmp_path / "base")
@@ -615,7 +615,7 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
         ),
         (
             config(model_type="own", auto_map=OWN),
-            "trust_remote_code=True .* loads it as it is, it cannot be",
+            "trust_remote_code=True .* loads it, but fcsd cannot",
         ),
         (config(hidden_size=48), "but config.json says"),
         (config(farskip={"version": 1}), "contradicts the field farskip"),

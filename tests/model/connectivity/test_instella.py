@@ -203,8 +203,8 @@ def test_an_export_has_amds_keys_for_what_the_model_computes(
 @pytest.mark.parametrize(
     ("family", "connectivity", "message"),
     [
-        ("deepseek_v3", Connectivity([1, 3]), "they cannot say layers [1, 3], attention partial, mlp outdated"),
-        ("deepseek_v3", Connectivity([3, 4]), "they cannot say layers [3, 4]"),
+        ("deepseek_v3", Connectivity([1, 3]), "they cannot express layers [1, 3], attention partial, mlp outdated"),
+        ("deepseek_v3", Connectivity([3, 4]), "they cannot express layers [3, 4]"),
         ("deepseek_v2", Connectivity([1, 2]), "AMD's SGLang, which has DeepSeek-V2's, wires all layers"),
         ("qwen3_moe", Connectivity("all"), "DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for 'qwen3_moe'"),
     ],

@@ -176,7 +176,7 @@ def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
     (tmp_path / "notes.txt").write_text("no checkpoint")
     with pytest.raises(
         UserError,
-        match=r"config\.json: no such file; is this folder a Hugging Face checkpoint",
+        match=r"config\.json: no such file; make sure that this folder is a complete Hugging Face checkpoint",
     ):
         load_model(tmp_path)
     with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
@@ -208,7 +208,8 @@ def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(
     (tmp_path / "out" / "model").mkdir()
     (tmp_path / "out" / "model" / "config.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"out: is no checkpoint, but holds one; give \S*out/model$"
+        UserError,
+        match=r"out: is not a checkpoint, but contains one; give \S*out/model$",
     ):
         load_model(state.parent)
 
@@ -289,7 +290,7 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
                 "model_type": "own",
                 "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"},
             },
-            "brings code of its own: trust_remote_code=True",
+            "has its own code: trust_remote_code=True",
         ),
     ],
 )

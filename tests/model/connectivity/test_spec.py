@@ -88,7 +88,7 @@ def test_a_wrong_selection_says_what_is_allowed(given, message):
     [
         ([8], "index 8 is out of range: the model has 8 decoder layers, 0 to 7"),
         ({"last": 9}, "last:9: the model has only 8 decoder layers"),
-        ({"first": "5%"}, "first:5% of 8 layers is no layer at all"),
+        ({"first": "5%"}, "first:5% of 8 layers selects no layer"),
     ],
 )
 def test_a_selection_beyond_the_model_is_refused(given, message):

@@ -218,7 +218,7 @@ def test_a_real_model_is_described(tmp_path):
     # 68.6 MiB
     assert cache["latent"] and cache["first_bytes"] == 2 * 61 * (512 + 64) * 1024
     text = report_table(facts)
-    assert "`fcsd estimate RECIPE` tells what training needs" in text
+    assert "run `fcsd estimate RECIPE` for the memory of a training" in text
     assert "layers        61: 58 MoE (3-60), 3 dense (0-2)" in text
     assert "| all            | 671,026,404,352 |      37,552,282,624 |" in text
     assert "quantised     fp8" in text
@@ -286,7 +286,7 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
         assert far[key] == base[key]
     text = report_table(far)
     assert "FarSkip in 2 of 4 layers (2-3), attention partial, mlp full" in text
-    assert "is FarSkip already; `fcsd convert` can choose other layers" in text
+    assert "is already FarSkip; `fcsd convert` can choose other layers" in text
     assert (
         f"vllm serve {tmp_path / 'far'}   (vLLM with fcsd-serving: {plugin_install()})"
         in text
@@ -353,7 +353,7 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     )
     assert plain["connectivity_keys"] == facts["connectivity_keys"] == "instella"
     assert (
-        "is FarSkip already, in AMD's keys" in report_table(plain)
+        "is already FarSkip, with AMD's keys" in report_table(plain)
         and plain["needs"] is None
     )
     late = {"farskip_start_idx": 9}

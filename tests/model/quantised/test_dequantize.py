@@ -435,7 +435,7 @@ def test_a_damaged_shard_of_a_cut_off_copy_is_written_again(
         data[-1] ^= 1
         shard.write_bytes(data if change == "flip" else data[: len(data) // 2])
     dequantize_checkpoint(tmp_path / "q", tmp_path / "cut" / "out", shard_bytes=20_000)
-    assert capfd.readouterr().err.count("is damaged, and is written again") == 2
+    assert capfd.readouterr().err.count("is damaged; fcsd writes it again") == 2
     for file in (tmp_path / "whole" / "out").iterdir():
         assert file.read_bytes() == (tmp_path / "cut" / "out" / file.name).read_bytes()
 
@@ -458,7 +458,7 @@ def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     record = tmp_path / "out.partial" / "dequantize.json"
     write_sealed(record, {"source": "x", "shards": {}})
-    with pytest.raises(UserError, match="begun copy of another checkpoint"):
+    with pytest.raises(UserError, match="unfinished copy of another checkpoint"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 

@@ -232,7 +232,7 @@ def test_a_weight_that_is_nan_is_named_and_the_copy_continues_when_it_is_repaire
         quantize_checkpoint(source, tmp_path / "out", shard_bytes=100_000)
     assert not (tmp_path / "out").exists()
     save_file(whole, file)
-    with pytest.raises(UserError, match="begun copy of another checkpoint"):
+    with pytest.raises(UserError, match="unfinished copy of another checkpoint"):
         quantize_checkpoint(source, tmp_path / "out")
 
 

@@ -30,7 +30,7 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
 ) -> None:
     with pytest.raises(
         UserError,
-        match=r"^--overlap full: is for the exchanges of --expert-parallel N, which is",
+        match=r"^--overlap full: applies only to --expert-parallel N",
     ):
         requested_engine(8, CPU, 1, "full")
     names = {
@@ -92,7 +92,7 @@ def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_w
     jitter = bench.recipe("jitter", model={"path": str(tmp_path / "jitter")})
     with pytest.raises(
         UserError,
-        match=r"router_jitter_noise 0.1: a block that is entered twice would draw twice",
+        match=r"router_jitter_noise 0.1: recomputing a block would draw again",
     ):
         checked(jitter, "forward", capsys)
     plain = bench.recipe("plain")
@@ -174,7 +174,7 @@ def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:
     model = tiny_model("qwen3_moe", attn_implementation="eager")
     with pytest.raises(
         UserError,
-        match=r"no MoE layer of it is rewired and spread by ep_implementation 'farskip'",
+        match=r"no MoE layer is both rewired and distributed by ep_implementation 'farskip'",
     ):
         attach(model)
     convert_model(model, Connectivity("all"))

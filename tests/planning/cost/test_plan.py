@@ -541,7 +541,10 @@ def test_a_routing_study_is_read_as_its_stage_left_it(
     file = tmp_path / "r" / "routing.json"
     file.write_text(file.read_text().replace("[50,", "[60,", 1))
     assert main(words) == 2
-    assert "r: is not what the stage left (routing.json: " in capsys.readouterr().err
+    assert (
+        "r: differs from what the stage wrote (routing.json: "
+        in capsys.readouterr().err
+    )
 
 
 def test_the_imbalance_of_a_routing_study_is_planned_with(
@@ -760,7 +763,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             "assumptions.imbalance: 9: must be at most 8, the ranks that share the experts",
         ),
         "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
-        "windows": ([model, "--phase", "decode", "--windows", "x.json"], "--windows: of dispatch and combine"),
+        "windows": ([model, "--phase", "decode", "--windows", "x.json"], "has no dispatch and combine"),
         "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
         "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
         "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, the model has 4"),

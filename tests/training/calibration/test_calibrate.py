@@ -820,7 +820,7 @@ def test_the_command_calibrates_and_tells_what_it_did(
     )
     push(out, "me/model", dry_run=tmp_path / "push")
     card = (tmp_path / "push" / "README.md").read_text()
-    assert f" {measured} was solved on." in card
+    assert f" {measured} was fitted on." in card
     assert (
         "are folded into the weights of 3 layers, which are therefore not the"
         " original's. Data: `text.jsonl`" in card
@@ -937,7 +937,7 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     with pytest.raises(
         UserError,
         match=(
-            r"calibrate/fcsd: is not what the stage left \(model: .*remove the folder"
+            r"calibrate/fcsd: differs from what the stage wrote \(model: .*remove the folder"
         ),
     ):
         fcsd.run_stage("distill", recipe)

@@ -36,9 +36,9 @@ class SandboxServer:
             self._spawn()
         except OSError as error:
             raise ScorerError(
-                f"cannot start a sandbox server: {error}; nothing is known about the"
-                f" programs; see to room for files in {tempfile.gettempdir()}, memory"
-                " and processes, and call again"
+                f"cannot start a sandbox server: {error}; the programs were not graded;"
+                f" make sure that {tempfile.gettempdir()} has free space and that"
+                " memory and processes suffice, then call again"
             ) from error
 
     def _spawn(self) -> None:
@@ -102,7 +102,7 @@ class SandboxServer:
             while message:
                 message = message[self._process.stdin.write(message) or 0 :]
         except OSError:
-            raise self._failure("takes no more programs") from None
+            raise self._failure("accepts no more programs") from None
         outcome: dict[str, Any] | None = None
         while True:
             reply = self._read(deadline)
@@ -150,8 +150,8 @@ class SandboxServer:
         log = self._log.read().decode(errors="replace").strip().splitlines()
         return ScorerError(
             f"the sandbox server {problem} (exit status"
-            f" {status}){': ' + log[-1] if log else ''}; the scorer has failed, nothing"
-            " is known about the programs; call again to start it anew"
+            f" {status}){': ' + log[-1] if log else ''}; the scorer failed and did not"
+            " grade the programs; call again to restart it"
         )
 
     def stop(self) -> None:

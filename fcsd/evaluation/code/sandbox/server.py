@@ -52,8 +52,8 @@ JOBS, REPLIES = processes.JOBS, processes.REPLIES
 # fails no program; one that waits is ended when so many times the limit has gone by.
 WAIT = 3.0
 _NO_MEMORY = (
-    "the machine ran out of memory while it ran, though the program took no more than"
-    " it may; free some memory"
+    "the machine ran out of memory although the program stayed within its limit; free"
+    " some memory"
 )
 _DESCRIPTORS = 64  # more than the server ever has open
 # Imported once, so that a job does not pay for it.
@@ -83,7 +83,7 @@ def fork_job_process(run: Any, keep: set[int], cell: Any, cpu_s: int, done: int)
                 os.dup2(null, fd)
         held = cell.enter(cpu_s)
         if held != cell.held:
-            raise OSError(f"the layers of the sandbox hold no longer: {held}")
+            raise OSError(f"the layers of the sandbox have changed: {held}")
         descriptors = sorted(fd for fd in {2, *keep, done, _DESCRIPTORS} if fd >= 2)
         for low, high in itertools.pairwise(descriptors):
             os.closerange(low + 1, high)
@@ -216,7 +216,7 @@ def _classify(
         if number == signal.SIGKILL and (lack := cell.out_of_memory()) is not False:
             if lack:
                 return "failure", _NO_MEMORY
-            return "memory", "killed, most likely for memory"
+            return "memory", "killed, probably because memory ran out"
         if number:
             ending = f"signal {number}"
         else:
@@ -230,7 +230,7 @@ def _classify(
     if not shielded:
         return (
             "error",
-            "the examiner was ended, which without seccomp the program can do",
+            "the examiner was killed; without seccomp, the program can do this",
         )
     return "failure", "the examiner ended without a verdict"
 
