@@ -71,7 +71,7 @@ def calibrate(
             extent = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"
             measured = (
                 calibration_kl_text(results["kl"])
-                or "too few to leave some out and measure the KL on them"
+                or "too few to hold some out and measure the KL on them"
             )
             print(f"calibrate: {extent}; {measured}", file=sys.stderr)
     # A kill may have left this folder, even if the stage is finished.
@@ -104,9 +104,8 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     width = run.original.load_config().get_text_config().hidden_size
     if section.tokens < 4 * width:
         raise UserError(
-            f"calibration.tokens (--tokens): {section.tokens} are too few; at least"
-            f" {4 * width} are needed (4 x hidden size), and"
-            f" {128 * width} are better"
+            f"calibration.tokens (--tokens): {section.tokens} are too few; give at"
+            f" least {4 * width} (4 x hidden size), better {128 * width}"
         )
     rows = training_rows(
         recipe.data, run.tokenizer, run, on_bad_row=on_bad_row, apart_in=run.original
@@ -146,11 +145,11 @@ def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
         return None
     folder = partial / "model" if (partial / "model").is_dir() else model
     with suppress(UserError):
-        note = read_sealed(partial / _RESULT, "it is calibrated again")
+        note = read_sealed(partial / _RESULT, "fcsd calibrates it again")
         if model_outputs(folder) == note["outputs"]:
             return note
     print(
-        f"calibrate: {folder}: is not the model that was calibrated, beginning again",
+        f"calibrate: {folder}: differs from the calibrated model; starting again",
         file=sys.stderr,
     )
     discard_folder(partial)

@@ -96,9 +96,9 @@ class Run:
         path = Path(self.recipe.model_path)
         if self.recipe.pretrain is not None and not path.is_dir():
             raise UserError(
-                f"{path}: the pre-training has not left its model yet; run `fcsd"
-                " pretrain` first, with the same recipe and options, or `fcsd run`,"
-                " which runs all stages"
+                f"{path}: the pre-training has not finished; run `fcsd pretrain` first,"
+                " with the same recipe and options, or `fcsd run`, which runs all"
+                " stages"
             )
         return self._model(self.recipe.model_path, self.recipe.model)
 

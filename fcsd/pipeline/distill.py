@@ -183,8 +183,8 @@ def cache_teacher(
     recipe = run.recipe
     if recipe.teacher is None:
         raise UserError(
-            f"objective {recipe.objective.name!r} compares with no teacher; there is"
-            " nothing to cache"
+            f"objective {recipe.objective.name!r} has no teacher; there is nothing to"
+            " cache"
         )
     folder = Path(recipe.teacher.cache or run.layout.teacher_cache)
     rows = training_rows(recipe.data, run.tokenizer, run)
@@ -206,7 +206,7 @@ def _with_sweep(run: Run) -> Run:
     inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
     if changes := differences(manifest["inputs"], inputs):
         raise UserError(
-            f"{run.layout.sweep}: the sweep read something else than this training"
+            f"{run.layout.sweep}: the sweep used different inputs than this training"
             f" would ({'; '.join(changes[:3])}); choose another output folder, or"
             " remove this folder to run the sweep again"
         )
@@ -218,7 +218,7 @@ def _with_sweep(run: Run) -> Run:
 def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
     """Write the recipe with the choice of its sweep to `folder/recipe.yaml`."""
     ready = with_choice(recipe, result).dump() | {"sweep": None}
-    head = f"# {recipe.name}, with the choice of its sweep; see sweep.md.\n"
+    head = f"# {recipe.name}, with the values that its sweep chose; see sweep.md.\n"
     write_text(folder / "recipe.yaml", head + to_yaml(ready))
 
 
@@ -233,7 +233,9 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
         "learning_rate": result["learning_rate"],
     }
     raw["train"]["max_steps"] = recipe.steps_with(batch)
-    return validate(Recipe, raw, f"recipe {recipe.name}, with the choice of its sweep")
+    return validate(
+        Recipe, raw, f"recipe {recipe.name}, with the values that its sweep chose"
+    )
 
 
 # ---- the parts of a training

@@ -49,18 +49,18 @@ def plan_from_files(
     for name, value in (("figure", figure), ("metric", metric)):
         if value is not None and study is None:
             raise UserError(
-                f"--{name}: of speed-up against quality, so it needs --study (a folder"
-                " of `fcsd layers`)"
+                f"--{name}: plots speed-up against quality, so it needs --study (a"
+                " folder of `fcsd layers`)"
             )
     if links is not None and measured is not None:
         raise UserError(
-            "--links and --measured are both given; measured times have the exchanges"
-            " in them"
+            "--links and --measured are both given; measured times already include the"
+            " exchanges"
         )
     if routing is not None and measured is not None:
         raise UserError(
-            "--routing and --measured are both given; measured times have the routing"
-            " in them"
+            "--routing and --measured are both given; measured times already include"
+            " the routing"
         )
     if routing is not None and "imbalance" in settings.assumptions:
         raise UserError(
@@ -154,7 +154,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
     if (layers, num_experts, top_k) != expected:
         raise UserError(
             f"{folder}: a routing study of {len(layers)} MoE layers, top {top_k} of"
-            f" {num_experts} experts, the model has {len(expected[0])}, top"
+            f" {num_experts} experts, but the model has {len(expected[0])}, top"
             f" {expected[2]} of {expected[1]}"
         )
     return rank_imbalance(loads, planned.expert_parallel)
@@ -189,8 +189,8 @@ def _against_quality(
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
-            f"{folder}: a study of {study['num_hidden_layers']} layers, the model has"
-            f" {len(planned.work.layers)}"
+            f"{folder}: a study of {study['num_hidden_layers']} layers, but the model"
+            f" has {len(planned.work.layers)}"
         )
     chosen, rows = study_metric(study, metric), []
     # A study may have scored each selection with copied and with calibrated weights.

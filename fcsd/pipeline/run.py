@@ -134,8 +134,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     )
     if is_due and launch.first:
         print(
-            "evaluation.layer_study: left for later: the study rewires whole copies of"
-            " the model, and this launch shards the weights; `fcsd run` of the same"
+            "evaluation.layer_study: postponed, because the study rewires whole copies"
+            " of the model and this launch shards the weights; `fcsd run` of the same"
             " recipe in one process, or on copies, adds it to the report",
             file=sys.stderr,
         )
@@ -212,7 +212,7 @@ def _check_layer_study(run: Run) -> None:
         )
     if not run.studies_layers:
         raise UserError(
-            "layers: the study rewires whole copies of the model, and this launch"
+            "layers: the study rewires whole copies of the model, but this launch"
             " shards the weights; run it in one process, or on copies"
         )
 

@@ -39,20 +39,20 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     # Unlike `Path.is_dir`, this does not raise for a name that is too long.
     if os.path.isdir(path):
         raise UserError(
-            f"{path}: is a folder, a recipe file is needed (for example"
-            f" {path}/recipe.yaml)"
+            f"{path}: is a folder; give a recipe file (for example {path}/recipe.yaml)"
         )
     raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise UserError(
-            f"{path}: a recipe is a mapping of keys to values, this file holds"
+            f"{path}: a recipe is a mapping of keys to values, but this file holds"
             f" {type(raw).__name__}"
         )
     for override in overrides or []:
         key, separator, text = override.partition("=")
         if not separator or not key:
             raise UserError(
-                f"--set {override}: must look like train.learning_rate=4e-5"
+                f"--set {override}: must have the form KEY=VALUE, such as"
+                " train.learning_rate=4e-5"
             )
         where = f"--set {' '.join(override.split())}"
         where = where if len(where) <= 200 else f"{where[:199]}…"
@@ -155,7 +155,7 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
                 if _is_graded(source, graded, root):
                     raise UserError(
                         f"{where}: {section}.train.{index}: {source.path}, split"
-                        f" {source.split!r}, is what {graded.by} is graded on; never"
+                        f" {source.split!r}, is the graded split of {graded.by}; never"
                         " train on a graded split, choose another one"
                     )
 

@@ -127,7 +127,7 @@ class PretrainConfig(Strict):
     def _something_is_trained(cls, value: TrainConfig) -> TrainConfig:
         if not value.max_steps:
             raise ValueError(
-                "max_steps must be at least 1: without a step the model would be random"
+                "max_steps must be at least 1: otherwise the model would be random"
             )
         return value
 
@@ -143,10 +143,10 @@ class PretrainConfig(Strict):
     def _no_loss_of_the_routers_is_set(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
-                f"{', '.join(keys)}: a pre-training does not use the model's own"
-                " auxiliary loss of the routers, so this would balance nothing; leave"
-                " it out and set pretrain.train.balance_loss_coefficient (0.01 in"
-                " Switch, 0.001 in DeepSeek-V2), or balance_bias_rate"
+                f"{', '.join(keys)}: pre-training does not use the model's own"
+                " auxiliary router loss, so this key has no effect; leave it out and"
+                " set pretrain.train.balance_loss_coefficient (0.01 in Switch, 0.001 in"
+                " DeepSeek-V2), or balance_bias_rate"
             )
         return value
 
@@ -307,8 +307,8 @@ class Recipe(Strict):
     ) -> dict[str, dict[str, Any]]:
         if reserved := sorted(value.keys() & RESERVED):
             raise ValueError(
-                f"{reserved[0]!r} is what a stage or its model is called; choose"
-                f" another name than {', '.join(sorted(RESERVED))}"
+                f"{reserved[0]!r} is the name of a stage or its model; choose another"
+                f" name than {', '.join(sorted(RESERVED))}"
             )
         return value
 
@@ -340,13 +340,13 @@ class Recipe(Strict):
             pass
         elif not self.objective.has_teacher:
             raise ValueError(
-                f"teacher: objective {self.objective.name!r} compares with no teacher;"
-                " leave the section out"
+                f"teacher: objective {self.objective.name!r} has no teacher; leave the"
+                " section out"
             )
         elif teacher.backend == "adapter_off" and self.lora is None:
             raise ValueError(
-                "teacher.backend adapter_off needs a `lora` section: without adapters"
-                " the trained weights are no longer the teacher's; use sharded or cache"
+                "teacher.backend adapter_off needs a `lora` section: without adapters,"
+                " training changes the teacher's weights; use sharded or cache"
             )
         elif teacher.backend == "cache" and self.objective.has_hidden_terms:
             # These objectives need more than the final hidden states, which are all
@@ -357,8 +357,8 @@ class Recipe(Strict):
                 else "objective.router_kl_coefficient"
             )
             raise ValueError(
-                f"teacher.backend cache holds final hidden states, {setting} compares"
-                " those of every layer; use sharded"
+                f"teacher.backend cache holds final hidden states, but {setting}"
+                " compares those of every layer; use sharded"
                 + (" or adapter_off" if self.lora is not None else "")
             )
         if (
@@ -367,9 +367,9 @@ class Recipe(Strict):
             and self.starts_calibrated
         ):
             raise ValueError(
-                "teacher.backend adapter_off takes the student's own weights for the"
-                " original's, which calibration has changed; use sharded or cache, or"
-                " set calibration.starts_training: false"
+                "teacher.backend adapter_off uses the student's weights as the"
+                " original's, but calibration has changed them; use sharded or cache,"
+                " or set calibration.starts_training: false"
             )
         # Adapters already leave every original weight as it is.
         for key in ("freeze_embeddings_and_head", "freeze_routers"):
@@ -391,8 +391,9 @@ class Recipe(Strict):
             raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
         if stopping is not None and self.train.balance_bias_rate is not None:
             raise ValueError(
-                "train.balance_bias_rate does not work with early_stopping, whose best"
-                " weights hold no routers' bias; use train.balance_loss_coefficient"
+                "train.balance_bias_rate does not work with early_stopping, because its"
+                " best weights do not contain the routers' bias; use"
+                " train.balance_loss_coefficient"
             )
         if self.evaluation.layer_study and self.data.heldout is None:
             raise ValueError(
@@ -413,7 +414,7 @@ class Recipe(Strict):
                 raise ValueError(
                     f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps"
                     f" ({warmup}) and train.lr_scheduler_kwargs.num_decay_steps"
-                    f" ({decay}), of which a number below 1 is a share"
+                    f" ({decay}), where a number below 1 is a fraction"
                 )
             # Not only the sweep's own short trainings must hold warm-up and decay: the
             # main training, too, for whichever batch size is chosen.

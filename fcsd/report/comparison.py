@@ -150,7 +150,7 @@ def write_details(
         comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance
     )
     mark = f" {look}" if look else ""
-    dotted = " Dotted: where guessing would lie." if chance else ""
+    dotted = " Dotted: score of random guessing." if chance else ""
     figures = {
         "deltas.png": (
             f"Difference to the original, with 95 % intervals (paired).{dotted}{mark}"

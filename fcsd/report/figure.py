@@ -73,4 +73,4 @@ def check_figure(path: Path) -> None:
     with path.open("rb") as file:
         # PNG stores its text chunks before the pixels.
         if b"tEXtSoftware\0fcsd" not in file.read(1024):
-            raise UserError(f"{path}: no figure of fcsd")
+            raise UserError(f"{path}: not a figure of fcsd")

@@ -130,8 +130,8 @@ def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     measured = read_manifest(scores).get("inputs", {}).get("model")
     if current is not None and measured is not None and current != measured:
         raise UserError(
-            f"{scores}: was measured on other weights than those in {stage};"
-            " remove it, and `fcsd run` evaluates again"
+            f"{scores}: was measured on other weights than those in {stage}; remove it,"
+            " and run `fcsd run` to evaluate again"
         )
     result, samples = read_result(scores)
     return {"result": result, "samples": samples}
@@ -223,7 +223,7 @@ def _figures(
             colours=colours,
             chance=chance,
         )
-        dotted = "; dotted: where guessing would lie" if chance else ""
+        dotted = "; dotted: score of random guessing" if chance else ""
         figures["models.png"] = (
             f"Scores of every model; bars are one standard error{dotted}."
         )
@@ -301,14 +301,15 @@ def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
     """Say what the models are that every run has."""
     if recipe.only_pretrains:
         return (
-            "`original` is the pre-training as the recipe has it, the other models are"
-            " those of its variants."
+            "`original` is the recipe's own pre-training; the other models are its"
+            " variants."
         )
     text = (
-        "`original` is the teacher, `converted` the same weights rewired and untrained"
+        "`original` is the teacher, `converted` has the same weights, rewired and"
+        " untrained"
     )
     if "calibrated" in models:
-        text += ", `calibrated` the same with closed-form maps folded into them"
+        text += ", `calibrated` has closed-form maps folded into these weights"
     return f"{text}."
 
 
@@ -334,8 +335,8 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     if not graded:
         return ""
     return (
-        f" **The same items are graded in {', '.join(sorted(graded))}: no independent"
-        " test of this choice.**"
+        f" **The same items are graded in {', '.join(sorted(graded))}: they are not an"
+        " independent test of this choice.**"
     )
 
 

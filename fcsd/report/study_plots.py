@@ -100,7 +100,7 @@ def _plot_ends(
                 )
     xlabel = f"N, rewired layers of {num_layers}"
     if by_side["attention"]:
-        xlabel = f"N layers of {num_layers} whose MLP side is outdated, too"
+        xlabel = f"N of {num_layers} layers whose MLP side is outdated, too"
     axis.set(xlabel=xlabel, xlim=(-0.02 * num_layers, None))
     _finish_layers(axis, metric, "rewired from either end, untrained", grid="both")
 

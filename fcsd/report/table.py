@@ -217,8 +217,8 @@ def score_table(result: Mapping[str, Any]) -> str:
         if "outcomes" in row
     ]
     notes += [
-        f"{task}: {row['prompts_cut']} prompts are longer than the model's positions"
-        " and were cut on the left."
+        f"{task}: {row['prompts_cut']} prompts exceed the model's positions and were"
+        " truncated on the left."
         for task, row in result["tasks"].items()
         if row.get("prompts_cut")
     ]

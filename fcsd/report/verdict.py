@@ -6,11 +6,11 @@ from typing import Any
 LEGEND = (
     "Per cent ± one standard error; the delta's is paired (same items and prompts for"
     " both), and so is its 95 % interval. Gained and lost: items that only the model,"
-    " or only the original, got right. p: exact McNemar, how often chance alone would"
-    " split the changed items this unevenly. Verdict: p below 0.05 after Holm's"
+    " or only the original, got right. p: exact McNemar, the probability that chance"
+    " alone splits the changed items this unevenly. Verdict: p below 0.05 after Holm's"
     " correction for the number of tasks; of the mean: whether its interval excludes 0."
-    " Within noise does not say that nothing was lost: the interval says how much may"
-    " have been."
+    " Within noise does not mean that nothing was lost: the interval shows how much may"
+    " have been lost."
 )
 
 
@@ -33,9 +33,7 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
     changed = sum(row["gained"] + row["lost"] for row in tasks.values())
     count = sum(row["num_items"] for row in tasks.values())
     if not changed:
-        return (
-            f"**{name}**: none of {count} items has another score than the original's."
-        )
+        return f"**{name}**: all {count} items have the original's score."
     sentences = [
         (
             f"**{name}**: {_mean(mean)}"
@@ -51,7 +49,9 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
         # there are some.
         if names or adds_up or word == "lost":
             none = (
-                "no task by itself, but together they show it" if adds_up else "no task"
+                "no single task shows it, but together they do"
+                if adds_up
+                else "no task"
             )
             sentences.append(
                 f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}."

@@ -24,18 +24,18 @@ from fcsd.base.errors import UserError
 from fcsd.training.optimizer import learning_rate_schedule
 
 _ENGINES = "launch with accelerate and configs/fsdp2_8.yaml"
-_SKIPPED = "steps that go wrong are skipped, and are in no mean"
-_ROWS = "rows are of one length, and their order is that of the data"
+_SKIPPED = "failing steps are skipped and do not enter any mean"
+_ROWS = "rows have one length, and keep the order of the data"
 
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "use bf16=True"),
     "label_smoothing_factor": ((0, 0.0), "use temperature, or the objective jsd, for a softer target"),
-    "auto_find_batch_size": ((False,), "set per_device_train_batch_size; the batch of a step stays what it is"),
-    "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() leaves the model alone"),
+    "auto_find_batch_size": ((False,), "set per_device_train_batch_size; the batch of a step does not change"),
+    "save_only_model": ((False,), "a checkpoint is for an exact continuation; save_model() saves only the model"),
     "use_liger_kernel": ((False,), "head and loss are fused already"),
     "liger_kernel_config": ((None,), "head and loss are fused already"),
-    "bf16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
-    "fp16_full_eval": ((False,), "bf16=True holds for the evaluation too"),
+    "bf16_full_eval": ((False,), "bf16=True also applies to the evaluation"),
+    "fp16_full_eval": ((False,), "bf16=True also applies to the evaluation"),
     "fsdp": ((None, "", [], False), _ENGINES),
     "fsdp_config": ((None,), _ENGINES),
     "deepspeed": ((None,), _ENGINES),
@@ -45,7 +45,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "remove_unused_columns": ((False,), "rows have no other columns"),
     "label_names": ((None,), "the labels of rows are called labels"),
     "length_column_name": (("length",), _ROWS),
-    "save_on_each_node": ((False,), "output_dir is on a file system that all machines share"),
+    "save_on_each_node": ((False,), "output_dir must be on a file system that all machines share"),
     "use_cache": ((False,), "a training has no cache of keys and values"),
 }  # fmt: skip
 """Argument -> its neutral values, what to do instead."""
@@ -130,9 +130,8 @@ def refuse_conflicts(args: Any) -> None:
     problem = None
     if args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs"):
         problem = (
-            f"num_train_epochs: {args.num_train_epochs:g} has no meaning beside"
-            f" max_steps {args.max_steps}, which ends the training; leave one of them"
-            " out"
+            f"num_train_epochs: {args.num_train_epochs:g} has no meaning with max_steps"
+            f" {args.max_steps}, which ends the training; leave one of them out"
         )
     elif schedule in _NO_WARMUP and args.warmup_steps > 0:
         problem = (
@@ -157,8 +156,7 @@ def refuse_conflicts(args: Any) -> None:
     elif accelerator.split_batches or accelerator.dispatch_batches:
         problem = (
             "accelerator_config: split_batches and dispatch_batches have no meaning"
-            " here; per_device_train_batch_size and batch_size_tokens say what a process"
-            " has"
+            " here; set per_device_train_batch_size and batch_size_tokens instead"
         )
     if problem is not None:
         raise UserError(f"FCSDConfig: {problem}")
@@ -188,15 +186,15 @@ def refuse_another_cut(
     if rows != configured_rows:
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {rows} rows of max_length"
-            f" {args.max_length} for each of {num_processes} processes,"
-            f" per_device_train_batch_size says {configured_rows}; leave it out, or"
-            " make the batch larger"
+            f" {args.max_length} for each of {num_processes} processes, but"
+            f" per_device_train_batch_size is {configured_rows}; leave it out, or make"
+            " the batch larger"
         )
     # 1 is the default of transformers, which cannot be told from a 1 that was set.
     if accumulation_steps not in (1, num_micro_batches):
         raise UserError(
             f"batch_size_tokens: {args.batch_size_tokens} are {num_micro_batches}"
             f" micro-batches of {rows} x max_length {args.max_length} tokens on"
-            f" {num_processes} processes, gradient_accumulation_steps says"
+            f" {num_processes} processes, but gradient_accumulation_steps is"
             f" {accumulation_steps}; leave one of them out"
         )

@@ -84,7 +84,7 @@ def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
     # many, and 1 always fits.
     if batch % step == 0:
         fitting_rows = [k for k in range(1, rows) if batch % (k * step) == 0]
-        return f"what fits: per_device_train_batch_size {max(fitting_rows)}"
+        return f"possible: per_device_train_batch_size {max(fitting_rows)}"
     alternatives = [f"a batch of {-(-batch // step) * step}"]
     processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
     # Lengths down to an eighth of the present one are tried.
@@ -97,7 +97,7 @@ def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
         alternatives.append(f"data.max_length {max(lengths)}")
     if processes:
         alternatives.append(f"{max(processes)} processes")
-    return f"what fits: {', or '.join(alternatives)}"
+    return f"possible: {', or '.join(alternatives)}"
 
 
 def refuse_what_cannot_be_sharded(
@@ -110,8 +110,8 @@ def refuse_what_cannot_be_sharded(
     # alone works.
     if engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms:
         raise UserError(
-            "early_stopping.metric: heldout_kl beside l2 or router_kl does not work"
-            " under ZeRO-3; use FSDP2, or pass@1"
+            "early_stopping.metric: heldout_kl does not work with l2 or router_kl under"
+            " ZeRO-3; use FSDP2, or pass@1"
         )
 
 

@@ -104,7 +104,7 @@ def settle_best(
     ]
     stopper.lose_all_but([*whole_steps, *([] if last_step is None else [last_step])])
     if stopper.best_step is None:
-        replacement = "no other weights that were scored are whole"
+        replacement = "all other scored weights are damaged, too"
     else:
         replacement = (
             f"taking those of step {stopper.best_step}, {stopper.name}"
@@ -136,8 +136,8 @@ def _keep_only(trainer: FCSDTrainer, run: TrainingRun, steps: list[int]) -> None
             # A run goes back to intact checkpoints only, so the weights that a damaged
             # one names are not needed.
             trainer.guarded.say(
-                f"{checkpoint}: is damaged ({error}); it is set aside, and the training"
-                " continues"
+                f"{checkpoint}: is damaged ({error}); fcsd sets it aside and continues"
+                " the training"
             )
             set_aside(checkpoint)
             continue
@@ -229,8 +229,8 @@ class StopWhenScoreStalls(TrainerCallback):
                 own_score = self.score(trainer.plain_model)
             if not math.isfinite(own_score.value):
                 raise UserError(
-                    f"the score is {own_score.value}: the model gives figures that are"
-                    " not finite"
+                    f"the score is {own_score.value}: the model's outputs are not"
+                    " finite"
                 )
         except Exception as error:
             if trainer.launch.engine.shards and not known_to_all(error):

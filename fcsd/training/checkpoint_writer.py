@@ -168,9 +168,9 @@ class CheckpointWriter:
             )
             if not self._has_room:
                 trainer.guarded.say(
-                    f"checkpoints: a copy takes {size(need)} of this machine's memory,"
-                    f" of which {size(room)} are free; the training waits while they"
-                    " are written"
+                    f"checkpoints: a copy needs {size(need)} of this machine's memory,"
+                    f" but only {size(room)} are free; the training waits while a"
+                    " checkpoint is written"
                 )
         return self._has_room
 

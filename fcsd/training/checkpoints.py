@@ -128,7 +128,7 @@ def _file_damage(
     if path.stat().st_size != num_bytes:
         return f"{name} has {path.stat().st_size} of {num_bytes} bytes"
     if file_sha256(path) != sha256:
-        return f"{name} has other bytes than were written"
+        return f"the content of {name} differs from what was written"
     return None
 
 
@@ -194,8 +194,8 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     newest = newest_whole(candidates, ranks, lambda line: print(line, file=sys.stderr))
     if newest is None and candidates:
         raise UserError(
-            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and there"
-            f" is no other checkpoint that is whole; remove {folder} to begin again"
+            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and all"
+            f" other checkpoints are damaged, too; remove {folder} to start again"
         )
     return newest
 
@@ -244,7 +244,7 @@ def guard_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _rewind(folder: Path) -> dict[str, Any] | None:
-    path, advice = folder / _REWIND, f"remove {folder} to begin again"
+    path, advice = folder / _REWIND, f"remove {folder} to start again"
     return read_sealed(path, advice) if path.is_file() else None
 
 

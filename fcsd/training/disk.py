@@ -85,7 +85,7 @@ def check_disk(folder: Path, need: DiskNeed, train: TrainConfig) -> None:
         )
     raise UserError(
         f"{folder}: the training needs {size(need.total)} on the disk"
-        f" ({', '.join(parts)}), and {size(room)} are free; {advice}"
+        f" ({', '.join(parts)}), but {size(room)} are free; {advice}"
     )
 
 

@@ -258,10 +258,10 @@ class EarlyStopper:
         text = (
             f"early stopping: {self.name} changed by"
             f" {plus_minus(change, error, sign='+')}{share} from step"
-            f" {previous_point['step']} to {self.points[-1]['step']}, with the"
-            f" paired standard error on {self.items}. early_stopping.min_delta,"
-            f" {self.min_delta:g}, is less than that error, so that chance decides what counts as an improvement: raise"
-            " it, or "
+            f" {previous_point['step']} to {self.points[-1]['step']}, with the paired"
+            f" standard error on {self.items}. early_stopping.min_delta,"
+            f" {self.min_delta:g}, is less than that error, so chance decides what"
+            " counts as an improvement: raise it, or "
         )
         if relative:
             return text + "data.heldout_examples"
@@ -301,9 +301,9 @@ class EarlyStopper:
             return None
         return (
             f"early stopping: no score was as good as the {self.name} before training,"
-            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}, so that"
-            " the weights of step 0 are what this run leaves: training has made the"
-            " model worse. Try a smaller learning rate, or more warm-up (`fcsd sweep`)"
+            f" {plus_minus(self.points[0]['score'], self.points[0]['stderr'])}:"
+            " training made the model worse, so this run keeps the weights of step 0."
+            " Try a smaller learning rate, or more warm-up (`fcsd sweep`)"
         )
 
     # ---- as plain data

@@ -190,8 +190,8 @@ def _compare_with_saved(model: PreTrainedModel, folder: Path) -> None:
     needed_bytes = sum(tensor.nbytes for tensor in trained.values())
     if (free_bytes := available_memory()) < needed_bytes * _ROOM_TO_LOAD:
         print(
-            f"{folder.name}: was not loaded to compare it with the trained model, which"
-            f" takes {needed_bytes / 1e9:.0f} GB of main memory"
+            f"{folder.name}: was not compared with the trained model, because loading"
+            f" it takes {needed_bytes / 1e9:.0f} GB of main memory"
             f" ({free_bytes / 1e9:.0f} GB are free)",
             file=sys.stderr,
         )

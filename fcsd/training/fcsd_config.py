@@ -63,9 +63,9 @@ def _greater_is_better(metric: str) -> bool:
     if any(f"_{metric}".endswith(f"_{word}") for word in _SCORES):
         return True
     raise UserError(
-        f"FCSDConfig: metric_for_best_model: {metric!r} does not say whether more of it"
+        f"FCSDConfig: metric_for_best_model: {metric!r} does not imply whether higher"
         " is better; set greater_is_better=True or False, or use eval_loss, eval_kl or"
-        " eval_ce (of a dict of data sets eval_NAME_kl and so on), of which less is"
+        " eval_ce (for a dict of data sets, eval_NAME_kl and so on), where lower is"
         " better"
     )
 
@@ -169,8 +169,8 @@ def _check_arguments(args: Any) -> None:
         raise UserError(
             f"args: {kind_of(args)}, with arguments that FCSDTrainer does not have"
             f" ({', '.join(foreign[:3])}{', …' if len(foreign) > 3 else ''}); give an"
-            " FCSDConfig, or a TrainingArguments of transformers (docs/python.md says"
-            " what TRL's arguments are called here)"
+            " FCSDConfig, or a TrainingArguments of transformers (docs/python.md has"
+            " fcsd's names for TRL's arguments)"
         )
 
 
@@ -248,7 +248,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     )
     adam_beta2: float = _key(TrainConfig, "adam_beta2", "AdamW's beta2.")
     logging_steps: float = _key(TrainConfig, "logging_steps", "Steps between two logs.")
-    logging_nan_inf_filter: bool = _argument(False, "Steps that go wrong are skipped.")
+    logging_nan_inf_filter: bool = _argument(False, "Skip failing steps.")
     remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
 

@@ -223,7 +223,7 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
                 of memory.
         """
         if self.train_dataset is None:
-            raise UserError("train_dataset: is needed for training")
+            raise UserError("train_dataset: is required for training")
         folder = Path(str(self.args.output_dir))
         checkpoint = chosen_checkpoint(
             folder, resume_from_checkpoint, self.launch.ranks

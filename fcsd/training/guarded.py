@@ -218,8 +218,8 @@ class GuardedSteps:
         self.trainer.checkpoint_writer.finish()
         saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
         pass_over = (
-            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to pass over"
-            " these batches, "
+            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to skip these"
+            " batches, "
         )
         return UserError(
             f"training stopped before step {step}: {reason}; the last checkpoint is"

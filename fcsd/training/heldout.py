@@ -123,9 +123,9 @@ class HeldoutKL(HeldoutCE):
             self.teacher = teacher
         elif sharded:
             raise UserError(
-                "early_stopping.metric: heldout_kl needs a teacher that is run: under"
-                " FSDP or DeepSpeed that is teacher.backend: sharded, with an objective"
-                " that has a teacher"
+                "early_stopping.metric: heldout_kl needs a loaded teacher: under FSDP"
+                " or DeepSpeed, use teacher.backend: sharded, with an objective that"
+                " has a teacher"
             )
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
@@ -217,6 +217,6 @@ class HeldoutLosses:
 
 def _no_original() -> PreTrainedModel:
     raise UserError(
-        "eval_dataset: eval_kl needs a teacher that is run on other rows; one that"
-        " reads a cache cannot"
+        "eval_dataset: eval_kl needs a loaded teacher; a cache has no hidden states for"
+        " these rows"
     )

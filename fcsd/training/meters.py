@@ -200,6 +200,6 @@ class Meters:
             raise UserError(
                 f"training stopped at step {step}: every token's {self.divergence} is"
                 f" above objective.clip ({self.clip}; its median is {nats(median)}"
-                " nats), so that nothing is learnt; raise objective.clip or leave"
-                " it out"
+                " nats), so the model learns nothing; raise objective.clip or leave it"
+                " out"
             )

@@ -74,6 +74,6 @@ def refuse_factored_states(optimizer: Any) -> None:
             ):
                 raise UserError(
                     f"{type(optimizer).__name__}: its state {name!r} does not have the"
-                    " shape of its parameter, so no checkpoint can hold it; use another"
+                    " shape of its parameter, so fcsd cannot checkpoint it; use another"
                     " optimizer, or save_strategy='no' and save_model()"
                 )

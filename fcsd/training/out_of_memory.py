@@ -51,7 +51,7 @@ def explain_oom(
         requested = re.search(
             r"tried to allocate ([\d.]+ ?[A-Za-z]+)", str(error), re.IGNORECASE
         )
-        shortfall = f", and {requested[1]} more were asked for" if requested else ""
+        shortfall = f", and {requested[1]} more were requested" if requested else ""
         numbers = ", ".join(f"{name} {size(number)}" for number, name in largest)
         changes = "; ".join(
             advice([name for _, name in largest], student, teacher, train, max_length)
@@ -133,7 +133,7 @@ def advice(
     if train.per_device_train_batch_size > 1:
         fewer_activations.append(
             "train.per_device_train_batch_size below"
-            f" {train.per_device_train_batch_size} (the step's batch stays)"
+            f" {train.per_device_train_batch_size} (the step's batch does not change)"
         )
     else:
         fewer_activations.append(f"data.max_length below {max_length}")

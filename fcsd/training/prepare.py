@@ -125,9 +125,9 @@ def check_vocabularies(
     if tokens is None and rows != size:
         raise UserError(
             f"the vocabularies differ: {rows} tokens in the teacher, {size} in the"
-            " student; distillation compares distributions over the same tokens, use"
-            " the original checkpoint as the teacher, or set objective.vocab_size if"
-            " one vocabulary is padded differently"
+            " student; distillation needs one vocabulary: use the original checkpoint"
+            " as the teacher, or set objective.vocab_size if one vocabulary is padded"
+            " differently"
         )
     if tokens is not None and not len(tokenizer) <= tokens <= size:
         raise UserError(

@@ -156,7 +156,7 @@ def with_known_names(cls: Class) -> Class:
         # a required argument is missing, or there are too many positional ones
         except TypeError as error:
             raise UserError(
-                f"{cls.__name__}: {error}; give arguments by their names"
+                f"{cls.__name__}: {error}; pass arguments by name"
             ) from None
         construct(self, *args, **arguments)
 

@@ -86,7 +86,7 @@ def _cut_settings(
     if train.capacity_factor is not None:
         settings["per_device_train_batch_size"] = args.per_device_train_batch_size
     if train.depends_on_micro_batches:
-        name = "micro-batches of a step, which balance_loss_over 'batch' depends on"
+        name = "micro-batches of a step, on which balance_loss_over 'batch' depends"
         settings[name] = args.gradient_accumulation_steps
     return settings
 
@@ -196,8 +196,8 @@ class TrainingRecord:
         if changes:
             raise UserError(
                 f"{checkpoint}: was made with other settings ({'; '.join(changes)});"
-                " continue with those, or start another training in another output"
-                " folder"
+                " continue with those settings, or start another training in another"
+                " output folder"
             )
 
 

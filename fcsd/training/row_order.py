@@ -39,7 +39,7 @@ class EpochRows(Sampler[int]):
     def __init__(self, num_rows: int, rows_of_a_step: int, max_length: int):
         if num_rows < rows_of_a_step:
             raise UserError(
-                f"data.train: gives {num_rows} rows of {max_length} tokens, one batch"
+                f"data.train: has {num_rows} rows of {max_length} tokens, but one batch"
                 f" of train.batch_size_tokens {rows_of_a_step * max_length} needs"
                 f" {rows_of_a_step}; use more data or a smaller batch"
             )
@@ -153,7 +153,7 @@ class ReadsWholeSteps(Trainer):
         """
         check_number(number, "show_rows")
         if self.train_dataset is None:
-            raise UserError("train_dataset: is needed for show_rows")
+            raise UserError("train_dataset: is required for show_rows")
         if self.is_world_process_zero():
             print_rows(self.train_dataset, self.processing_class, number)
 

@@ -191,7 +191,7 @@ def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
     if earlier_rows in (None, current_rows):
         return ""
     return (
-        f", with {current_rows} instead of {earlier_rows} rows in a forward pass, which"
+        f", with {current_rows} instead of {earlier_rows} rows per forward pass, which"
         " changes the order of float sums"
     )
 
@@ -254,7 +254,7 @@ def _not_scored(
         traceback.print_exception(cause)
     return UserError(
         f"early stopping: no score at step {step}: {cause}; the training is not lost:"
-        " run the same command again, and it goes on with this score from"
+        " run the same command again to continue with this score from"
         f" {_last_kept(run)}"
     )
 
@@ -263,7 +263,7 @@ def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
     return Interrupted(
         f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step"
         f" {trainer.state.global_step} of {trainer.state.max_steps}; run the same"
-        f" command again to go on from {_last_kept(run)}",
+        f" command again to continue from {_last_kept(run)}",
         trainer.guarded.interrupted_by,
     )
 
@@ -272,7 +272,7 @@ def _last_kept(run: TrainingRun) -> str:
     saved_checkpoints = checkpoints(run.folder / "checkpoints")
     if saved_checkpoints:
         return str(saved_checkpoints[-1])
-    return "the beginning, no checkpoint was written"
+    return "the beginning (there is no checkpoint)"
 
 
 def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:

@@ -238,13 +238,14 @@ class Guard:
             )
         if event["event"] == "spike":
             return (
-                f"step {event['step']}: the loss is {event['loss']:.4g}, usual is"
+                f"step {event['step']}: the loss is {event['loss']:.4g}, usually"
                 f" {event['usual']:.4g}; a loss above {event['limit']:.4g} is a spike"
             )
         return (
-            f"step {event['step']}: back to the checkpoint of step {event['to_step']},"
-            f" and on with the data after the {event['passed_steps']} steps in between"
-            f" (rewind {self.rewinds} of at most {self.settings.max_rewinds})"
+            f"step {event['step']}: returning to the checkpoint of step"
+            f" {event['to_step']} and continuing with the data after the"
+            f" {event['passed_steps']} steps in between (rewind {self.rewinds} of at"
+            f" most {self.settings.max_rewinds})"
         )
 
     def state(self) -> dict[str, Any]:

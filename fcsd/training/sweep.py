@@ -39,7 +39,7 @@ def read_history(folder: Path) -> list[dict[str, float]]:
             point = None
         if not isinstance(point, dict) or not isinstance(point.get("step"), int):
             raise UserError(
-                f"{path}, line {number}: is no point of a training, the file is"
+                f"{path}, line {number}: is not a point of a training, so the file is"
                 f" damaged; {advice}"
             )
         points.append(point)

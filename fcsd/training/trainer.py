@@ -394,9 +394,9 @@ def _use_one_device(args: TrainingArguments) -> None:
     """
     if args.n_gpu > 1:
         print(
-            f"this process trains on one of the {args.n_gpu} devices that it sees;"
-            f" `accelerate launch --num_processes {args.n_gpu}` starts a process for"
-            " each (docs/scale.md)",
+            f"this process trains on only one of the {args.n_gpu} visible devices;"
+            " start one process per device with `accelerate launch --num_processes"
+            f" {args.n_gpu}` (docs/scale.md)",
             file=sys.stderr,
         )
         args._n_gpu = 1

@@ -74,8 +74,8 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
         if requested_field != current_field:
             raise UserError(
                 f"{type(model).__name__}: this model is already converted with"
-                f" {field_text(current_field)}, but {field_text(requested_field)} is"
-                " asked for; leave layers out to train it as it is, or convert it first"
+                f" {field_text(current_field)}, but {field_text(requested_field)} was"
+                " requested; leave layers out to train it as it is, or convert it first"
             )
     return model
 
@@ -122,7 +122,7 @@ def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
         else:
             description = f"is a {type(model).__name__}"
         raise UserError(
-            f"FCSDConfig: {argument}: is for a {name} that is given by its path, and"
+            f"FCSDConfig: {argument}: applies only to a {name} given by its path, but"
             f" {name} {description}; leave it out, or give the path"
         )
 
@@ -134,8 +134,8 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
         config = read_config(find_model(args.model_config(str(model))).folder)[0]
     if (change := changed_by(config)) is not None:
         raise UserError(
-            f"teacher: {name} was {change} already, so that a copy of it is not the"
-            " original; give the original as teacher=, a model or its path"
+            f"teacher: {name} was {change} already, so a copy of it is not the"
+            " original; pass the original as teacher=, a model or its path"
         )
 
 
@@ -153,8 +153,8 @@ def teacher_of(
         return original
     if teacher is student:
         raise UserError(
-            "teacher: is the model that is trained; leave it out, and a copy with the"
-            " original connectivity is made"
+            "teacher: is the model in training; leave it out, and fcsd makes a copy"
+            " with the original connectivity"
         )
     if not isinstance(teacher, str | Path):
         return teacher
@@ -268,7 +268,7 @@ class TrainerInputs:
         the constructor, which None or a name refers to.
         """
         if data is None and held is None:
-            raise UserError(f"{name}: None; the data to measure are needed")
+            raise UserError(f"{name}: None; give the data to measure")
         is_name = isinstance(data, str) and isinstance(held, Mapping) and data in held
         return data if data is None or is_name else self.heldout_rows(data, name)
 
@@ -355,8 +355,8 @@ def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
 def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     if not path:
         raise UserError(
-            "processing_class: is needed, the tokenizer of the model (it was not loaded"
-            " from a checkpoint)"
+            "processing_class: is required, because the model was not loaded from a"
+            " checkpoint; give its tokenizer"
         )
     checkpoint = find_model(args.model_config(str(path)))
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
@@ -385,8 +385,8 @@ def check_kinds(
             )
     if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
         raise UserError(
-            f"optimizers: {kind_of(optimizers)}; a pair (optimizer, scheduler) is"
-            " needed, None for one that is to be made"
+            f"optimizers: {kind_of(optimizers)}; give a pair (optimizer, scheduler),"
+            " with None for one that fcsd should make"
         )
     check_kind(
         "compute_metrics",

@@ -456,7 +456,7 @@ def test_bad_input_of_the_command_is_one_line(
         ),
         (
             {"dispatch_s": [1.0] * 3},
-            "dispatch_s and combine_s need a number for each of `layers`",
+            "dispatch_s and combine_s need one number per layer of `layers`",
         ),
         ({"combine_s": [1.0, 1.0, 1.0, -1.0]}, r"combine_s\.3: .* got -1"),
         ({"combine_s": [1.0, 1.0, 1.0, float("nan")]}, r"combine_s\.3: .* got nan"),

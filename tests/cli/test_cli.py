@@ -297,8 +297,7 @@ ROW = (
             ROW,
             {},
             (
-                r"gives 1 rows of 32 tokens, one batch of train\.batch_size_tokens 128"
-                r" needs 4; use more data"
+                r"has 1 rows of 32 tokens, but one batch of train\.batch_size_tokens 128 needs 4; use more data"
             ),
         ),
         (

@@ -57,9 +57,8 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
         )
     assert 0 < too_long < 12, too_long
     assert made["tasks"]["t_choice"]["prompts_cut"] == too_long
-    assert (
-        f"t_choice: {too_long} prompts are longer than the model's positions"
-        in score_table(made)
+    assert f"t_choice: {too_long} prompts exceed the model's positions" in score_table(
+        made
     )
     assert (
         f"t_choice 1-shot, {too_long} of 12 prompts cut on the left"

@@ -178,9 +178,9 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     assert state_of(folder) == whole("stage")[0]
     said = capfd.readouterr().err
     assert (
-        "is gone; beginning with the first layer"
+        "is missing; starting again with the first layer"
         if "before" in lost
-        else "is not the model that was calibrated"
+        else "differs from the calibrated model"
     ) in said
 
 
@@ -199,7 +199,7 @@ def test_a_calibration_whose_note_has_another_digit_begins_again(
     write_json(folder / note, record)
     assert main(commands["stage"](folder)) == 0
     assert state_of(folder) == whole("stage")[0]
-    assert "is not the model that was calibrated" in capfd.readouterr().err
+    assert "differs from the calibrated model" in capfd.readouterr().err
 
 
 def test_a_calibration_that_is_found_finished_is_as_it_was_written(
@@ -275,4 +275,4 @@ def test_too_few_tokens_are_refused_by_the_name_of_their_option(
     ]
     assert main([*words, "--tokens", "100"]) == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "calibration.tokens (--tokens): 100 are too few; at least" in message
+    assert "calibration.tokens (--tokens): 100 are too few; give at least" in message

@@ -301,8 +301,7 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_wit
         assert main(command) == 2
     assert re.search(
         rf"error: early stopping: no score at step {step}: the sandbox server has"
-        r" ended; the training is not lost: run"
-        r" the same command again, and it goes on with this score from"
+        r" ended; the training is not lost: run the same command again to continue with this score from"
         rf" \S*checkpoint-{step}\n",
         captured.getvalue(),
     )

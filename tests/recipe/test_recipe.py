@@ -529,10 +529,7 @@ def test_a_pretraining_that_sets_the_models_own_balance_of_routers_is_refused_wi
             write(tmp_path, MINIMAL | {"model": {}, "pretrain": plan | {"train": {}}})
         )
 
-    message = (
-        rf"x\.yaml: pretrain\.config: {key}: a pre-training does not use the model.s"
-        r" own .* set pretrain"
-    )
+    message = rf"x\.yaml: pretrain\.config: {key}: pre-training does not use the model.s own .* set pretrain"
     with pytest.raises(UserError, match=message):
         load({key: value})
     with pytest.raises(UserError, match=rf"pretrain\.config: text_config\.{key}: "):
@@ -707,7 +704,7 @@ def test_a_variant_is_not_called_like_a_stage_or_its_model(
     tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(
-        UserError, match=rf"variants: '{name}' is what a stage or its model is called"
+        UserError, match=rf"variants: '{name}' is the name of a stage or its model"
     ):
         load_recipe(write(tmp_path, MINIMAL | {"variants": {name: {}}}))
 
@@ -855,7 +852,7 @@ LORA = {"lora": {"r": 8}}
         ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
         (
             {"teacher": {}, "objective": {"name": "sft"}},
-            "teacher: objective 'sft' compares with no teacher",
+            "teacher: objective 'sft' has no teacher",
         ),
         (
             {
@@ -926,7 +923,7 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
         "m",
         plain.model,
     )
-    with pytest.raises(UserError, match="objective 'sft' compares with no teacher"):
+    with pytest.raises(UserError, match="objective 'sft' has no teacher"):
         bad: dict[str, Any] = {
             "v": {"objective.name": "sft", "teacher.backend": "sharded"}
         }

@@ -521,17 +521,14 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     assert text.endswith("losses of up to 25.7 points (extra).")
     assert "Gained" not in text
     same = compare(a, a)
-    assert (
-        verdict("x", same)
-        == "**x**: none of 210 items has another score than the original's."
-    )
+    assert verdict("x", same) == "**x**: all 210 items have the original's score."
     little = [
         {task: [share] * 5 + [1.0] * 45 for task in "xyz"} for share in (1.0, 0.0)
     ]
     text = verdict("x", compare(*map(evaluated, little)))
     assert (
-        "a loss beyond noise. Lost beyond noise: no task by itself, but together they"
-        " show it." in text
+        "a loss beyond noise. Lost beyond noise: no single task shows it, but together they do."
+        in text
     )
     one = paired_table(compare(evaluated({"x": [1.0]}), evaluated({"x": [0.0]})))
     assert "| 100.0 ± – | 0.0 ± – | -100.0 ± – |" in one, (

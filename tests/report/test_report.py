@@ -292,7 +292,8 @@ def test_the_report_says_when_the_checkpoint_was_chosen_by_items_that_are_report
         text = (run / "report" / "report.md").read_text()
         assert f"pass@1 on `{dataset}`" in text
         assert (
-            "The same items are graded in code: no independent test" in text
+            "The same items are graded in code: they are not an independent test"
+            in text
         ) == said
 
 
@@ -381,7 +382,7 @@ def test_a_finished_training_without_its_model_is_not_published(
     for _ in range(2):  # an empty folder, and none
         with pytest.raises(
             UserError,
-            match=r"distill/model: holds no model, though its stage has finished",
+            match=r"distill/model: holds no model, although its stage has finished",
         ):
             write_publication(
                 recipe, None, run / "distill" / "model", run / "report", run / "publish"

@@ -49,7 +49,7 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs: 2 has no meaning beside max_steps 5"),
+        ({"max_steps": 5, "num_train_epochs": 2}, "num_train_epochs: 2 has no meaning with max_steps 5"),
         ({"max_steps": 5, "warmup_steps": 6}, r"warmup_steps \(6\) is more than max_steps \(5\)"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "'constant' has no warm-up; use 'constant_with_warmup'"),
         ({"lr_scheduler_type": "constant", "warmup_steps": 0.1}, "'constant' has no warm-up"),
@@ -62,7 +62,7 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
             "the schedule 'linear' cannot be made with {'num_cycles': 2} .*unexpected keyword argument 'num_cycles'",
         ),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "the schedule 'cosine_with_min_lr' cannot be made with {}"),
-        ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' has no meaning here; rows are of one"),
+        ({"train_sampling_strategy": "group_by_length"}, "'group_by_length' has no meaning here; rows have one"),
         ({"include_for_metrics": ["loss"]}, "include_for_metrics: 'loss' has no meaning here"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches and dispatch_batches"),
         ({"balance_loss_over": "batch"}, "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient"),
@@ -199,8 +199,7 @@ def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_
     with pytest.raises(
         UserError,
         match=(
-            "model_init_kwargs: is for a model that is given by its path, and model"
-            " is a"
+            "model_init_kwargs: applies only to a model given by its path, but model is a"
         ),
     ):
         trainer({"model_init_kwargs": {"dtype": "bfloat16"}})

@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_finds_its_best_weights_damaged_and_has_others_beat_w
     results = train(again.run)
     said = capsys.readouterr().err
     assert (
-        "has other bytes than were written); no other weights that were scored are whole"
+        "differs from what was written); all other scored weights are damaged, too"
         in said
     )
     assert (results["best_step"], results["best_score"]) == (
@@ -209,7 +209,7 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
     said = capsys.readouterr().err
     assert (
         f"{checkpoint}: is damaged ({name} " in said
-        and "it is set aside, and the training continues" in said
+        and "fcsd sets it aside and continues the training" in said
     )
     assert (
         said.count("is damaged") == 1

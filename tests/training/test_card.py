@@ -143,7 +143,7 @@ def test_what_is_said_comes_before_what_is_known(
     )
     for name in ("tasks", "dataset_args"):
         with pytest.raises(
-            UserError, match=rf"^create_model_card: {name}: has no place on the card"
+            UserError, match=rf"^create_model_card: {name}: does not appear on the card"
         ):
             trainer.create_model_card(**{name: "x"})
 

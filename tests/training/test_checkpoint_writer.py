@@ -254,7 +254,7 @@ def test_without_room_for_a_copy_the_training_waits_and_says_so(
     error = capsys.readouterr().err
     assert (
         error.count(
-            "of this machine's memory, of which 1000 B are free; the training waits"
+            "of this machine's memory, but only 1000 B are free; the training waits"
         )
         == 1
     )

@@ -69,7 +69,7 @@ def test_a_training_that_only_makes_the_model_worse_leaves_the_weights_before_it
         and "at step 0, before training" in stopper.summary()
     )
     warning = stopper.no_gain()
-    assert warning is not None and "training has made the model worse" in warning
+    assert warning is not None and "training made the model worse" in warning
     stopper.update(30, Score([0.95]))
     assert stopper.best_step == 30 and stopper.no_gain() is None
 

@@ -174,10 +174,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     make(model=model, max_steps=1)  # the trainer before it has not trained
     first.train()
     first.save_model(str(tmp_path / "trained"))
-    message = (
-        r"was trained already, so that a copy of it is not the original; give the"
-        r" original as teacher="
-    )
+    message = r"was trained already, so a copy of it is not the original; pass the original as teacher="
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
         with pytest.raises(UserError, match=message):
             make(model=again)
@@ -832,7 +829,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"processing_class": SimpleNamespace(tokenizer=1)}, r"a SimpleNamespace; a tokenizer \(its `.tok"),
         ({"callbacks": TrainerCallback()}, "callbacks: a TrainerCallback; a list of callbacks is needed"),
         ({"callbacks": [3]}, "callbacks: an int; a TrainerCallback of transformers is needed"),
-        ({"optimizers": 3}, r"optimizers: an int; a pair \(optimizer, scheduler\) is needed, None for one that"),
+        ({"optimizers": 3}, r"optimizers: an int; give a pair \(optimizer, scheduler\), with None for one that"),
         ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "train_dataset, row 1: token id 999 at position 1 is not in"),
@@ -887,7 +884,7 @@ def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None
     ):
         FCSDTrainer()  # type: ignore[call-arg]
     with pytest.raises(
-        UserError, match="too many positional arguments; give arguments by their names"
+        UserError, match="too many positional arguments; pass arguments by name"
     ):
         FCSDTrainer("model", FCSDConfig(str(tmp_path), use_cpu=True), None, [])  # type: ignore[misc]
 
@@ -909,9 +906,7 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
             UserError, match=f"data set {name}, row 1: a str; an example is a mapping"
         ):
             measure(["a"])
-    with pytest.raises(
-        UserError, match="test_dataset: None; the data to measure are needed"
-    ):
+    with pytest.raises(UserError, match="test_dataset: None; give the data to measure"):
         trainer.predict(None)
     with pytest.raises(
         UserError, match="eval_dataset: None; the data to measure are needed"
@@ -989,11 +984,11 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     model = copy.deepcopy(original)
     convert_model(model, Connectivity("all"))
     with pytest.raises(
-        UserError, match="teacher: is the model that is trained; leave it out"
+        UserError, match="teacher: is the model in training; leave it out"
     ):
         make(model=model, teacher=model)
     with pytest.raises(
-        UserError, match="processing_class: is needed, the tokenizer of the model"
+        UserError, match="processing_class: is required, because the model"
     ):
         make(model=model, processing_class=None)
     small = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)

@@ -76,7 +76,7 @@ def test_too_little_memory_for_a_training_names_the_terms_and_the_changes(
         "fcsd estimate RECIPE",
     ):
         assert change in error
-    assert "\n" not in error and "were asked for" in error
+    assert "\n" not in error and "were requested" in error
 
 
 def test_what_is_held_is_counted_once_and_frozen_weights_have_no_moments() -> None:
@@ -113,7 +113,7 @@ def test_advice_begins_with_the_largest_term_and_leaves_out_what_is_done_already
     assert "configs/fsdp2_8.yaml" in first[0] and "adapter_off" in first[1]
     assert first[2:] == [
         "train.gradient_checkpointing: true",
-        "train.per_device_train_batch_size below 4 (the step's batch stays)",
+        "train.per_device_train_batch_size below 4 (the step's batch does not change)",
     ]
     assert changes(["teacher weights"], student, teacher)[0] == "teacher.backend: cache"
     student.activation_checkpointing_enable()

@@ -104,8 +104,7 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
     with pytest.raises(
         UserError,
         match=(
-            rf"checkpoint-3: was made with other settings \({message}.*; continue"
-            r" with those, or start"
+            rf"checkpoint-3: was made with other settings \({message}.*; continue with those settings, or start"
         ),
     ) as caught:
         trainer.train(resume_from_checkpoint=True)
@@ -229,7 +228,7 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
         (
             {"balance_loss_coefficient": 0.1, "balance_loss_over": "batch"},
             (
-                "micro-batches of a step, which balance_loss_over 'batch' depends on: 2"
+                "micro-batches of a step, on which balance_loss_over 'batch' depends: 2"
                 " -> 1"
             ),
         ),

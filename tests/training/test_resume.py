@@ -401,7 +401,7 @@ def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
     folder = bench.folder / "r" / "distill"
     assert (
         f"distil fcsd: continuing from {folder}/checkpoints/checkpoint-4, with 4"
-        " instead of 2 rows in a forward pass, which changes the order of float sums"
+        " instead of 2 rows per forward pass, which changes the order of float sums"
         in capsys.readouterr().err
     )
     assert (

@@ -276,7 +276,7 @@ def test_two_ranks_go_on_in_the_second_epoch_to_the_same_weights(
 def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused(strategy: str) -> None:
     with pytest.raises(
         UserError,
-        match=rf"train_sampling_strategy: '{strategy}' .* rows are of one length",
+        match=rf"train_sampling_strategy: '{strategy}' .* rows have one length",
     ):
         FCSDConfig(output_dir="x", train_sampling_strategy=strategy)
 
@@ -430,5 +430,5 @@ def test_a_trainer_shows_the_rows_that_it_trains_on(
     ):
         trainer.show_rows(0)
     trainer.train_dataset = None
-    with pytest.raises(UserError, match="train_dataset: is needed for show_rows"):
+    with pytest.raises(UserError, match="train_dataset: is required for show_rows"):
         trainer.show_rows()

@@ -184,7 +184,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_what_to_do_and_a_rewin
     assert (
         str(stopped.value)
         == f"training stopped before step 5: {why}; the last checkpoint is {last}; run"
-        " again with safety.max_rewinds: 1 to pass over these batches, lower"
+        " again with safety.max_rewinds: 1 to skip these batches, lower"
         " train.learning_rate or check the data"
     )
     with monkeypatch.context() as patch:
@@ -464,13 +464,13 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
     note_files(checkpoint, ALONE)
     assert damage(checkpoint) is None and newest_usable(tmp_path) == checkpoint
     (checkpoint / "inside" / "a").write_bytes(b"12745")
-    assert damage(checkpoint) == "inside/a has other bytes than were written"
+    assert damage(checkpoint) == "the content of inside/a differs from what was written"
     (checkpoint / "inside" / "a").unlink()
     assert damage(checkpoint) == "inside/a is missing"
     with pytest.raises(
         UserError,
         match=(
-            r"checkpoint-5: is damaged \(inside/a is missing\), and there is no other"
+            r"checkpoint-5: is damaged \(inside/a is missing\), and all other checkpoints are damaged"
         ),
     ):
         newest_usable(tmp_path)
@@ -512,8 +512,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same
     assert interruption.value.status == 143
     assert (
         str(interruption.value)
-        == "ended by SIGTERM after step 3 of 5; run the same command again to go on"
-        f" from {last}"
+        == f"ended by SIGTERM after step 3 of 5; run the same command again to continue from {last}"
     )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     train(run(tmp_path / "r", teacher, steps, max_steps=5))

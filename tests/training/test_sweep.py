@@ -118,7 +118,7 @@ def test_a_history_that_was_cut_is_named_with_its_line(
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damage}')
     with pytest.raises(
         UserError,
-        match=r"history\.jsonl, line 2: is no point of a training.*; remove .* again",
+        match=r"history\.jsonl, line 2: is not a point of a training.*; remove .* again",
     ):
         read_history(tmp_path)
     path.unlink()

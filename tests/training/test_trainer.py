@@ -427,7 +427,7 @@ def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said
     )
     before = {name: value.clone() for name, value in run.student.state_dict().items()}
     assert train(run)["best_step"] == 0
-    assert "training has made the model worse" in capsys.readouterr().err
+    assert "training made the model worse" in capsys.readouterr().err
     from fcsd.model.connectivity import load_model
 
     state = load_model(tmp_path / "model").state_dict()
@@ -725,7 +725,7 @@ def test_a_process_that_sees_several_gpus_trains_on_one(
     )
     train(make(tmp_path / "faked", teacher))
     assert (
-        "trains on one of the 2 devices that it sees; `accelerate launch"
+        "trains on only one of the 2 visible devices; start one process per device with `accelerate launch"
         in capsys.readouterr().err
     )
     names = ("loss", "grad_norm", "kl")

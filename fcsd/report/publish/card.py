@@ -182,7 +182,7 @@ def write_publication(
     report = read_json(report_folder / "report.json")
     if not (model / CONFIG).is_file():
         raise UserError(
-            f"{model}: holds no model, though its stage has finished; remove"
+            f"{model}: holds no model, although its stage has finished; remove"
             f" {model.parent} to run the stage again"
         )
     config = read_checkpoint_json(model / CONFIG)

@@ -86,7 +86,7 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
         if old != (new / CARD).read_bytes():
             print(
                 f"fcsd push: note: replaces the {CARD} of {repo_id}, which has other"
-                " words; it stays in the history there",
+                " words; the old one stays in the history there",
                 file=sys.stderr,
             )
 
@@ -103,7 +103,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         401: (
             "the Hub does not accept the access token; `hf auth login` stores a new one"
         ),
-        402: "the Hub wants a paid plan for this",
+        402: "the Hub requires a paid plan for this",
         403: "the access token may not write there; use a write token of the owner",
         404: "the Hub knows no such place, or the access token may not see it",
         429: "the Hub asks for a pause; run the same command again later",
@@ -114,7 +114,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         raise
     except OfflineModeIsEnabled:
         raise UserError(
-            "HF_HUB_OFFLINE is set: nothing can be pushed; unset it, or use --dry-run"
+            "HF_HUB_OFFLINE is set, so fcsd cannot push; unset it, or use --dry-run"
         ) from None
     except Exception as error:  # HTTP, network, disk and xet errors have no common base
         if isinstance(error, ValueError) and "Invalid metadata in README.md" in str(
@@ -122,9 +122,9 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         ):
             reason = excerpt(str(error).partition("\n")[2])
             raise UserError(
-                f"{repo_id}: the Hub refuses the metadata of README.md: {reason};"
-                " nothing was sent: correct the lines between the ---, or what"
-                " --license, --base-model or the recipe's publication put there"
+                f"{repo_id}: the Hub refuses the metadata of README.md: {reason}; fcsd"
+                " sent nothing: correct the lines between the ---, or the values of"
+                " --license, --base-model or the recipe's publication"
             ) from None
         status, server = None, ""
         if isinstance(error, HfHubHTTPError):
@@ -148,11 +148,11 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         if "Connect" in type(cause).__name__:
             raise UserError(
                 f"{repo_id}: the Hub at {endpoint} cannot be reached"
-                f" ({excerpt(cause)}); look at the network, proxy and HF_ENDPOINT, and"
+                f" ({excerpt(cause)}); check the network, proxy and HF_ENDPOINT, and"
                 " run the same command again"
             ) from None
         raise UserError(
             f"{repo_id}: the upload broke off ({type(cause).__name__}:"
-            f" {excerpt(server or cause)}); run the same command again, it continues"
-            " from what has arrived"
+            f" {excerpt(server or cause)}); run the same command again to continue the"
+            " upload"
         ) from None

@@ -135,7 +135,7 @@ def find_checkpoint(folder: Path) -> Path:
         raise UserError(
             f"{folder}: holds adapters, not a model; give the folder of the stage,"
             " which has a model with them merged into the weights (`fcsd distill`"
-            " leaves it), or upload them as they are with `hf upload`"
+            " writes it), or upload the adapters with `hf upload`"
         )
     stages = [
         name
@@ -144,17 +144,17 @@ def find_checkpoint(folder: Path) -> Path:
     ]
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
         has = (
-            f"; {folder / stages[0]} can be pushed as it is, without a report"
+            f"; you can also push {folder / stages[0]} without a report"
             if stages
             else ""
         )
         raise UserError(
-            f"{folder}: the run has not come to its publish folder yet; `fcsd run"
-            f" RECIPE` continues with it{has}"
+            f"{folder}: the run has no publish folder yet; continue it with `fcsd run"
+            f" RECIPE`{has}"
         )
     raise UserError(
         f"{folder}: holds neither a checkpoint ({CONFIG}) nor a run of `fcsd run`; give"
-        " the folder that `fcsd convert`, `fcsd distill` or `fcsd run` left"
+        " the folder that `fcsd convert`, `fcsd distill` or `fcsd run` wrote"
     )
 
 
@@ -163,11 +163,11 @@ def _check_repo_id(repo_id: str) -> None:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise UserError(
-            f"'{repo_id}' is no repository id: {str(error).splitlines()[0]}"
+            f"'{repo_id}' is not a repository id: {str(error).splitlines()[0]}"
         ) from None
     if repo_id.count("/") != 1:
         raise UserError(
-            f"'{repo_id}' is no repository id: owner/name is needed, for example"
+            f"'{repo_id}' is not a repository id: owner/name is needed, for example"
             " me/my-model-farskip"
         )
 
@@ -183,8 +183,8 @@ def _checked(source: Path) -> Checkpoint:
     check_tensors(checkpoint, *config_and_class(checkpoint))
     if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
         raise UserError(
-            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; of a"
-            f" FarSkip checkpoint it names {MODELING_FILE} alone, which fcsd writes;"
+            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; in a"
+            f" FarSkip checkpoint it names only {MODELING_FILE}, which fcsd writes;"
             " convert the original again"
         )
     if not (source / MODELING_FILE).is_file():
@@ -216,9 +216,9 @@ def _check_unchanged(source: Path) -> None:
         if weights is not None and weights != weights_fingerprint(source):
             raise UserError(
                 f"{file}: describes other weights ({weights[:12]}…) than those in"
-                f" {source}: they are damaged, or were changed since; `fcsd run` of the"
-                " recipe leaves them again, or copy these to a folder of their own and"
-                " push that"
+                f" {source}: the weights are damaged or were changed; run `fcsd run` of"
+                " the recipe to write them again, or copy the changed ones to a"
+                " separate folder and push that"
             )
         current = model_outputs(source)[f"model/{CONFIG}"]
         if config is not None and "sha256" not in config:
@@ -226,8 +226,8 @@ def _check_unchanged(source: Path) -> None:
         if config is not None and (changes := differences(config, current)):
             raise UserError(
                 f"{source / CONFIG}: is not what {file} describes"
-                f" ({'; '.join(changes[:3])}); put it back, or copy the checkpoint to a"
-                " folder of its own and push that"
+                f" ({'; '.join(changes[:3])}); restore it, or copy the checkpoint to a"
+                " separate folder and push that"
             )
 
 
@@ -268,8 +268,8 @@ def _assemble(
     else:
         if card != NewCard():
             raise UserError(
-                f"{source / CARD}: exists; --base-model, --license and --results are"
-                " for a new card: leave them out and edit this one, or remove it"
+                f"{source / CARD}: exists; --base-model, --license and --results apply"
+                " to a new card: leave them out and edit this card, or remove it"
             )
         text = (source / CARD).read_text(encoding="utf-8").replace(HERE, repo_id)
         if (source / "report.json").is_file():
@@ -398,8 +398,8 @@ def _results(
             )
     else:
         print(
-            f"fcsd push: note: {converted}: says nothing of its weights (lm_eval's"
-            f" results do not); make sure that it was measured on {source}",
+            f"fcsd push: note: {converted}: does not identify its weights (lm_eval's"
+            f" results never do); make sure that it was measured on {source}",
             file=sys.stderr,
         )
     result, samples = read_results(converted)
@@ -435,14 +435,15 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
     ]
     if left_out:
         notes.append(
-            f"left out, no part of a published checkpoint: {', '.join(left_out)}"
+            "left out, because it does not belong to a published checkpoint:"
+            f" {', '.join(left_out)}"
         )
     card = front_matter(new / CARD)
     if not any(
         name.startswith("tokenizer") or name.endswith(".model") for name in sent
     ):
         notes.append(
-            "no tokenizer; copy the original's tokenizer files beside the weights"
+            "no tokenizer; copy the original's tokenizer files next to the weights"
         )
     if "generation_config.json" not in sent:
         notes.append(
@@ -485,7 +486,7 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
             words = set(PLACE.findall((new / name).read_text("utf-8", "replace")))
             if local_paths := [word for word in sorted(words) if Path(word).exists()]:
                 notes.append(
-                    f"{name}: names places of this machine:"
+                    f"{name}: contains paths of this machine:"
                     f" {local_paths[0]}{', …' if local_paths[1:] else ''}"
                 )
     for note in notes:

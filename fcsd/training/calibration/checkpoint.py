@@ -57,7 +57,7 @@ from fcsd.training.calibration.steps import Stream
 from fcsd.training.losses.kl import row_parts
 
 _STATE = "state.json"
-_AGAIN = "it is calibrated from the first layer again"
+_AGAIN = "fcsd calibrates it again from the first layer"
 _LEFT_OUT = 8  # one further token measures the result for each 8 that are solved on
 _MOST_LEFT_OUT = 16_384
 
@@ -93,7 +93,7 @@ def calibrate_checkpoint(
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(
-            f"{original.config.path}: no layer of it is rewired; there is nothing to"
+            f"{original.config.path}: has no rewired layer; there is nothing to"
             " calibrate"
         )
     model, measured = work / "model", LeftOut(left_out, ranks) if left_out else None
@@ -191,14 +191,13 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         raise UserError(f"{where}: is calibrated already; give the original")
     if checkpoint.connectivity is not None:
         raise UserError(
-            f"{where}: is converted already; give the original, which is the teacher as"
-            " well: calibration converts it"
+            f"{where}: is converted already; give the original: calibration converts"
+            " it, and it is the teacher as well"
         )
     if checkpoint.quantisation is not None:
         raise UserError(
-            f"{where}: its weights are quantised, and a map folded into them would be"
-            " rounded away; calibrate what `fcsd dequantize` makes of it, then"
-            " quantise the result"
+            f"{where}: its weights are quantised, so folded maps would be rounded away;"
+            " run `fcsd dequantize`, calibrate its output, then quantise the result"
         )
     return checkpoint
 
@@ -219,7 +218,7 @@ def _prepare(
     if not model.is_dir():
         if state.is_file():
             print(
-                f"calibrate: {model}: is gone; beginning with the first layer again",
+                f"calibrate: {model}: is missing; starting again with the first layer",
                 file=sys.stderr,
             )
             state.unlink()  # it counts layers of the lost model
@@ -254,7 +253,7 @@ def _resume(
     if state["ranks"] != ranks.size:
         raise UserError(
             f"{work}: was begun with {state['ranks']} processes, which share the rows,"
-            f" and this launch has {ranks.size}; launch {state['ranks']}, or remove the"
+            f" but this launch has {ranks.size}; launch {state['ranks']}, or remove the"
             " folder to begin again"
         )
     # Each rank has a file of streams; all begin again if one rank's is unusable.
@@ -309,7 +308,7 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
         return None
     damaged = damage_of_copies(work / "model", source, changed, state["written"])
     if damaged is None and _files_beside(work / "model") != state["files"]:
-        damaged = "a file beside the weights"
+        damaged = "a file next to the weights"
     return (
         state
         if damaged is None

@@ -152,7 +152,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
     layers = farskip_layers(student)
     if not layers:
         raise UserError(
-            f"{type(student).__name__}: no layer of it is rewired; there is nothing to"
+            f"{type(student).__name__}: has no rewired layer; there is nothing to"
             " calibrate"
         )
     return layers
@@ -177,18 +177,18 @@ def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
         if len(outside):
             farthest = int(outside[outside.abs().argmax()])
             raise UserError(
-                f"calibration text: has the token id {farthest}, and the model"
-                f" {config.vocab_size} tokens; the rows were made with another"
-                " tokenizer, make them with the model's own"
+                f"calibration text: has the token id {farthest}, but the model has"
+                f" {config.vocab_size} tokens; make the rows with the model's own"
+                " tokenizer"
             )
         # Residuals do not show this: on few different tokens they are small, and the KL
         # is not (docs/decisions.md).
         if text.num_distinct < 4 * config.hidden_size:
             raise UserError(
                 f"calibration text: {text.num_distinct} distinct tokens of"
-                f" {text.num_tokens} in all (an example that comes again adds none); at"
-                f" least {4 * config.hidden_size} distinct ones are needed (4 x hidden"
-                " size): give more text, or take more of it (--tokens; in a recipe"
+                f" {text.num_tokens} in all (a repeated example adds none); calibration"
+                f" needs at least {4 * config.hidden_size} distinct tokens (4 x hidden"
+                " size): give more text, or use more of it (--tokens; in a recipe"
                 " calibration.tokens)"
             )
         for batch in text.batches:
@@ -225,11 +225,11 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
             return (
                 mapped > limit * copied,
                 (
-                    "calibration text: is too little, or too much alike: on held-out"
-                    f" text, the {'outputs' if adds else 'inputs'} of rewired layers"
-                    f" miss the original's by {mapped:.3g} with the maps and by"
-                    f" {copied:.3g} without, so that the model may become worse"
-                    " (relative squares, all layers); give more, or more varied text"
+                    "calibration text: is too short or too uniform: on held-out text,"
+                    f" the {'outputs' if adds else 'inputs'} of rewired layers miss the"
+                    f" original's by {mapped:.3g} with the maps and by {copied:.3g}"
+                    " without, so the model may become worse (relative squares, all"
+                    " layers); give more text, or more varied text"
                 ),
             )
     return None

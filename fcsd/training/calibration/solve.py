@@ -126,8 +126,8 @@ class LeastSquares:
         if failed.item() or pivots.min() <= 1e-7 * pivots.max():
             raise UserError(
                 f"{name}: the Gram matrix of the calibration text is singular: its"
-                f" tokens do not tell {size} directions apart with ridge {ridge:g};"
-                " give more, or more varied text, or a larger ridge (1e-3)"
+                f" tokens do not span {size} directions with ridge {ridge:g}; give more"
+                " text, more varied text, or a larger ridge (1e-3)"
             )
         matrix = torch.cholesky_solve(self.xy + weight * prior, factor)
         # Devices may round differently; the weights have to agree on all ranks.

@@ -141,11 +141,11 @@ def _training(facts: Facts) -> str:
             f" {measured}." if measured else ""
         )
     if _untrained(facts):
-        return "Rewired with fcsd, not trained: the weights are those of the original."
+        return "Rewired with fcsd, not trained: the weights are the original's."
     if training is None:
         return (
-            "How the weights were trained after the conversion, if they were, is not"
-            " recorded."
+            "It is not recorded whether and how the weights were trained after the"
+            " conversion."
         )
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
@@ -213,7 +213,7 @@ def _calibrated(facts: Facts) -> str:
     if entry is None:
         return ""
     return (
-        f"Calibrated with fcsd: closed-form maps, solved on {entry['tokens']:,} tokens"
+        f"Calibrated with fcsd: closed-form maps, fitted on {entry['tokens']:,} tokens"
         f" against the original, are folded into the weights of {len(entry['layers'])}"
         " layers, which are therefore not the original's."
     )

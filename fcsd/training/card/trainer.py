@@ -125,8 +125,8 @@ def write_trainer_card(trainer: Any, arguments: Mapping[str, Any]) -> None:
     """
     if unknown := [name for name in _NO_PLACE if arguments.get(name) is not None]:
         raise UserError(
-            f"create_model_card: {unknown[0]}: has no place on the card; leave it out,"
-            f" or edit {CARD}"
+            f"create_model_card: {unknown[0]}: does not appear on the card; leave it"
+            f" out, or edit {CARD}"
         )
     folder = Path(str(trainer.args.output_dir))
     facts = _facts(

@@ -91,9 +91,9 @@ def refuse_loss_of_the_model(config: Any, train: TrainConfig) -> None:
     )
     if asked and train.balance_loss_coefficient is None:
         raise UserError(
-            "output_router_logits: true in the model's config adds no loss of the"
-            " routers here; set train.balance_loss_coefficient to balance the experts,"
-            " or output_router_logits to false in the config"
+            "output_router_logits: true in the model's config has no effect here; set"
+            " train.balance_loss_coefficient to balance the experts, or"
+            " output_router_logits to false in the config"
         )
 
 
@@ -220,8 +220,8 @@ def _biases(student: nn.Module) -> list[Tensor]:
         ):
             raise UserError(
                 f"train.balance_bias_rate: {router.name} of model type"
-                f" '{owner.config.model_type}' has no correction bias that every rank"
-                " holds; use train.balance_loss_coefficient"
+                f" '{owner.config.model_type}' does not have a correction bias on every"
+                " rank; use train.balance_loss_coefficient"
             )
         tensors.append(biases[0].view(-1))
     return tensors

@@ -128,7 +128,7 @@ class Head:
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             raise UserError(
                 f"{whose}: hidden states {tuple(hidden.shape)} and head"
-                f" {tuple(weight.shape)} do not fit together: (N, D) and (V, D) needed"
+                f" {tuple(weight.shape)} do not match: they must be (N, D) and (V, D)"
             )
         if bias is not None and bias.shape != weight.shape[:1]:
             raise UserError(
@@ -192,8 +192,8 @@ def fused_linear_loss(
             raise UserError(
                 "teacher and student differ in vocabulary size"
                 f" ({target.weight.shape[0]} and {size}): a divergence needs one"
-                " vocabulary; distil from the checkpoint that the student was made"
-                " from, or give vocab_size if the rest is padding"
+                " vocabulary; use the student's original as the teacher, or give"
+                " vocab_size if the other rows are padding"
             )
         if target.hidden.shape[0] != num_tokens:
             raise UserError(

@@ -329,5 +329,5 @@ def refuse_packing(model: nn.Module, labels: Tensor, position_ids: Tensor) -> No
     if bool(((begins > 0) & (labels[:, 1:] != NO_LOSS)).any()):
         raise UserError(
             f"model type '{base_model_type(config.model_type)}' lets packed examples"
-            " see each other; set data.packing: false"
+            " attend to each other; set data.packing: false"
         )

@@ -165,7 +165,7 @@ class AuxiliaryLosses:
         ):
             if len(student_tensors) != len(teacher_tensors):
                 raise UserError(
-                    f"the student shows {len(student_tensors)} {kind} and the teacher"
+                    f"the student has {len(student_tensors)} {kind} and the teacher"
                     f" {len(teacher_tensors)}: {_ONE_BY_ONE}"
                 )
             for student_tensor, teacher_tensor in zip(
@@ -173,9 +173,9 @@ class AuxiliaryLosses:
             ):
                 if student_tensor.shape[-1] != teacher_tensor.shape[-1]:
                     raise UserError(
-                        f"the student's {kind} give {student_tensor.shape[-1]}"
-                        " numbers a token and"
-                        f" the teacher's {teacher_tensor.shape[-1]}: {_ONE_BY_ONE}"
+                        f"the student's {kind} have {student_tensor.shape[-1]} numbers"
+                        " per token, but the teacher's have"
+                        f" {teacher_tensor.shape[-1]}: {_ONE_BY_ONE}"
                     )
         distance = relative_distance if self.objective.l2_relative else squared_distance
         term_functions = {
@@ -255,8 +255,8 @@ def _point_layers(objective: ObjectiveConfig, student: nn.Module) -> list[int]:
             ):
                 raise UserError(
                     f"objective.l2_points: sublayers: layer {k} of model type"
-                    f" '{family.model_type}' has no `{family.attention}` beside"
-                    f" `{family.moe}`; use blocks or merges"
+                    f" '{family.model_type}' does not have both `{family.attention}`"
+                    f" and `{family.moe}`; use blocks or merges"
                 )
     if not layers:
         raise UserError(

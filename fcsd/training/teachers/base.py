@@ -52,7 +52,8 @@ class Teacher(ABC):
         one micro-batch; UserError for a teacher without layers.
         """
         raise UserError(
-            f"{type(self).__name__}: gives final hidden states only; use teacher.backend: sharded"
+            f"{type(self).__name__}: has final hidden states only; use teacher.backend:"
+            " sharded"
         )
 
 

@@ -182,9 +182,7 @@ def verify_shard(path: Path) -> None:
         tensors = {name: file.get_tensor(name) for name in _TENSORS}
         expected = _metadata(file).get("sha256")
     if _checksum(tensors) != expected:
-        raise UserError(
-            f"{path}: its content does not have the checksum that it was written with"
-        )
+        raise UserError(f"{path}: its content does not match its checksum")
 
 
 def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
@@ -196,7 +194,7 @@ def check_teacher(folder: Path, identity: dict[str, Any]) -> None:
         raise UserError(
             f"{folder}: holds the hidden states of another teacher"
             f" ({'; '.join(changes)}; cache -> recipe); fill a cache in another folder,"
-            " or give the recipe the settings of this one"
+            " or use the cache's settings in the recipe"
         )
 
 
@@ -249,11 +247,11 @@ class HiddenCache:
         check_teacher(folder, identity)
         if not (folder / MANIFEST).is_file():
             raise UserError(
-                f"{folder}: the teacher cache is not finished; `{REPAIR}` continues"
-                " where it was cut off"
+                f"{folder}: the teacher cache is not finished; run `{REPAIR}` to"
+                " continue"
             )
         self.manifest = read_sealed(
-            folder / MANIFEST, f"remove it, and `{REPAIR}` writes it again"
+            folder / MANIFEST, f"remove it, and run `{REPAIR}` to write it again"
         )
         self.places: dict[bytes, Place] = {}
         for name, shard in self.manifest["shards"].items():
@@ -267,7 +265,7 @@ class HiddenCache:
     def _index(
         self, path: Path, size: int, identity: dict[str, Any]
     ) -> dict[bytes, Place]:
-        advice = f"; `{REPAIR}` computes its rows again"
+        advice = f"; run `{REPAIR}` to compute its rows again"
         if not path.is_file():
             raise UserError(
                 f"{path}: no such file, but {MANIFEST} names this shard{advice}"
@@ -290,8 +288,8 @@ class HiddenCache:
             raise UserError(
                 f"{self.folder}: {missing} of {len(keys)} rows of the training data are"
                 " not in the teacher cache: other data, tokenizer, seed, max_length,"
-                f" packing or loss_on than it was filled with; `{REPAIR}` adds what is"
-                " missing"
+                f" packing or loss_on than when it was filled; run `{REPAIR}` to add"
+                " the missing rows"
             )
 
     def will_need(self, keys: Sequence[bytes]) -> None:
@@ -330,8 +328,9 @@ class HiddenCache:
         hidden: Tensor = self._open(name)[begin:end]
         if _row_sum(hidden) != checksum:
             raise UserError(
-                f"{self.folder / name}: is damaged: a row's hidden states are not what"
-                f" was written; remove the file, and `{REPAIR}` computes its rows again"
+                f"{self.folder / name}: is damaged: a row's hidden states differ from"
+                f" what was written; remove the file, and run `{REPAIR}` to compute its"
+                " rows again"
             )
         return hidden
 

@@ -65,7 +65,7 @@ def finished_places(folder: Path, identity: dict[str, Any]) -> dict[bytes, Place
         except UserError as error:
             if "another teacher" in str(error):
                 raise
-            print(f"{error}; its rows are computed again", file=sys.stderr)
+            print(f"{error}; fcsd computes its rows again", file=sys.stderr)
             path.unlink(missing_ok=True)
     return locations
 
@@ -146,9 +146,9 @@ def fill_cache(
         locations = finished_places(folder, identity)
         if num_absent := len(requested_keys - locations.keys()):
             raise UserError(
-                f"{folder}: {num_absent} of {len(requested_keys)} rows are not there"
-                " after all processes have written theirs; the folder must be one that"
-                " all nodes share"
+                f"{folder}: {num_absent} of {len(requested_keys)} rows are missing"
+                " after all processes have written theirs; use a folder that all nodes"
+                " share"
             )
         if missing or not (folder / MANIFEST).is_file():
             write_manifest(folder, locations.values())
@@ -181,8 +181,8 @@ def _num_kept(row: Row) -> int:
 def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
     room_text = (
-        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, {_gb(free)} are"
-        f" free at {folder}"
+        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, but {_gb(free)}"
+        f" are free at {folder}"
     )
     if size + _FREE_BYTES > free:
         raise UserError(
@@ -248,7 +248,8 @@ def verify_cache(cache: HiddenCache) -> None:
             verify_shard(cache.folder / name)
         except UserError as error:
             raise UserError(
-                f"{error}; remove the file, and `{REPAIR}` computes its rows again"
+                f"{error}; remove the file, and run `{REPAIR}` to compute its rows"
+                " again"
             ) from None
 
 
@@ -268,7 +269,8 @@ def spot_check(
         if not distance <= limit:  # true for NaN, too
             raise UserError(
                 f"{cache.folder}: the spot check found a row whose hidden states are"
-                f" {distance:.2g} (relative) from what the teacher gives now, more than"
-                f" {limit:g}; the cache is damaged or was made by other software: `fcsd"
-                " cache-teacher RECIPE --verify` tells which; fill a new one"
+                f" {distance:.2g} (relative) from the teacher's current ones, more than"
+                f" {limit:g}; the cache is damaged or was made by other software: run"
+                " `fcsd run RECIPE --only cache-teacher --verify` to find out, and fill"
+                " a new one"
             )

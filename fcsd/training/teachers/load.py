@@ -154,9 +154,7 @@ def _tensor(teacher: Unloaded, name: str, shape: tuple[int, ...]) -> torch.Tenso
         for candidate in (*in_file, parameter_name):
             if teacher.checkpoint.shapes.get(candidate) == shape:
                 return _read(teacher.checkpoint, candidate)
-    raise UserError(
-        f"{teacher.checkpoint.folder}: the head '{name}' is not among its tensors"
-    )
+    raise UserError(f"{teacher.checkpoint.folder}: has no tensor '{name}', the head")
 
 
 def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -253,9 +251,10 @@ def _model_teacher(source: TeacherSource) -> Teacher:
         return cast(Teacher, place_teacher(loaded, source.launch))
     except torch.OutOfMemoryError:
         raise UserError(
-            f"the teacher {source.model.config.path} does not fit on one device; launch"
-            " with weights that are sharded over several (configs/fsdp2_8.yaml), or,"
-            " to train on a cache without loading it, set teacher.spot_check_rows: 0"
+            f"the teacher {source.model.config.path} does not fit on one device; shard"
+            " the weights over several (configs/fsdp2_8.yaml), or set"
+            " teacher.spot_check_rows: 0 to train on a cache without loading the"
+            " teacher"
         ) from None
 
 
@@ -300,7 +299,7 @@ def _check_is_original(source: TeacherSource) -> None:
         else:
             description = f"was {change} as a FarSkip checkpoint"
         raise UserError(
-            f"{folder}: {description}, and as its own teacher it would teach nothing;"
+            f"{folder}: {description}, so as its own teacher it would teach nothing;"
             " set teacher.path to the original (backend sharded or cache), or"
             " model.path to the original"
         )
@@ -328,6 +327,6 @@ def _check_tokenizer(source: TeacherSource) -> None:
         f"teacher.path {source.settings.path}: its tokenizer is not the student's:"
         f" {len(differ)} tokens have other ids or are missing, the first is {token!r}"
         f" ({ours.get(token, 'none')} in the student's, {theirs.get(token, 'none')} in"
-        " the teacher's); distributions over different vocabularies cannot be"
-        " compared, use a teacher with the same tokenizer"
+        " the teacher's); fcsd cannot compare distributions over different"
+        " vocabularies; use a teacher with the same tokenizer"
     )

@@ -77,8 +77,8 @@ def add_adapters(
     ):
         if isinstance(module, BaseTunerLayer):
             raise UserError(
-                f"lora.target_modules: names the {role} of the model, which stay as"
-                " they are (the head computes the loss); leave them out"
+                f"lora.target_modules: names the {role} of the model, which fcsd does"
+                " not adapt (the head computes the loss); leave them out"
             )
     # With the path of the original in it, the adapters would silently be loaded on that
     # instead of the rewired model.
@@ -119,7 +119,7 @@ class AdapterOffTeacher(LiveTeacher):
     def __init__(self, student: PreTrainedModel):
         if not has_adapters(student):
             raise ValueError(
-                "the student has no adapters: its trained weights are not the teacher's"
+                "the student has no adapters, so training changes the teacher's weights"
             )
         self.model = student
         self.head = output_head(student)

@@ -299,7 +299,7 @@ def test_changed_code_is_not_published_but_what_fcsd_writes(
     (far / "evil.py").write_text("class Model: pass\n")
     with pytest.raises(
         UserError,
-        match=r"auto_map names evil\.py, modeling_farskip\.py; of a FarSkip checkpoint",
+        match=r"auto_map names evil\.py, modeling_farskip\.py; in a FarSkip checkpoint",
     ):
         push(far, "me/x", dry_run=tmp_path / "third")
     convert_checkpoint(far, tmp_path / "other", Connectivity("none"))

@@ -62,6 +62,6 @@ def test_a_trace_without_expert_parallelism_is_refused(
         == 2
     )
     assert (
-        "there is nothing to trace without --expert-parallel N"
+        "needs --expert-parallel N; without it there is nothing to trace"
         in capsys.readouterr().err
     )

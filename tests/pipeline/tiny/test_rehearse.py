@@ -446,9 +446,7 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(
         UserError, match="holds the rehearsal of other settings; choose another folder"
     ):
         rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
-    with pytest.raises(
-        UserError, match="is something else than a rehearsal; choose a new folder"
-    ):
+    with pytest.raises(UserError, match="is not a rehearsal; choose a new folder"):
         rehearse(recipe, Path(own_model))
     with pytest.raises(
         UserError,
@@ -731,7 +729,7 @@ def test_a_stage_before_the_pre_training_names_the_command_that_comes_first(
         assert main([*command, *options]) == 2
         message = capsys.readouterr().err.strip().splitlines()[-1]
         assert message.endswith(
-            "pretrain/model: the pre-training has not left its model yet; run `fcsd"
-            " pretrain` first, with the same recipe and options, or `fcsd run`, which"
-            " runs all stages"
+            "pretrain/model: the pre-training has not finished; run `fcsd pretrain`"
+            " first, with the same recipe and options, or `fcsd run`, which runs all"
+            " stages"
         )

@@ -96,7 +96,8 @@ def test_a_pushed_checkpoint_loads_from_what_arrived(
     assert repo.private
     assert not [name for name in repo.files if "/" in name or name == "optimizer.pt"]
     assert (
-        "left out, no part of a published checkpoint: .git/, checkpoint-500/,"
+        "left out, because it does not belong to a published checkpoint: .git/,"
+        " checkpoint-500/,"
         " optimizer.pt" in printed.err
     )
     assert "no results on the card" in printed.err
@@ -435,7 +436,7 @@ def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
     assert push(checkpoint, "me/x", "--dry-run", dry) == 0
     said = capsys.readouterr().err
     assert (
-        f"USE_POLICY.md: names places of this machine: {tmp_path}\n" in said
+        f"USE_POLICY.md: contains paths of this machine: {tmp_path}\n" in said
         and "report.json: names" not in said
     )
     assert read_json(dry / "report.json") == {
@@ -488,7 +489,10 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     model.save_pretrained(out)
     assert push(out, "me/x", "--dry-run", tmp_path / "dry2") == 0
     text = (tmp_path / "dry2" / "README.md").read_text()
-    assert "Rewired, but" not in text and "if they were, is not recorded" in text
+    assert (
+        "Rewired, but" not in text
+        and "It is not recorded whether and how the weights were trained" in text
+    )
 
 
 def test_adapters_alone_are_refused_with_the_way_to_the_model(
@@ -571,7 +575,7 @@ def test_a_name_that_is_no_repository_is_refused(
     hub: Hub, checkpoint: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) if name.startswith("-") else _nothing():
-        assert "is no repository id" in error_of(capsys, checkpoint, name)
+        assert "is not a repository id" in error_of(capsys, checkpoint, name)
     assert not hub.requests
 
 
@@ -705,7 +709,7 @@ def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
     line = error_of(
         capsys, checkpoint, "me/x", "--license", "mit", "--dry-run", tmp_path / "dry2"
     )
-    assert "are for a new card" in line
+    assert "apply to a new card" in line
 
 
 @pytest.mark.parametrize("card", [True, False])
@@ -775,8 +779,8 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
     )
     line = error_of(capsys, run, "me/x", "--dry-run", tmp_path / "dry")
     assert (
-        "has not come to its publish folder" in line
-        and f"{run}/distill can be pushed as it is" in line
+        "has no publish folder yet" in line
+        and f"you can also push {run}/distill" in line
     )
     assert (
         push(run / "distill", "me/x", "--license", "mit", "--dry-run", tmp_path / "dry")

@@ -647,7 +647,7 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
         streams.unlink()
     capsys.readouterr()
     run_folder(base, tmp_path / "out", ids)
-    assert "it is calibrated from the first layer again" in capsys.readouterr().err
+    assert "fcsd calibrates it again from the first layer" in capsys.readouterr().err
     whole = tmp_path / "whole" / "model"
     assert tensors(work / "model").keys() == tensors(whole).keys()
     assert all(
@@ -913,7 +913,7 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
             "rewired",
             original,
             {"steps": 0},
-            "not trained: the weights are those of the original",
+            "not trained: the weights are the original's",
         ),
     ):
         folder = run / "variants" / name
@@ -943,7 +943,7 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
         fcsd.run_stage("distill", recipe)
     with pytest.raises(
         UserError,
-        match="adapter_off takes the student's own weights for the original's",
+        match="adapter_off uses the student's weights as the original's",
     ):
         fcsd.run_stage(
             "distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}}
@@ -1030,7 +1030,7 @@ def test_a_row_that_is_repeated_is_no_more_text(
     with pytest.raises(
         UserError,
         match=(
-            r"too little, or too much alike: on held-out text, the inputs of rewired"
+            r"too short or too uniform: on held-out text, the inputs of rewired"
             r" layers miss"
         ),
     ):

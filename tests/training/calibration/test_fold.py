@@ -330,7 +330,7 @@ def test_the_same_on_both_sides_changes_nothing_and_bad_sums_are_refused() -> No
     singular.add(x[:2], x[2:4])
     with pytest.raises(
         UserError,
-        match=r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more, or more varied",
+        match=r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more text, more varied",
     ):
         singular.solve(0.0, "layer 3")
     assert singular.solve(1e-3, "x").map is not None

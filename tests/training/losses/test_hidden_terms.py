@@ -315,7 +315,8 @@ def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> N
     student, _, _ = make()
     terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(
-        UserError, match="decoder layers give 4 numbers a token and the teacher's 6"
+        UserError,
+        match="decoder layers have 4 numbers per token, but the teacher's have 6",
     ):
         terms.values(
             Captured([torch.zeros(1, 1, 4)]),

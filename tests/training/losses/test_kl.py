@@ -157,7 +157,7 @@ def test_packed_rows_are_refused_where_examples_would_see_each_other(
     model = tiny_model("jamba", vocab_size=300)
     with pytest.raises(
         UserError,
-        match=r"'jamba' lets packed examples see each other; set data\.packing: false",
+        match=r"'jamba' lets packed examples attend to each other; set data\.packing: false",
     ):
         mean_kl(read_original(model, rows), model, rows)
 
