@@ -6,7 +6,7 @@ does on every family.
     python -m benchmarks.calibration families
 
 `layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
-from folder to folder. Seconds a layer, the operations a second that this is (`fcsd.planning.cost.estimate`), and by
+from folder to folder. Seconds per layer, the operations per second that this is (`fcsd.planning.cost.estimate`), and by
 how much the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens,
 before and after.
 """

@@ -5,7 +5,7 @@
 
 What is measured: `fcsd distill` of a published configuration at its real widths with
 few layers and random weights, so that a whole training state fits on one device: the
-peak of allocated and of reserved memory, and tokens a second as the run reports them
+peak of allocated and of reserved memory, and tokens per second as the run reports them
 (the median of the steps after the third). `fcsd estimate` says beforehand what it
 expects of the same recipe. Each run is a process of its own. Speed depends on the share
 of the published peak that is reached, which `fcsd estimate` takes as a range; the share

@@ -12,8 +12,7 @@
     trainer.train()
 
 Importing this package loads neither torch nor transformers and never touches the
-network: each name is imported when it is first asked for. docs/python.md has the whole
-of it.
+network: each name is imported on first use. See docs/python.md.
 """
 
 import importlib

@@ -1,8 +1,8 @@
 """The Python interface of `import fcsd` besides the trainer: models in memory,
 evaluation and recipes.
 
-Each function does what a command does, with values instead of files. They are listed in
-`fcsd/__init__.py`, and imported on first use.
+Each function does what a command does, with values instead of files. `fcsd/__init__.py`
+lists them and imports them on first use.
 
 Not covered: the trainer (`fcsd.training.fcsd_trainer`).
 """

@@ -1,6 +1,6 @@
 """Evaluate a model in memory on a suite, and compare two evaluations item by item.
 
-Not covered: stages that continue where they were cut off; `fcsd evaluate` and recipes
+Not covered: stages that continue after an interruption; `fcsd evaluate` and recipes
 have them.
 """
 
@@ -73,7 +73,7 @@ def evaluate_model(
     """Evaluate a model on every task of a suite; all ranks of a launch call this and
     get the same result.
 
-    The model's training mode and settings and the random generators are restored.
+    Restores the model's training mode and settings, and the random generators.
 
     Args:
         model: a model in memory, or the path of a checkpoint, which is loaded with its
@@ -159,7 +159,7 @@ def compare(
 
     Args:
         original: a result of `evaluate_model`, or a folder that `fcsd evaluate` wrote.
-        converted: the same, for the model that is compared with the original.
+        converted: the same, for the model to compare with the original.
         tasks: compare only these tasks.
 
     Raises:

@@ -37,8 +37,8 @@ def convert(
 ) -> Model:
     """Rewire a loaded transformers model in place, and return it.
 
-    Weights, their names and the tokenizer stay; the model then saves FarSkip
-    checkpoints. A model with another FarSkip connectivity is converted anew.
+    Weights, their names and the tokenizer do not change; the model then saves FarSkip
+    checkpoints. A model with another FarSkip connectivity is converted again.
 
     Args:
         layers: "all", "moe", "none", "first:8", "last:90%", "0,2,5", [0, 2, 5],
@@ -118,10 +118,10 @@ def calibrate(
         original, _ = fcsd.load(path)
         fcsd.calibrate(model, original, rows)
 
-    There are no gradients and no new parameters: layer by layer, linear maps make each
-    rewired layer read and add what the original layer does, as nearly as they can
-    (docs/convert.md). For a model larger than memory use `fcsd calibrate`, which loads
-    one layer at a time.
+    Calibration uses no gradients and adds no parameters: layer by layer, linear maps
+    bring the inputs and outputs of each rewired layer as close to the original's as
+    possible (docs/convert.md). For a model larger than memory, use `fcsd calibrate`,
+    which loads one layer at a time.
 
     Args:
         student: a converted model that is not sharded, with the original's weights.
@@ -136,8 +136,8 @@ def calibrate(
 
     Returns:
         The solution, layer by layer: squared residuals before and after, the same on
-        held-out text (`held_out`), and what could not be folded. Where the residuals
-        show that there was too little text, a line on stderr says so, too.
+        held-out text (`held_out`), and the maps that could not be folded. If the
+        residuals show that there was too little text, a line on stderr says so, too.
 
     Raises:
         UserError: the student is not converted, or already calibrated; the models do
@@ -217,16 +217,16 @@ def convert_checkpoint(
     revision: str | None = None,
     config_only: bool = False,
 ) -> Path:
-    """Write a FarSkip checkpoint with the weights of another checkpoint, which are
-    linked or copied and never loaded.
+    """Write a FarSkip checkpoint with the weights of another checkpoint; the weights
+    are linked or copied, never loaded.
 
     The result loads without fcsd with `trust_remote_code=True`.
 
     Args:
         model: a folder, or `owner/name` on the Hub.
         out: a new folder.
-        layers: as for `convert`; None: as the checkpoint says in another project's
-            keys, else all.
+        layers: as for `convert`; None: the layers that the checkpoint names in another
+            project's keys, otherwise all.
         config_only: write no weights, and need none, for servers with dummy weights.
 
     Returns:
@@ -263,13 +263,13 @@ def load(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> "tuple[Any, PreTrainedTokenizerBase]":
-    """Load a checkpoint, base or FarSkip, and its tokenizer: (model in eval mode,
+    """Load a checkpoint, original or FarSkip, and its tokenizer: (model in eval mode,
     tokenizer).
 
     Args:
         path: a folder, or `owner/name` on the Hub.
-        layers: convert a base checkpoint while it is loaded, as `convert` would; None:
-            as the checkpoint says.
+        layers: convert an original checkpoint during loading, like `convert`; None:
+            load the checkpoint's own connectivity.
         original: load a FarSkip checkpoint's weights with regular connectivity.
         options: `dtype`, `attn_implementation`, `experts_implementation`, `device_map`,
             … of `from_pretrained`.

@@ -89,7 +89,7 @@ def run_stage(
 
     Raises:
         UserError: there is no such stage, or the command would refuse. Interrupted: a
-            signal arrived, and a checkpoint has been written.
+            signal arrived, and fcsd has written a checkpoint.
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")

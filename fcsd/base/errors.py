@@ -31,7 +31,7 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """A run that a signal asked to end, and that shut down in good order.
+    """A run that a signal ended and that shut down in good order.
 
     The command line prints it as a single line and exits with status 128 plus the
     signal's number.
@@ -43,8 +43,7 @@ class Interrupted(Exception):
 
 
 class ScorerError(RuntimeError):
-    """The scorer of code tasks, or its data, is broken: nothing is known about the
-    score.
+    """The scorer of code tasks, or its data, is broken, so there is no score.
 
     The command line prints it as a single line and exits with status 1.
     """

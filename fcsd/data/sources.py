@@ -37,7 +37,7 @@ Source = SourceConfig | GivenSource
 # In names of splits that cannot be read file by file: train[:90%], train+test
 _PART_OF_SPLIT = r"[\[+]"
 WHOLE_BYTES = 4 << 30
-_JSONL = "a .jsonl file has one JSON object a line"
+_JSONL = "a .jsonl file has one JSON object per line"
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Endings of files that are not supported -> how to convert them into one that is.
 _CONVERTED = (

@@ -71,7 +71,7 @@ def _load(location: str, row: CodeTaskConfig) -> Any:
 def suite_prompts(
     suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
-    """Tokenize the prompts of all tasks of a suite, one an item, in order; the first
+    """Tokenize the prompts of all tasks of a suite, one per item, in order; the first
     `limit` items of each.
     """
     token_rows: list[list[int]] = []

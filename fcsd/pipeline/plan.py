@@ -108,7 +108,7 @@ def sweep_plans(
 
 
 def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
-    """Return tokens a second and GPU: those of a training's step, of the prompts until
+    """Return tokens per second and GPU: those of a training's step, of the prompts until
     the first token, or of the answers.
     """
     settings = planned.settings

@@ -343,7 +343,7 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     }
     for axis, key, name, where in (
         (axes[0], batch, "Batch size", f"learning rate {next(iter(fixed[rate]), 0):g}"),
-        (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens a batch"),
+        (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens per batch"),
     ):
         rows = sorted(
             (row for row in result["candidates"] if row["stage"] == key),

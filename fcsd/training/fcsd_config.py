@@ -71,7 +71,7 @@ def _greater_is_better(metric: str) -> bool:
 
 
 def is_loss(metric: str) -> bool:
-    """Tell whether a metric is one of fcsd's losses, of which less is better."""
+    """Tell whether a metric is one of fcsd's losses, where lower is better."""
     return any(f"_{metric}".endswith(f"_{word}") for word in LOSSES)
 
 
@@ -191,7 +191,7 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             "last:90%"; None: the model is converted already. `attention` and `mlp` are
             the sides (`fcsd.Connectivity`).
         max_length: tokens in a row.
-        packing: several examples share a row; they do not see each other.
+        packing: several examples share a row; they do not attend to each other.
         loss_on: "response" (the assistant's turns) or "all".
         on_bad_row: the reaction to an example that cannot be tokenized: "error" ends
             the run, "skip" leaves it out, up to 1 % of the examples, and ten in any
@@ -203,10 +203,10 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             their names.
         dataset_num_proc: processes that tokenize; by default one for each core, eight
             at most.
-        batch_size_tokens: tokens of one optimiser step, over all ranks; sets
-            gradient_accumulation_steps, and is refused if that is set to another value.
-        dtype: of the trained weights, "float32" or "bfloat16". They are saved in the
-            dtype that the model came in.
+        batch_size_tokens: tokens per optimiser step, over all ranks; sets
+            gradient_accumulation_steps, which must not be set to another value.
+        dtype: of the weights during training, "float32" or "bfloat16". They are saved
+            in the model's original dtype.
         lr_scheduler_type: any of transformers', or "step", whose `lr_scheduler_kwargs`
             are `milestones`, shares of the steps at which the rate is multiplied by
             `gamma`.
@@ -215,17 +215,16 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             each "sequence" or the "batch" of all ranks and the micro-batches of the
             step so far (`balance_loss_over`); balance_bias_rate: balances by the
             routers' correction bias instead (`fcsd.training.losses.balance`).
-        capacity_factor: pairs of token and expert above a capacity are dropped;
-            capacity_drop: by "order" or "weight" (`fcsd.model.families.capacity`).
-        safety: the `safety` section of a recipe: the reaction to a step that goes
-            wrong.
+        capacity_factor: drops (token, expert) pairs above a capacity; capacity_drop: by
+            "order" or "weight" (`fcsd.model.families.capacity`).
+        safety: the `safety` section of a recipe: the reaction to failing steps.
         model_init_kwargs: `dtype`, `revision`, `attn_implementation` and
             `experts_implementation` of a model given by its path; `trust_remote_code`
             is an argument of its own.
         teacher_model_init_kwargs: the same for a teacher given by its path.
 
-    Where a default differs from transformers', it is that of a recipe;
-    remove_unused_columns is False.
+    Defaults that differ from transformers' are those of a recipe; remove_unused_columns
+    is False.
 
     Raises:
         UserError: a value that a recipe would refuse, or an argument that has no effect

@@ -1,9 +1,9 @@
-"""`FCSDTrainer`: distillation for those who have a model, a data set and
-`transformers.Trainer` in mind.
+"""`FCSDTrainer`: distillation of a model on a data set, in the style of
+`transformers.Trainer`.
 
-The loss, what a checkpoint holds and how a step that goes wrong is skipped are
-`fcsd.training.trainer`'s, as in the run of a recipe. Here is what a recipe's stages do
-before and after it: models, rows, held-out loss, what is saved.
+`fcsd.training.trainer` has the loss, the content of a checkpoint and the handling of
+failing steps, as for a recipe. This module does what a recipe's stages do before and
+after training: models, rows, held-out loss, saving.
 
 Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter
 search, evaluation on tasks during the training (a recipe's `early_stopping` section).
@@ -58,34 +58,34 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
 
     Args:
         model: a converted model (`fcsd.convert`), or the path or Hub id of a
-            checkpoint; one that is not converted yet is converted as `args.layers`
-            says. It is trained in place, in `args.dtype`. A recipe's run gives what its
-            stage has loaded and tokenized (`Ready`), within `engine_environment`.
+            checkpoint; fcsd converts an unconverted one according to `args.layers`. It
+            is trained in place, in `args.dtype`. A recipe's run passes what its stage
+            has loaded and tokenized (`Ready`), within `engine_environment`.
         args: an `FCSDConfig`.
         train_dataset: a `datasets.Dataset`, a stream or a list of examples with the
             column messages, text, prompt and response, or input_ids (and labels); or
             rows that are packed already.
         eval_dataset: the same, or a dict of several.
-        processing_class: the tokenizer, or its path; None: the one that lies beside the
-            model's checkpoint.
-        teacher: what the student is compared with: a model, the path of one, or a
-            `fcsd` Teacher. None: a copy of the student with the original connectivity,
-            made before anything is trained; it needs the memory of one more model, in
-            the dtype that the model came in. Objectives sft and ce have none.
-        compute_metrics: gets logits (rows, tokens, vocabulary) and labels of the packed
-            rows of eval_dataset.
-        launch: where this process stands among others; None: what accelerate or
-            torchrun has started.
+        processing_class: the tokenizer, or its path; None: the one in the model's
+            checkpoint.
+        teacher: a model, its path, or a `fcsd` Teacher. None: a copy of the student
+            with the original connectivity, made before training; it needs the memory of
+            one more model, in the model's original dtype. Objectives sft and ce have no
+            teacher.
+        compute_metrics: receives logits (rows, tokens, vocabulary) and labels of the
+            packed rows of eval_dataset.
+        launch: the position of this process among others; None: as accelerate or
+            torchrun started it.
 
-    With `args.on_bad_row` "skip", `bad_rows` has the examples that could not be
-    tokenized and were left out.
+    With `args.on_bad_row` "skip", `bad_rows` lists the examples that were left out
+    because they cannot be tokenized.
 
     `evaluate` gives eval_kl, nats per kept token of KL(teacher || student) on eval_dataset, with eval_kl_stderr, and
     without a teacher eval_ce; eval_loss is the same number. `save_model` leaves a folder that
     `AutoModelForCausalLM.from_pretrained(…, trust_remote_code=True)` loads without fcsd.
 
     Raises:
-        UserError: what a recipe would refuse, with the names that arguments have here.
+        UserError: what a recipe would refuse, with the names of these arguments.
     """
 
     _tag_names = TAGS
@@ -210,17 +210,17 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train, or continue from a checkpoint to exactly the weights of a training
-        that was not interrupted.
+        """Train, or continue from a checkpoint to exactly the weights of an
+        uninterrupted training.
 
         Args:
-            resume_from_checkpoint: a folder, or True for the newest one in
-                `args.output_dir` that is whole.
+            resume_from_checkpoint: a folder, or True for the newest intact one in
+                `args.output_dir`.
 
         Raises:
-            UserError: there is no such checkpoint, it is damaged, or one of other
-                settings or data; a loss that stays not finite; a disk that is full; out
-                of memory.
+            UserError: there is no such checkpoint, it is damaged, or it has other
+                settings or data; the loss stays not finite; the disk is full; memory
+                runs out.
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is required for training")
@@ -288,8 +288,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run the Trainer's loop only where logits are wanted; the loss is measured
-        token by token over the rows of all ranks.
+        """Run the Trainer's loop only if logits are requested; measure the loss token
+        by token over the rows of all ranks.
         """
         rows, training = dataloader.dataset, self.plain_model.training
         if prediction_loss_only is None:
@@ -322,8 +322,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return logits and labels of a batch of packed rows, whose examples do not see
-        each other.
+        """Return logits and labels of a batch of packed rows, whose examples do not
+        attend to each other.
         """
         batch = self._prepare_inputs(inputs)
         ids, positions = batch["input_ids"], batch["position_ids"]
@@ -339,8 +339,8 @@ class FCSDTrainer(ReadsWholeSteps, DistillTrainer):
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Write config, code, weights and tokenizer to a folder, each tensor in the
-        dtype that it came in.
+        """Write config, code, weights and tokenizer to a folder, each tensor in its
+        original dtype.
 
         The folder loads with `AutoModelForCausalLM.from_pretrained(…,
         trust_remote_code=True)`, without fcsd.

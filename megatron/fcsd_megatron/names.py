@@ -33,7 +33,7 @@ def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
     Args:
         config: config object of transformers of a family of
             `fcsd_megatron.settings.FAMILIES`.
-        mask: one entry a layer, True for an MoE layer.
+        mask: one entry per layer, True for an MoE layer.
     """
     pieces = {
         "embedding.word_embeddings.weight": Piece(("model.embed_tokens.weight",)),

@@ -27,7 +27,7 @@ def layer_plans(
 
     Args:
         connectivity: of the checkpoint; None for a regular one.
-        mask: one entry a layer, True for an MoE layer.
+        mask: one entry per layer, True for an MoE layer.
     """
     selected = set(resolve_layers(connectivity.layers, mask)) if connectivity else set()
     outdated = connectivity.outdated_layers(mask) if connectivity else []

@@ -29,7 +29,7 @@ def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]
 
     Args:
         config: config object of transformers, with its defaults filled in.
-        mask: one entry a layer, True for an MoE layer.
+        mask: one entry per layer, True for an MoE layer.
         where: what an error names.
 
     Raises:
@@ -158,7 +158,7 @@ def _groups(config: Any, where: str) -> dict[str, Any]:
     if config.num_experts_per_tok // config.topk_group != 2:
         raise UserError(
             f"{where}: topk_group: {config.topk_group} of {config.num_experts_per_tok}"
-            " experts a token: Megatron would choose groups by another number of"
+            " experts per token: Megatron would choose groups by another number of"
             " experts than two"
         )
     return {

@@ -41,7 +41,7 @@ def respect_expert_map() -> None:
         if given["apply_router_weight_on_input"]:
             given["output"].masked_fill_(
                 elsewhere, 0
-            )  # one expert a token, whose weight was not applied here
+            )  # one expert per token, whose weight was not applied here
 
     apply.respects_expert_map = True  # type: ignore[attr-defined]
     Experts.apply = apply  # type: ignore[method-assign]

@@ -893,7 +893,7 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
         ("rows.txt", r"load_dataset\('text', data_files=PATH"),
         ("rows.arrow", r"load_dataset\('arrow', data_files=PATH"),
         ("rows.jsonl.gz", "unpack it first"),
-        ("rows", "a .jsonl file has one JSON object a line"),
+        ("rows", "a .jsonl file has one JSON object per line"),
     ],
 )
 def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(

@@ -48,7 +48,7 @@ class Connectivity:
         mlp: full            m = h_k = o_{k-1} + attn_k(a), the regular MLP input
         mlp: SELECTION       outdated in these of the selected layers, full in the others
 
-    What is in flight does not depend on the MLP side: `mlp: full` is attention-only
+    The output in flight does not depend on the MLP side: `mlp: full` is attention-only
     FarSkip, in which attention still reads the stream without the routed output of the
     layer before it, and the MoE block waits for it. `attention: full` is MLP-only
     FarSkip: attention and MoE block of one layer run in parallel on the same full
@@ -128,13 +128,13 @@ class Connectivity:
     def new_field(
         self, moe_mask: Sequence[bool], layout: str = "pre_norm"
     ) -> dict[str, Any]:
-        """Return the `farskip` field of a model that is to be converted.
+        """Return the `farskip` field of a model to convert.
 
         layout: of the family; in a parallel one the MLP reads o_{k-1} in regular layers
         too.
 
         Raises:
-            UserError: as `field`; the layers would all compute what regular ones do.
+            UserError: as `field`; all layers would compute the same as regular ones.
         """
         field = self.field(moe_mask)
         layers = field["layers"]

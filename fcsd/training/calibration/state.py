@@ -70,7 +70,7 @@ class State:
 class Text:
     """A rank's share of the text that the maps are solved on.
 
-    held_out: masks (B * T,), one a batch, of the tokens that a map is tested on: those
+    held_out: masks (B * T,), one per batch, of the tokens that a map is tested on: those
     of every fourth distinct row, whichever rank has it; with fewer than four distinct
     rows, the last quarter of each. num_tokens: tokens of text on all ranks.
     num_distinct: how many different 4-grams, a token and the three before it in its

@@ -10,7 +10,7 @@ loss and, in closed form, its gradient, and are dropped.
 
 `fcsd.training.losses.objectives` defines the functions of y.
 
-A chunk takes four matmuls (8 D V FLOPs a token; six with a frozen head), none of which
+A chunk takes four matmuls (8 D V FLOPs per token; six with a frozen head), none of which
 is repeated in the backward pass.
 
 Precision. Logits are float32 whatever the inputs are: the gradient is a difference of

@@ -579,9 +579,9 @@ def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_ne
         for line in path.read_text().splitlines()
         if line.startswith("#")
     )
-    assert f"{facts['memory']['total_bytes'] / 2**30:.0f} GiB a rank" in said
+    assert f"{facts['memory']['total_bytes'] / 2**30:.0f} GiB per rank" in said
     low, high = facts["time"]["step_s"]
-    assert " s a step" not in said or f"{low:.2g} to {high:.2g} s a step" in said
+    assert " s per step" not in said or f"{low:.2g} to {high:.2g} s per step" in said
     for row in facts["totals"]:
         if row["stage"] == "calibration":
             assert row["hours"][1] < 1 and "the calibration minutes" in said
