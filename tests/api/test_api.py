@@ -445,7 +445,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "compare",
         {"original": None, "converted": None},
-        "compare: None; what evaluate_model gave, or the folder",
+        "compare: None; give the result of evaluate_model, or the folder",
     ),
     (
         "load_recipe",
@@ -465,7 +465,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "load_recipe",
         {"path": "tiny/demo", "overrides": {"a": X}},
-        "overrides: a: a Tensor; a value that a recipe",
+        "overrides: a: a Tensor; a recipe cannot hold",
     ),
     (
         "run_stage",

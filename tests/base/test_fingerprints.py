@@ -144,10 +144,7 @@ def test_a_folder_that_noted_less_of_what_it_read_is_refused_with_what_it_did_no
         "inputs": {"original": record["inputs"]["original"]},
     }
     write_json(stage.folder / "manifest.json", record)
-    message = (
-        r"made by another fcsd \(schema_version 4, .*did not note"
-        r" original/config\.json.*remove this folder"
-    )
+    message = r"made by another fcsd \(schema_version 4, .*did not record original/config\.json.*remove this folder"
     with pytest.raises(UserError, match=message):
         stage.state()
 

@@ -425,7 +425,7 @@ def test_tools_without_a_wrapper_are_given_one_where_the_template_would_not_writ
         ("deepseek_r1_distill", calling({}), "does not write the call of a message"),
         ("gptoss", [CHAT[1], TWO_CALLS], "does not write every call of a message"),
         (NAMING_TEMPLATE, [*CHAT, {"role": "tool", "content": "4"}], "a message of role 'tool' in its place"),
-        ("qwen3_vl", [*CHAT, *CHAT], "what a message of role 'system' says at its place"),
+        ("qwen3_vl", [*CHAT, *CHAT], "a message of role 'system' in its place"),
     ],
 )  # fmt: skip
 def test_what_a_template_would_leave_out_is_refused(
@@ -1086,7 +1086,7 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(
         ),
         (
             {"p": "a", "c": "b", "tools": [{"name": "x"}]},
-            "column 'tools': goes with messages",
+            "column 'tools': works with messages",
         ),
     ],
 )

@@ -185,7 +185,7 @@ TEXTS_ROWS = [{"text": text} for text in TEXTS]
         ([{"text": "a"}, {"text": 3}], {}, "row 2: column 'text': text is needed, got 3"),
         (TEXTS_ROWS, {"columns": "body"}, r"columns: a str, 'body'; .*, for example columns=\{'text': 'body'\}"),
         (TEXTS_ROWS, {"columns": ["body"]}, r"columns: a list, \['body'\]; give a mapping from meanings"),
-        (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; give a mapping and its name are needed"),
+        (TEXTS_ROWS, {"columns": 3}, "columns: an int, 3; give a mapping from meanings"),
     ],
 )  # fmt: skip
 def test_what_is_no_data_is_refused(

@@ -124,7 +124,7 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
     monkeypatch.setattr(placed, "load_checkpoint", load)
     with pytest.raises(
         UserError,
-        match=r"model: its weights \(0 GB\) do not fit on cuda:1 beside what is there",
+        match=r"model: its weights \(0 GB\) do not fit into the free memory of cuda:1",
     ):
         placed.load_for_evaluation(
             ModelFolder(ModelConfig(), place / "model"),

@@ -849,7 +849,7 @@ LORA = {"lora": {"r": 8}}
                 " cache"
             ),
         ),
-        ({"teacher": {"revision": "b"}}, "teacher: revision belongs to `path`"),
+        ({"teacher": {"revision": "b"}}, "teacher: revision applies to `path`"),
         (
             {"teacher": {}, "objective": {"name": "sft"}},
             "teacher: objective 'sft' has no teacher",

@@ -264,7 +264,7 @@ def test_a_figure_that_is_not_what_its_stage_left_enters_no_report(
     (run / file).write_text(text.replace(old, new, 1))
     with pytest.raises(
         UserError,
-        match=rf"{file.rpartition('/')[0]}.*(not what the stage left|is damaged)",
+        match=rf"{file.rpartition('/')[0]}.*(differs from what the stage wrote|is damaged)",
     ):
         write_report(recipe, list(SCORES), run / "report")
     assert not (run / "report").exists()

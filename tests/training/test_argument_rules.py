@@ -118,7 +118,7 @@ def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(
             },
             (
                 "batch_size_tokens: 256 are 4 micro-batches of 2 x max_length 32 tokens"
-                " on 1 processes, gradient_accumulation_steps says 3; leave one of"
+                " on 1 processes, but gradient_accumulation_steps is 3; leave one of"
                 " them out"
             ),
         ),
@@ -126,7 +126,7 @@ def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(
             {"batch_size_tokens": 128, "per_device_train_batch_size": 8},
             (
                 "batch_size_tokens: 128 are 4 rows of max_length 32 for each of 1"
-                " processes, per_device_train_batch_size says 8; leave it out, or make"
+                " processes, but per_device_train_batch_size is 8; leave it out, or make"
                 " the batch larger"
             ),
         ),

@@ -908,9 +908,7 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
             measure(["a"])
     with pytest.raises(UserError, match="test_dataset: None; give the data to measure"):
         trainer.predict(None)
-    with pytest.raises(
-        UserError, match="eval_dataset: None; the data to measure are needed"
-    ):
+    with pytest.raises(UserError, match="eval_dataset: None; give the data to measure"):
         make().evaluate()
 
 

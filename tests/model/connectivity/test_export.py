@@ -413,7 +413,7 @@ def test_a_path_that_is_not_utf8_is_not_called_a_damaged_file(tmp_path):
     ):
         convert_checkpoint(latin, tmp_path / "far", Connectivity("all"))
     latin.rename(tmp_path / "base")
-    with pytest.raises(UserError, match=r"the path is not UTF-8"):
+    with pytest.raises(UserError, match=r"safetensors requires UTF-8 paths"):
         convert_checkpoint(tmp_path / "base", latin, Connectivity("all"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 

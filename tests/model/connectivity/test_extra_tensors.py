@@ -231,7 +231,7 @@ def test_layers_of_another_model_are_not_taken(
     with_mtp(tmp_path / "original", "glm4_moe", "model.layers.46.")
     folder = write(model, tmp_path / "written")
     assert config_of(folder)["num_nextn_predict_layers"] == 0
-    assert "of another model by now (model_type differs)" in capsys.readouterr().err
+    assert "now holds another model (model_type differs)" in capsys.readouterr().err
 
 
 def test_a_model_of_fewer_files_leaves_no_index_of_an_earlier_one(

@@ -202,7 +202,7 @@ def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(
             load(state)
         with pytest.raises(
             UserError,
-            match=r"out: holds states of a training \(checkpoint-4\), to continue from",
+            match=r"out: holds states of a training \(checkpoint-4\), not a model",
         ):
             load(state.parent)
     (tmp_path / "out" / "model").mkdir()

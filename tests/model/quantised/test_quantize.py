@@ -206,7 +206,7 @@ def test_layers_that_engines_put_together_stay_in_bfloat16_together(
 @pytest.mark.parametrize(
     ("family", "sizes", "message"),
     [
-        ("gpt_oss", {"intermediate_size": 128}, "lie in one tensor"),
+        ("gpt_oss", {"intermediate_size": 128}, "share one tensor"),
         ("qwen3_moe", {"moe_intermediate_size": 64}, r"\[256, 64\].*multiples of 128"),
     ],
 )

@@ -235,7 +235,7 @@ def test_models_of_different_depth_are_refused() -> None:
     terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
     with pytest.raises(
         UserError,
-        match=r"the student shows 2 decoder layers and the teacher 1: .* one by one",
+        match=r"the student has 2 decoder layers and the teacher 1: .* one by one",
     ):
         terms.values(
             Captured([torch.zeros(1, 1, 1)] * 2),
@@ -325,7 +325,7 @@ def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> N
             ["l2"],
         )
     with pytest.raises(
-        UserError, match="routers give 4 numbers a token and the teacher's 8"
+        UserError, match="routers have 4 numbers per token, but the teacher's have 8"
     ):
         terms.values(
             Captured([], [torch.zeros(1, 4)]),
