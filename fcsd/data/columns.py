@@ -101,7 +101,7 @@ def check_meanings(columns: Collection[str]) -> None:
         "columns must name 'messages', or 'text', or 'prompt' and 'response' (and"
         " optionally 'input' and 'history'), or 'prompt' and 'completion', with"
         " 'tools', 'system' and 'chat_template_kwargs' in addition to messages or"
-        " prompts if needed, got {', '.join(sorted(columns)) or 'nothing'}"
+        f" prompts if needed, got {', '.join(sorted(columns)) or 'nothing'}"
     )
 
 

@@ -128,7 +128,7 @@ def _file_damage(
     if path.stat().st_size != num_bytes:
         return f"{name} has {path.stat().st_size} of {num_bytes} bytes"
     if file_sha256(path) != sha256:
-        return f"the content of {name} differs from what was written"
+        return f"{name} differs from what was written"
     return None
 
 

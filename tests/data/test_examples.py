@@ -588,7 +588,7 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
         (
             2,
             {"weight": 0.5},
-            "a message with weight: 0.5; 0 and 1, or false and true, are allowed",
+            "a message with weight: 0.5; only 0 and 1, or false and true, are allowed",
         ),
         (2, {"train": "no"}, "a message with train: 'no'"),
         (

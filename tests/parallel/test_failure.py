@@ -176,7 +176,7 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
     assert (checkpoints / f"checkpoint-{step}").is_dir() and step >= 4
     page = " ".join((ROOT / "docs" / "distil.md").read_text().split())
     assert (
-        "end with status 1 and a traceback of torch's elastic agent: `SignalException`"
+        "exit with status 1 and a traceback of torch's elastic agent: `SignalException`"
         in page
     )
 

@@ -152,7 +152,7 @@ def test_the_checkpoint_of_another_model_or_optimiser_is_refused(
     model.lm_head.requires_grad_(True)
     with pytest.raises(
         UserError,
-        match=r"holds no numbers of 'lm_head.weight', needed are 3168; .* other trainable",
+        match=r"holds no numbers of 'lm_head.weight' instead of 3168; .* other trainable",
     ):
         read_state(tmp_path, model, None, ALONE)
     model.lm_head.requires_grad_(False)

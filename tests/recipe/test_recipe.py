@@ -860,7 +860,7 @@ LORA = {"lora": {"r": 8}}
                 "objective": {"name": "kl+l2", "l2_coefficient": 0.1},
             },
             (
-                r"holds final hidden states, objective kl\+l2 compares those of every"
+                r"holds final hidden states, but objective kl\+l2 compares those of every"
                 r" layer; use sharded"
             ),
         ),

@@ -205,6 +205,6 @@ def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_
         trainer({"model_init_kwargs": {"dtype": "bfloat16"}})
     with pytest.raises(
         UserError,
-        match=r"^FCSDConfig: teacher_model_init_kwargs: .* and teacher was left out",
+        match=r"^FCSDConfig: teacher_model_init_kwargs: .* but teacher was left out",
     ):
         trainer({"teacher_model_init_kwargs": {"dtype": "bfloat16"}})

@@ -300,7 +300,7 @@ def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(
 ) -> None:
     with pytest.raises(
         UserError,
-        match=r"heldout_kl needs a loaded teacher: \.\* teacher\.backend: sharded",
+        match=r"heldout_kl needs a loaded teacher: .* teacher\.backend: sharded",
     ):
         HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(
             None, sharded=True

@@ -464,7 +464,7 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
     note_files(checkpoint, ALONE)
     assert damage(checkpoint) is None and newest_usable(tmp_path) == checkpoint
     (checkpoint / "inside" / "a").write_bytes(b"12745")
-    assert damage(checkpoint) == "the content of inside/a differs from what was written"
+    assert damage(checkpoint) == "inside/a differs from what was written"
     (checkpoint / "inside" / "a").unlink()
     assert damage(checkpoint) == "inside/a is missing"
     with pytest.raises(

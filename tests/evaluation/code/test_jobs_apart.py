@@ -680,7 +680,9 @@ def test_a_server_without_descriptors_is_a_scorer_error_and_the_next_call_starts
         resource.prlimit(
             server, resource.RLIMIT_NOFILE, (in_use + num_free, in_use + num_free)
         )
-        with pytest.raises(ScorerError, match="did not grade the programs|programs were not graded"):
+        with pytest.raises(
+            ScorerError, match=r"did not grade the programs|programs were not graded"
+        ):
             outcomes(scorer, [PROBLEM.canonical] * 3)
         assert outcomes(scorer, [PROBLEM.canonical, WRONG]) == ["passed", "wrong"]
 

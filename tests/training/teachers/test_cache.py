@@ -285,7 +285,7 @@ def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_mis
     assert len(kept) == 2 and len(list(folder.glob(".hidden-*"))) == 1
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        "the teacher cache is not finished; `fcsd run RECIPE --only cache-teacher` to continue"
+        "the teacher cache is not finished; run `fcsd run RECIPE --only cache-teacher` to continue"
         in error
     )
     computed: list[int] = []
@@ -449,12 +449,12 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     shard.unlink()
     error = error_of(train, capfd)
     assert (
-        f"{shard}: no such file, but cache.json names this shard; `fcsd run RECIPE"
+        f"{shard}: no such file, but cache.json names this shard; run `fcsd run RECIPE"
         " --only cache-teacher`" in error
     )
     shard.write_bytes(whole[:-100])
     assert (
-        "a damaged shard; `fcsd run RECIPE --only cache-teacher` computes its rows again"
+        "a damaged shard; run `fcsd run RECIPE --only cache-teacher` to compute its rows again"
         in error_of(train, capfd)
     )
     assert main([*fill, "--verify"]) == 0  # removed, its rows computed again
