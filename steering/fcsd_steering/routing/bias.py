@@ -169,7 +169,7 @@ def read_tables(path: str | Path) -> BiasTables:
         written = record.pop("sha256", None)
         if written is not None and written != arrays_fingerprint(arrays, record):
             raise UserError(
-                f"{path}: is damaged: its content is not what was written;"
+                f"{path}: is damaged: its content differs from what was written;"
                 " `fcsd-steer bias` writes it again (in a recipe's run, remove its"
                 " stage's folder)"
             )

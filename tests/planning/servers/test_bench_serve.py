@@ -592,7 +592,7 @@ def test_a_measured_round_with_another_digit_is_refused(
     capsys.readouterr()
     assert main(words) == 2
     assert (
-        f"{file}: is damaged: its content is not what was written; remove it to measure"
+        f"{file}: is damaged: its content differs from what was written; remove it to measure"
         " it again" in capsys.readouterr().err
     )
     file.unlink()

@@ -354,7 +354,7 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
     )
     error = error_of(["run", str(cached(bench)), "--only", "cache-teacher"], capfd)
     assert re.search(
-        r"60 rows with \d+ tokens with loss need 0.1 MB, 1.0 MB are free at .*set teacher\.cache to another",
+        r"60 rows with \d+ tokens with loss need 0.1 MB, but 1.0 MB are free at .*set teacher\.cache to another",
         error,
     )
 
@@ -430,7 +430,7 @@ def test_a_digit_of_the_list_of_shards_does_not_change_unseen(
     write_json(path, read_json(path) | {"tokens": 1})
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        f"{path}: is damaged: its content is not what was written; remove it" in error
+        f"{path}: is damaged: its content differs from what was written; remove it" in error
     )
     path.unlink()
     assert main(["run", str(cached(bench)), "--only", "cache-teacher"]) == 0
