@@ -430,7 +430,8 @@ def test_a_digit_of_the_list_of_shards_does_not_change_unseen(
     write_json(path, read_json(path) | {"tokens": 1})
     error = error_of(["distill", str(cached(bench))], capfd)
     assert (
-        f"{path}: is damaged: its content differs from what was written; remove it" in error
+        f"{path}: is damaged: its content differs from what was written; remove it"
+        in error
     )
     path.unlink()
     assert main(["run", str(cached(bench)), "--only", "cache-teacher"]) == 0
