@@ -70,7 +70,7 @@ def test_camoes_table_is_the_one_computed_by_hand() -> None:
     np.testing.assert_allclose(scaled, 2 * tables, rtol=1e-6)
     with pytest.raises(UserError, match=r"strength \(lambda\) -0.1 is negative"):
         camoe(counts, links, payload, np.array([0, 1, 2, -1]), -0.1)
-    with pytest.raises(UserError, match="between 4 endpoints, 3 are asked for"):
+    with pytest.raises(UserError, match="between 4 endpoints, but 3 were requested"):
         camoe(counts, UNEQUAL, payload, np.array([0, 1, 2, -1]), 0.1)
 
 

@@ -259,7 +259,7 @@ def test_a_probe_by_another_collective_or_between_others_is_refused() -> None:
     ):
         probe_by(wires, links, 1024)  # type: ignore[arg-type]
     wires.size, wires.collective = 3, "p2p"
-    with pytest.raises(UserError, match="between 4 endpoints, 3 are asked for"):
+    with pytest.raises(UserError, match="between 4 endpoints, but 3 were requested"):
         probe_by(wires, links, 1024)  # type: ignore[arg-type]
 
 

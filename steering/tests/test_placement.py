@@ -142,6 +142,6 @@ def test_endpoints_that_do_not_divide_the_experts_and_links_of_another_world_are
     ):
         balanced(np.ones((2, 6)), 5)
     with pytest.raises(
-        UserError, match=r"^the links are between 2 endpoints, 3 are asked for; "
+        UserError, match=r"^the links are between 2 endpoints, but 3 were requested; "
     ):
         topology_aware(np.ones((1, 3, 6)), made_links([[0, 1], [1, 0]]), PAYLOAD)

@@ -130,8 +130,8 @@ def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it
     check_run(run_of(bench.recipe("all")))
     said = capsys.readouterr().err
     assert (
-        "in the models measured layer 0 costs the most; how many first layers to leave"
-        " as they are is measured by" in said
+        "in the models that we measured, layer 0 costs the most. To find how many first layers to keep regular, run"
+        in said
     )
     assert "`; connectivity.layers: last:1 leaves out layer 0" in said
     check_run(run_of(bench.recipe("but-one", connectivity={"layers": "last:1"})))

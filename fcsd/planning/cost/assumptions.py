@@ -43,9 +43,10 @@ ASSUMPTIONS = {
                       f"{_MI300X}: 81 % at large arrays; scalarlm.com, memcpy on MI300X: 40 to 60 %", most=1.0),
     "link": Assumption(0.85, 0.60, 1.00, "share of what a link within a node can carry", _CHOSEN, most=1.0),
     "nic": Assumption(0.80, 0.50, 0.95, "share of a network interface", _CHOSEN, most=1.0),
-    "latency_us": Assumption(20, 5, 60, "microseconds an exchange takes beside its bytes; twice that between nodes",
+    "latency_us": Assumption(20, 5, 60, "fixed microseconds per exchange, in addition to its bytes; twice that"
+                             " between nodes",
                              _CHOSEN, most=100_000),
-    "slowdown": Assumption(0.15, 0.0, 0.50, "seconds computation loses for each second of hidden communication",
+    "slowdown": Assumption(0.15, 0.0, 0.50, "seconds that computation loses per second of hidden communication",
                            f"{_CHOSEN}; arXiv 2412.14335 (MI300X): overlap of collectives gave 21 % of the ideal gain"
                            " where both fill the device", most=1.0),
     "score_passes": Assumption(4, 2, 8, "passes over the scores in memory, attention written out", _CHOSEN, most=1000),
@@ -54,7 +55,7 @@ ASSUMPTIONS = {
                               most=1000),
     "logit_passes": Assumption(8, 2, 12, "passes over float32 logits for head and loss, both directions", _CHOSEN,
                               most=1000),
-    "optimizer_bytes": Assumption(32, 20, 48, "bytes moved a parameter that AdamW updates", _CHOSEN, most=1000),
+    "optimizer_bytes": Assumption(32, 20, 48, "bytes moved per parameter that AdamW updates", _CHOSEN, most=1000),
     "prefetch": Assumption(0.5, 0.0, 1.0, "share of computation that hides gathered weights and reduced gradients",
                            f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once a layer to learn how many"
                            " rows go where", most=1.0),

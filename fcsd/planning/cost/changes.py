@@ -61,7 +61,7 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
         # forward pass.
         if setting.runs_teacher_model and setting.objective.l2_coefficient is None:
             setting = replace(setting, teacher="cache")
-            yield row("teacher.backend: cache, filled before")
+            yield row("teacher.backend: cache, filled in advance")
         if setting.adapters:
             return  # neither shards nor anything below for a LoRA student
         if layout.sharding == "none":

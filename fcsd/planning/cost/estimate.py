@@ -463,36 +463,36 @@ def _assumptions(job: Job) -> Iterator[str]:
         )
     else:
         yield (
-            f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak is"
-            " reached by every matmul"
+            f"{hardware.mfu[0]:.0%} to {hardware.mfu[1]:.0%} of the published peak:"
+            " assumed for every matmul"
         )
     if hardware.num_gpus > 1:
         yield (
             "half of the computation (none to all) hides weights that are gathered and"
             " gradients that are reduced; exchanges between ranks that share the"
-            " experts are not hidden: `fcsd plan` says what overlap brings"
+            " experts are not hidden: run `fcsd plan` for the gain from overlap"
         )
     yield (
-        "every token carries loss, attention is computed for all pairs of a row, tokens"
+        "every token carries loss, attention covers all pairs in a row, tokens are"
         " spread evenly over experts"
     )
     yield (
-        f"{FRAGMENTATION:.0%} of what comes and goes is lost to fragmentation, the"
-        f" context of the GPU takes {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU"
-        " is taken in decimal GB"
+        f"{FRAGMENTATION:.0%} of the changing memory is lost to fragmentation, the"
+        f" GPU's context takes {CONTEXT_BYTES / 2**30:.0f} GiB; memory of the GPU is"
+        " taken in decimal GB"
     )
     yield (
-        "scoring for early stopping, evaluation, loading, and writing checkpoints are"
-        " not in it"
+        "not included: scoring for early stopping, evaluation, loading, writing"
+        " checkpoints"
     )
     if job.machine.num_nodes > 1:
-        yield f"between nodes {job.machine.nic_gb_s:g} GB/s a GPU"
+        yield f"between nodes {job.machine.nic_gb_s:g} GB/s per GPU"
     if training.attention not in (None, "eager", "sdpa"):
         yield f"attention as with sdpa; {training.attention} keeps less"
     if job.work.runs_all and hardware.expert_parallel == 1:
         yield (
             f"transformers' code of this family runs all {job.work.num_experts} experts"
-            f" on every token, which chooses {job.work.experts_per_token}: it runs"
+            f" on every token, which chooses {job.work.experts_per_token}: it also runs"
             " experts on tokens that did not choose them"
         )
     if training.lora is not None and hardware.sharding != "none":
@@ -501,13 +501,13 @@ def _assumptions(job: Job) -> Iterator[str]:
             " --sharding none"
         )
     yield (
-        "data are tokenized as fast as in benchmarks/tokens.py: chats read from a local"
-        " disk, by the small tokenizer of the tests; scale by what your tokenizer and"
-        " your processor do. Files that are here are tokenized whole up to 4 GiB, even"
-        " if a training reads less"
+        "tokenizing is as fast as in benchmarks/tokens.py: chats read from a local"
+        " disk, by the small tokenizer of the tests; scale this to your tokenizer and"
+        " processor. Local files up to 4 GiB are tokenized whole, even if a training"
+        " reads less"
     )
     if setting.has_teacher and setting.teacher == "cache":
         yield (
-            "the cache is filled before: one forward pass of the teacher over every"
-            " row, which is not in it"
+            "filling the cache, one forward pass of the teacher over every row, is not"
+            " included"
         )

@@ -95,7 +95,7 @@ def machine_of(hardware: Hardware) -> Machine:
     if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
         raise UserError(
             f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node,"
-            f" so that --gpus is a multiple of {GPUS_PER_NODE}, not {hardware.num_gpus}"
+            f" so --gpus must be a multiple of {GPUS_PER_NODE}, got {hardware.num_gpus}"
         )
     if hardware.num_gpus % (ranks := hardware.expert_parallel):
         raise UserError(

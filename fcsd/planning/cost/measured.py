@@ -72,11 +72,11 @@ class Times(Strict):
             raise ValueError("exchanges: a training step needs at least one")
         if self.phase == "train" and not self.communication_s == self.overlap is None:
             raise ValueError(
-                "communication_s and overlap: of a server; a training step has"
+                "communication_s and overlap: only for a server; a training step has"
                 " exchanges"
             )
         if self.phase != "train" and self.communication_s is None:
-            raise ValueError(f"communication_s: needed of a server ({self.phase})")
+            raise ValueError(f"communication_s: required for a server ({self.phase})")
         if outside := [
             exchange.layer
             for exchange in self.exchanges
@@ -88,8 +88,8 @@ class Times(Strict):
             )
         if self.slowdown is not None and self.slowdown > 1:
             raise ValueError(
-                f"slowdown: {self.slowdown:g} seconds of computation lost for each"
-                " second that is hidden; at most 1, or nobody would overlap"
+                f"slowdown: {self.slowdown:g} seconds of computation lost per hidden"
+                " second; must be at most 1, or overlap would not pay off"
             )
         return self
 
@@ -215,8 +215,8 @@ def _served(
         if planned.rewired(measured) != planned.rewired(layers):
             raise UserError(
                 "--measured: overlap was measured with other layers rewired"
-                f" ({times.connectivity.layers}) than are planned; measure what is"
-                " planned, or plan what was measured"
+                f" ({times.connectivity.layers}) than planned; measure the planned"
+                " layers, or plan the measured ones"
             )
         sent_share, exposed_share = 1.0, 1 - times.overlap
         # Measured on a whole server, so it includes the slowdown.
@@ -241,8 +241,8 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
     measured_layers = {exchange.layer for exchange in times.exchanges}
     if dense := sorted(k for k in measured_layers if not moe[k]):
         raise UserError(
-            f"--measured: the file has exchanges of layer {dense[0]}, which is no MoE"
-            " layer"
+            f"--measured: the file has exchanges of layer {dense[0]}, which is not an"
+            " MoE layer"
         )
     if missing := [
         k
@@ -250,9 +250,9 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
         if rewired[k] and is_moe and k not in measured_layers
     ]:
         raise UserError(
-            f"--measured: the plan rewires layer {missing[0]}, and the file has no"
-            " exchange of it; measure with it rewired, or plan --layers that were"
-            " measured"
+            f"--measured: the plan rewires layer {missing[0]}, but the file has no"
+            " exchange for it; measure with this layer rewired, or plan --layers that"
+            " were measured"
         )
 
 
@@ -266,8 +266,8 @@ def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
 def _check(times: Times, planned: Planned) -> None:
     if planned.megatron:
         raise UserError(
-            "--measured: of fcsd's training, which has neither tensor nor pipeline"
-            " parallelism; leave --tp and --pp out"
+            "--measured: the times are of fcsd's training, which has neither tensor nor"
+            " pipeline parallelism; leave --tp and --pp out"
         )
     settings, train = planned.settings, planned.settings.phase == "train"
     sharing_experts = train or planned.wide
@@ -288,6 +288,6 @@ def _check(times: Times, planned: Planned) -> None:
     for name, (theirs, ours) in compared.items():
         if theirs != ours:
             raise UserError(
-                f"--measured: {name} is {theirs} in the file and {ours} in the plan;"
-                " measure what is planned, or plan what was measured"
+                f"--measured: {name} is {theirs} in the file, but {ours} in the plan;"
+                " make them equal"
             )

@@ -150,7 +150,7 @@ def trace_layers(
         or not top_k
     ):
         raise UserError(
-            f"{where}: no layer of it is an MoE layer, so no exchange can be overlapped"
+            f"{where}: has no MoE layer, so there is no exchange to overlap"
         )
     # Only the first layer of each kind runs its own code; equal layers pass their input
     # on and share its counts.

@@ -252,8 +252,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         )
     if settings.global_batch is not None and settings.phase != "train":
         raise UserError(
-            f"--global-batch: rows of an optimiser step; --phase {settings.phase} has"
-            " none, leave it out"
+            f"--global-batch: --phase {settings.phase} has no optimiser step; leave it"
+            " out"
         )
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
@@ -273,8 +273,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     ep, tp = _ranks(settings, machine, links)
     if (imbalance := machine.values["imbalance"]) > ep:
         raise UserError(
-            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the ranks"
-            " that share the experts, one of which then has all rows"
+            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the number of"
+            " ranks that share the experts (one rank then has all rows)"
         )
     # Decoding computes one new token a row; the text so far enters by its keys and
     # values.
@@ -293,8 +293,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         )
     if settings.pipeline_parallel > len(work.layers):
         raise UserError(
-            f"--pp {settings.pipeline_parallel}: {source.where} has"
-            f" {len(work.layers)} layers, and a stage at least one"
+            f"--pp {settings.pipeline_parallel}: {source.where} has {len(work.layers)}"
+            " layers, but every stage needs at least one"
         )
     cached = (
         0.0
@@ -327,8 +327,8 @@ def _ranks(
         ep = dp
     elif settings.all2all != PlanSettings.model_fields["all2all"].default:
         raise UserError(
-            f"--all2all {settings.all2all}: of the ranks of --dp, which is not given;"
-            " leave it out"
+            f"--all2all {settings.all2all}: works only with --dp; add --dp, or leave it"
+            " out"
         )
     # By default a training shares the experts over all GPUs; a server shares everything
     # by tensor parallelism.
@@ -336,8 +336,7 @@ def _ranks(
     pp = settings.pipeline_parallel
     if not train and pp > 1:
         raise UserError(
-            f"--pp {pp}: stages of a training; --phase {settings.phase} is planned"
-            " without, leave it out"
+            f"--pp {pp}: --phase {settings.phase} has no pipeline stages; leave it out"
         )
     if train and tp >= 1:
         _check_megatron(settings, machine, tp)
@@ -355,21 +354,21 @@ def _ranks(
         )
     if not train and not dp and ep not in (1, tp):
         raise UserError(
-            f"--ep {ep}: a server's experts are spread over its {tp} tensor-parallel"
-            f" ranks (--ep {tp}), or not (--ep 1)"
+            f"--ep {ep}: a server's experts are distributed over all its {tp}"
+            f" tensor-parallel ranks (--ep {tp}) or not at all (--ep 1)"
         )
     # Measured links describe all-to-all; the all-reduces of a tensor-parallel server
     # are not priced by them.
     if links is not None:
         if not train and not dp:
             raise UserError(
-                f"--links: measured for all-to-all; without --dp {settings.phase} is"
-                " planned with all-reduces, leave it out"
+                f"--links: measured for all-to-all, but without --dp {settings.phase}"
+                " uses all-reduces; leave it out"
             )
         if dp and ALL2ALL[settings.all2all] == "all":
             raise UserError(
-                f"--links: measured for all-to-all; --all2all {settings.all2all}"
-                " gathers, choose another"
+                f"--links: measured for all-to-all, but --all2all {settings.all2all}"
+                " gathers; choose another"
             )
         if links.world_size != ep:
             raise UserError(
@@ -395,8 +394,8 @@ def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
         )
     if tokens % tp:
         raise UserError(
-            f"--tp {tp}: shares out the {tokens} tokens of a micro-batch (--batch"
-            " times --length), which it does not divide"
+            f"--tp {tp}: does not divide the {tokens} tokens of a micro-batch (--batch"
+            " times --length)"
         )
 
 
@@ -404,16 +403,16 @@ def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
     """Refuse data-parallel ranks that a server cannot have."""
     if settings.phase == "train":
         raise UserError(
-            f"--dp {dp}: ranks of a server; in training every rank has rows of its own,"
-            " leave it out"
+            f"--dp {dp}: only for a server; in training every rank already has its own"
+            " rows, leave it out"
         )
     if settings.tensor_parallel not in (None, 1) or settings.expert_parallel not in (
         None,
         dp,
     ):
         raise UserError(
-            f"--dp {dp}: every rank has attention of its own and a part of the experts"
-            f" (--tp 1 --ep {dp}); leave both out"
+            f"--dp {dp}: implies --tp 1 --ep {dp}, since every rank has the whole"
+            " attention and a share of the experts; leave both out"
         )
     if machine.num_gpus % dp:
         raise UserError(
@@ -422,8 +421,8 @@ def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
         )
     if settings.batch % dp:
         raise UserError(
-            f"--batch {settings.batch}: requests of the whole server, not a multiple of"
-            f" its {dp} ranks (--dp)"
+            f"--batch {settings.batch}: the server's requests must be a multiple of its"
+            f" {dp} ranks (--dp)"
         )
 
 
@@ -437,9 +436,10 @@ def _check_size(
     stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
     if stream > machine.gpu.memory_gb * 1e9:
         raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: the stream of these"
-            f" tokens alone takes {size(stream)}, the {machine.gpu.name} has"
-            f" {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter rows"
+            f"--batch {settings.batch} --length {settings.length}: the residual stream"
+            f" of these tokens alone takes {size(stream)}, but the {machine.gpu.name}"
+            f" has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter"
+            " rows"
         )
 
 

@@ -45,7 +45,8 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         ]
         yield [
             markdown(
-                ["change, on top of those above", "memory", "fits", "supported"], rows
+                ["change, in addition to those above", "memory", "fits", "supported"],
+                rows,
             )
         ]
     yield [*_disk(facts["disk"]), *_scoring(facts["scoring"])]
@@ -54,7 +55,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         [name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()
     ]
     rows.append(["all", f"{sum(flops['per_token'].values()) / 1e9:.2f}"])
-    yield [markdown(["10^9 operations a token", ""], rows)]
+    yield [markdown(["10^9 operations per token", ""], rows)]
     yield _time(facts)
     rows = [
         [
@@ -96,8 +97,8 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
          f" {numbers['trained']:,} trained"),
         ("hardware", f"{hardware['num_gpus']} x {hardware['name']}, sharding {hardware['sharding']}{spread}"
          f"{supported}"),
-        ("micro-batch", f"{settings['rows']} x {settings['max_length']} tokens a rank,"
-         f" {settings['micro_batches']} a step"),
+        ("micro-batch", f"{settings['rows']} x {settings['max_length']} tokens per rank,"
+         f" {settings['micro_batches']} per step"),
         ("training", ", ".join([settings["dtype"], *notes, *(["lora"] if settings["lora"] else [])])),
     ]  # fmt: skip
     if settings["teacher"]:
@@ -109,7 +110,7 @@ def _cache(cache: Mapping[str, int] | None) -> str:
     if cache is None:
         return ""
     return (
-        f": {size(cache['bytes_per_token'])} on disk a token with loss,"
+        f": {size(cache['bytes_per_token'])} on disk per token with loss,"
         f" {size(cache['at_most_bytes'])} for {cache['at_most_tokens']:.3g} of them,"
         " should the training read no row twice"
     )
@@ -122,8 +123,8 @@ def _fits(facts: Mapping[str, Any]) -> str:
         return f"fits          {room}"
     if not facts["changes"] or not facts["changes"][-1]["fits"]:
         return (
-            f"DOES NOT FIT  {room}; no change below is enough: a larger GPU or a"
-            " smaller model is needed"
+            f"DOES NOT FIT  {room}; no change below suffices: use a larger GPU or a"
+            " smaller model"
         )
     return f"DOES NOT FIT  {room}; with the changes below it would"
 
@@ -301,7 +302,7 @@ def _does_not_fit(memory: Mapping[str, Any]) -> str:
     needs = memory["needs_gpus"]
     gpus = "no number of GPUs" if needs is None else f"{needs} GPUs"
     changes = " or ".join(memory["changes"])
-    return f"DOES NOT FIT: as it is needs {gpus}" + (
+    return f"DOES NOT FIT: without changes it needs {gpus}" + (
         f"; one of these makes it fit: {changes}" if changes else ""
     )
 
@@ -333,7 +334,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
     network = (
         "measured links"
         if facts["links"]
-        else f"{machine['nic_gb_s']:g} GB/s a GPU between nodes"
+        else f"{machine['nic_gb_s']:g} GB/s per GPU between nodes"
     )
     rows = [
         ("model", f"{facts['model']}, {facts['model_type']}, {rewired}"),
@@ -406,9 +407,9 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         )
     if facts["upper_bound"] and facts["over_prediction"] is None:
         yield (
-            "UPPER BOUND: the gain between tokens was compared with no measurement; in"
-            " the time to the first token a server's was smaller than planned. With"
-            " measured times (--measured) the gain is f v / (1 - f v)"
+            "UPPER BOUND: no measurement has confirmed the gain between tokens; for the"
+            " time to the first token, servers gained less than planned. With measured"
+            " times (--measured) the gain is f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
         # The factor is known for the time to the first token of two models.
@@ -425,7 +426,8 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     elif facts["imbalance"] == 1 and "measured" not in facts:
         yield (
             "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
-            " 5.1: `fcsd-steer routing` measures yours, --routing reads it"
+            " 5.1. Measure your model with `fcsd-steer routing`, and pass the result to"
+            " --routing"
         )
     if megatron := times.get("megatron"):
         yield (

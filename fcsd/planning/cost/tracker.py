@@ -188,7 +188,8 @@ def counting(tracker: Tracker, interposed: Interposed, subject: str) -> Iterator
     except Exception as error:  # any part of a family's code may
         raise UserError(
             f"{subject} cannot be followed without data: {type(error).__name__}:"
-            f" {one_line(error)[:200]}; `fcsd inspect` tells what its weights need"
+            f" {one_line(error)[:200]}; run `fcsd inspect` for the memory of its"
+            " weights"
         ) from error
 
 

@@ -123,7 +123,7 @@ def _pretrain_config(recipe: Recipe) -> dict[str, Any]:
         if not Path(recipe.pretrain.tokenizer).is_dir():
             raise UserError(
                 f"pretrain.tokenizer: {recipe.pretrain.tokenizer} does not exist yet,"
-                " and the vocabulary's size comes from it; make it first, or --set"
+                " but fcsd needs the size of its vocabulary; make it first, or --set"
                 " pretrain.config.vocab_size=N"
             )
         config["vocab_size"] = len(load_tokenizer(recipe.pretrain.tokenizer))

@@ -25,7 +25,7 @@ class Windows(Strict):
     def _has_both_of_each_layer(self) -> "Windows":
         if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
             raise ValueError(
-                "dispatch_s and combine_s need a number for each of `layers`"
+                "dispatch_s and combine_s need one number per layer of `layers`"
             )
         return self
 

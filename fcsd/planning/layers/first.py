@@ -58,9 +58,10 @@ def tell_first_layers(
     if regular or len(later_layers) in (0, len(layers)):
         return
     print(
-        "in the models measured layer 0 costs the most; how many first layers to leave"
-        f" as they are is measured by `fcsd layers {shlex.quote(str(model))}`; {option}"
-        f" {_selection(later_layers, len(mask))} leaves out layer 0 (docs/convert.md)",
+        "in the models that we measured, layer 0 costs the most. To find how many first"
+        f" layers to keep regular, run `fcsd layers {shlex.quote(str(model))}`;"
+        f" {option} {_selection(later_layers, len(mask))} leaves out layer 0"
+        " (docs/convert.md)",
         file=sys.stderr,
     )
 

@@ -301,8 +301,8 @@ def _verify(
         name for name in study_inputs if study_inputs[name] != current_inputs.get(name)
     ):
         raise UserError(
-            f"{folder}: {', '.join(changed)}: is not what the study was measured on;"
-            " run `fcsd layers` again"
+            f"{folder}: {', '.join(changed)}: has changed since the study; run `fcsd"
+            " layers` again"
         )
     _refuse_without_error(folder, spec, study, metric)
     # Calibration text is not needed for copied weights; without it none is loaded.
@@ -334,7 +334,7 @@ def _refuse_without_error(
         )
     raise UserError(
         f"{folder}: --verify: the study measured {metric} on a single {unit}, which has"
-        " no standard error, so that no difference can be told from chance; run `fcsd"
+        " no standard error, so fcsd cannot tell a difference from chance; run `fcsd"
         f" layers` again into another folder with a larger {remedy}"
     )
 

@@ -52,8 +52,8 @@ class Study(ModelStudy):
     def _measures_something(self) -> "Study":
         if self.text is None and not self.tasks:
             raise ValueError(
-                "nothing to measure: give a task of the suite (--task), or a text for"
-                " the KL to the original (--text)"
+                "there is nothing to measure: give a task of the suite (--task), or a"
+                " text for the KL to the original (--text)"
             )
         if KL in self.tasks:
             raise ValueError(
@@ -91,9 +91,7 @@ class Study(ModelStudy):
             ):
                 raise ValueError(f"{name}: {', '.join(twice)} is given twice")
         if self.counts == [] or (self.counts is not None and self.every != 1):
-            raise ValueError(
-                "counts: give at least one number, and not `every` beside it"
-            )
+            raise ValueError("counts: give at least one number, and leave `every` out")
         return self
 
     def connectivity(self, layers: Sequence[int]) -> Connectivity:

@@ -164,7 +164,7 @@ def study_layers(
     """
     if launch.engine.shards:
         raise UserError(
-            "the layer study rewires whole copies of the model, and this launch shards"
+            "the layer study rewires whole copies of the model, but this launch shards"
             " the weights; launch copies (accelerate launch --multi_gpu,"
             " configs/cpu_2.yaml), or one process"
         )
@@ -318,8 +318,8 @@ def layer_mask(model: ModelFolder) -> list[bool]:
     checkpoint = read_checkpoint(model.folder)
     if checkpoint.connectivity is not None:
         raise UserError(
-            f"{model.folder}: this checkpoint is already converted; the study needs the"
-            " original that it was made from"
+            f"{model.folder}: this checkpoint is already converted; the study needs its"
+            " original"
         )
     assert checkpoint.family is not None
     return list(moe_mask(load_config(checkpoint), checkpoint.family))
@@ -499,7 +499,7 @@ def _points_so_far(path: Path) -> list[dict[str, Any]]:
     """
     study = _read(path)
     try:
-        check_seal(path, study, "its points are measured again")
+        check_seal(path, study, "fcsd measures its points again")
     except UserError as error:
         print(f"layers: {error}", file=sys.stderr)
         return []

@@ -104,7 +104,7 @@ class LinkModel(Strict):
             raise ValueError("endpoints: a name is given twice")
         if self.world_size != size:
             raise ValueError(
-                f"world_size {self.world_size}, but {size} endpoints are named"
+                f"world_size {self.world_size}, but it names {size} endpoints"
             )
         # Errors name the edge, so that a file written by hand can be corrected.
         for phase in PHASES:
@@ -113,7 +113,7 @@ class LinkModel(Strict):
                 rows = getattr(links, name)
                 if len(rows) != size or any(len(row) != size for row in rows):
                     raise ValueError(
-                        f"{phase}.{name}: needs {size} rows of {size}, an edge is"
+                        f"{phase}.{name}: needs {size} rows of {size}, but an edge is"
                         " missing"
                     )
             for name in ("alpha_s", "beta_s_per_byte"):
@@ -126,7 +126,7 @@ class LinkModel(Strict):
                             )
                         if value > _LONGEST_S:
                             raise ValueError(
-                                f"{phase}.{name}: edge {u} -> {v} is no time"
+                                f"{phase}.{name}: edge {u} -> {v} is not a valid time"
                                 f" ({value:g} s)"
                             )
         for name in ("egress_s_per_byte", "ingress_s_per_byte"):
@@ -136,7 +136,7 @@ class LinkModel(Strict):
             for u, rate in enumerate(rates):
                 if rate is not None and not 0 <= rate <= _LONGEST_S:
                     raise ValueError(
-                        f"ports.{name}: endpoint {u}: {rate:g} seconds a byte; 0 or"
+                        f"ports.{name}: endpoint {u}: {rate:g} seconds per byte; 0 or"
                         f" more is needed, at most {_LONGEST_S:g}, or null where its"
                         " edges share none"
                     )
@@ -157,8 +157,8 @@ class LinkModel(Strict):
         # error.
         if size is not None and size != len(self.endpoints):
             raise UserError(
-                f"the links are between {len(self.endpoints)} endpoints, {size} are"
-                " asked for; ask for as many, or measure those with"
+                f"the links are between {len(self.endpoints)} endpoints, but {size}"
+                " were requested; request as many, or measure the links again with"
                 " `fcsd-steer profile-network`"
             )
         if collective is not None and collective != self.collective:

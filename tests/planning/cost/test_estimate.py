@@ -474,7 +474,7 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
     # All interfaces of a node serve a ring: a second node makes a step faster, not
     # slower.
     assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
-    with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, not 12"):
+    with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, got 12"):
         estimate(plan, Hardware(gpu="h100", num_gpus=12, sharding="hsdp"))
 
 
@@ -664,7 +664,7 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     rows: int, batch: int, max_length: int, ranks: int, ways: str
 ) -> None:
     train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
-    with pytest.raises(UserError, match=f"what fits: {ways}$"):
+    with pytest.raises(UserError, match=f"possible: {ways}$"):
         micro_batches(train, max_length, ranks)
     if match := re.search(r"max_length (\d+)", ways):
         assert micro_batches(train, int(match[1]), ranks)[0] == rows
@@ -704,7 +704,7 @@ def test_what_does_not_fit_comes_with_changes_until_it_does(
     changes = facts["changes"]
     assert changes[0]["change"] == "train.gradient_checkpointing: true"
     assert changes[1]["change"] == "train.per_device_train_batch_size: 1"
-    assert changes[2]["change"] == "teacher.backend: cache, filled before"
+    assert changes[2]["change"] == "teacher.backend: cache, filled in advance"
     assert changes[3]["change"].startswith("--sharding fsdp2 --gpus 8")
     assert [row["fits"] for row in changes] == [False] * (len(changes) - 1) + [True]
     assert all(row["supported"] for row in changes)
@@ -890,8 +890,8 @@ def test_the_demo_is_estimated_before_anything_is_there(
         (
             ["--gpus", "3"],
             (
-                r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; what"
-                r" fits: a batch of 132096, or 2 proc"
+                r"train.batch_size_tokens: 131072 is not a multiple of 3072 .*; possible"
+                r": a batch of 132096, or 2 proc"
             ),
         ),
         (

@@ -174,15 +174,15 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     [
         ({"step_s": 2.0}, "step_s: 2, but the communication in it takes 2.4"),
         ({"exchanges": []}, "a training step needs at least one"),
-        ({"phase": "decode"}, "communication_s: needed of a server (decode)"),
+        ({"phase": "decode"}, "communication_s: required for a server (decode)"),
         ({"version": 2}, "version"),
         ({"step_s": float("nan")}, "step_s"),
         ({"connectivity": None}, "connectivity"),
         ({"num_layers": 5}, "exchanges: layer 5, but the model has 5, from 0 on"),
-        ({"communication_s": 1e-9}, "communication_s and overlap: of a server"),
+        ({"communication_s": 1e-9}, "communication_s and overlap: only for a server"),
         (
             {"slowdown": 5},
-            "slowdown: 5 seconds of computation lost for each second that is hidden; at most 1",
+            "slowdown: 5 seconds of computation lost per hidden second; must be at most 1",
         ),
         ({"step_s": 2.4000001}, "the 1e-07 s that are left cannot hide 1.8"),
         (
@@ -221,9 +221,9 @@ def test_times_of_something_else_are_refused() -> None:
     [
         (
             ["--attention", "full"],
-            "attention is partial in the file and full in the plan",
+            "attention is partial in the file, but full in the plan",
         ),
-        (["--mlp", "full"], "mlp is outdated in the file and full in the plan"),
+        (["--mlp", "full"], "mlp is outdated in the file, but full in the plan"),
     ],
 )
 def test_times_of_another_connectivity_are_refused(
@@ -246,7 +246,7 @@ def test_times_of_another_connectivity_are_refused(
     # 5 / (5 - 0.85 x 1.8)
     assert main(plan) == 0 and "1.441" in capsys.readouterr().out
     assert main([*plan, *words]) == 2
-    assert f"--measured: {message}; measure what is planned" in capsys.readouterr().err
+    assert f"--measured: {message}; make them equal" in capsys.readouterr().err
     without = {
         name: value
         for name, value in times().model_dump(mode="json").items()
@@ -271,7 +271,7 @@ def test_a_selection_of_mlp_sides_is_compared_by_the_layers_that_it_names(
     plan += ["--measured", str(path), "--mlp"]
     assert main([*plan, f"{last - 1},{last}"]) == 0
     assert main([*plan, str(last)]) == 2
-    message = f"mlp is [{last - 1}, {last}] in the file and [{last}] in the plan"
+    message = f"mlp is [{last - 1}, {last}] in the file, but [{last}] in the plan"
     assert message in capsys.readouterr().err
 
 
@@ -280,11 +280,13 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
     assert measured_times(some, one, [3, 4, 5])["speed_up"] > 1
     with pytest.raises(
-        UserError, match="rewires layer 0, and the file has no exchange of it"
+        UserError, match="rewires layer 0, but the file has no exchange for it"
     ):
         measured_times(some, one)
     dense = planned("DeepSeek-V3", V3 | {"first_k_dense_replace": 1}, {"length": 64})
-    with pytest.raises(UserError, match="exchanges of layer 0, which is no MoE layer"):
+    with pytest.raises(
+        UserError, match="exchanges of layer 0, which is not an MoE layer"
+    ):
         measured_times(times(), dense)
     served = {
         "phase": "prefill",

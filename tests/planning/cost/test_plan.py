@@ -252,7 +252,8 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
         line for line in capsys.readouterr().out.splitlines() if "DOES NOT FIT" in line
     )
     assert (
-        "as it is needs no number of GPUs; one of these makes it fit: without" in line
+        "without changes it needs no number of GPUs; one of these makes it fit: without"
+        in line
     )
     for change in others:
         assert main(["plan", folder, *settings, *change.split(), "--json"]) == 0
@@ -387,7 +388,7 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
     for wrong, reason in {
         "gpu=h100": "one of nodes, gpus-per-node",
         "batch": "must look like nodes=1,2,4",
-        "batch=1,x": "'x' is no number",
+        "batch=1,x": "'x' is not a number",
         "ep=3,5": "no value can be planned: --ep 3: does not divide",
     }.items():
         assert main(["plan", folder, "--sweep", wrong]) == 2
@@ -661,7 +662,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "far beyond memory": (
             [model, "--batch", str(10**20)],
-            f"--batch {10**20} --length 4096: the stream of these tokens alone takes",
+            f"--batch {10**20} --length 4096: the residual stream of these tokens alone takes",
         ),
         "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the stream of"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
@@ -671,11 +672,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "links in serving": (
             [model, "--phase", "decode", "--tp", "4", "--links", str(tmp_path / "links.json")],
-            "measured for all-to-all; without --dp decode is planned with all-reduces",
+            "measured for all-to-all, but without --dp decode uses all-reduces",
         ),
         "dense": ([str(tmp_path / "dense")], "'llama' is a dense model"),
         "ranks of stages": ([model, "--tp", "2", "--pp", "3"], "--tp 2 --pp 3: 6 ranks do not divide the 8 GPUs"),
-        "tokens of ranks": ([model, "--tp", "8", "--length", "12"], "--tp 8: shares out the 12 tokens of a"),
+        "tokens of ranks": ([model, "--tp", "8", "--length", "12"], "--tp 8: does not divide the 12 tokens of a"),
         "more stages than layers": ([model, "--pp", "8"], f"--pp 8: {model}/config.json has 4 layers"),
         "stages of a server": ([model, "--phase", "decode", "--pp", "2"], "--pp 2: stages of a training"),
         "experts of a stage": ([model, "--pp", "2", "--ep", "8"], "does not divide the 8 GPUs (1 x 8) / 2 stages"),
@@ -685,27 +686,27 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "measured by another": (
             [model, "--tp", "2", "--length", "64", "--measured", str(tmp_path / "times.json")],
-            "--measured: of fcsd's training, which has neither tensor nor pipeline parallelism",
+            "--measured: the times are of fcsd's training, which has neither tensor nor pipeline parallelism",
         ),
         "server's experts": (
             [model, "--phase", "prefill", "--ep", "4"],
-            "--ep 4: a server's experts are spread over its 8 tensor-parallel ranks",
+            "--ep 4: a server's experts are distributed over all its 8 tensor-parallel ranks",
         ),
-        "data-parallel training": ([model, "--dp", "8"], "--dp 8: ranks of a server; in training every rank has"),
-        "both ways": ([model, "--phase", "prefill", "--dp", "8", "--tp", "8"], "(--tp 1 --ep 8); leave both out"),
+        "data-parallel training": ([model, "--dp", "8"], "--dp 8: only for a server; in training every rank"),
+        "both ways": ([model, "--phase", "prefill", "--dp", "8", "--tp", "8"], "--dp 8: implies --tp 1 --ep 8"),
         "ranks of no server": ([model, "--phase", "prefill", "--dp", "3"], "--dp 3: does not divide the 8 GPUs"),
-        "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: requests of the whole"),
+        "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: the server's requests"),
         "back end of no ranks": (
             [model, "--phase", "decode", "--all2all", "deepep_low_latency"],
-            "--all2all deepep_low_latency: of the ranks of --dp, which is not given",
+            "--all2all deepep_low_latency: works only with --dp",
         ),
         "links of a gather": (
             [model, "--phase", "decode", "--dp", "4", "--batch", "4", "--links", str(tmp_path / "links.json")],
-            "--all2all allgather_reducescatter gathers, choose another",
+            "--all2all allgather_reducescatter gathers; choose another",
         ),
         "measured wide": (
             [model, "--phase", "decode", "--dp", "8", "--batch", "8", "--measured", str(tmp_path / "served.json")],
-            "--measured: data_parallel is False in the file and True in the plan",
+            "--measured: data_parallel is False in the file, but True in the plan",
         ),
         "global batch": ([model, "--global-batch", "12"], "--global-batch 12: not a multiple of 8 rows"),
         "batch": ([model, "--batch", "0"], "--batch: Input should be greater than or equal to 1, got 0"),
@@ -725,11 +726,11 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "measured elsewhere": (
             [model, "--length", "128", "--measured", str(tmp_path / "times.json")],
-            "--measured: length is 64 in the file and 128 in the plan",
+            "--measured: length is 64 in the file, but 128 in the plan",
         ),
         "another model's routing": (
             [model, "--routing", str(routed(tmp_path / "r", top_k=8))],
-            "a routing study of 3 MoE layers, top 8 of 64 experts, the model has 3, top 6 of 64",
+            "a routing study of 3 MoE layers, top 8 of 64 experts, but the model has 3, top 6 of 64",
         ),
         "no routing": ([model, "--routing", str(tmp_path)], "routing.json: no such file"),
         "routing twice": (
@@ -742,12 +743,12 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "more than all": (
             [model, "--cluster", str(tmp_path / "more.yaml")],
-            "assumptions.slowdown: 5: must be 0 or more, at most 1: seconds computation loses",
+            "assumptions.slowdown: 5: must be 0 or more, at most 1: seconds that computation loses",
         ),
         "fp8": ([model, "--dtype", "fp8", "--gpu", "a100"], "--dtype fp8: the NVIDIA A100 80GB SXM has no FP8 matmuls"),
         "steps of a server": (
             [model, "--phase", "decode", "--global-batch", "8"],
-            "--global-batch: rows of an optimiser step; --phase decode has none",
+            "--global-batch: --phase decode has no optimiser step",
         ),
         "value": ([model, "--cluster", str(tmp_path / "zero.yaml")], "assumptions.gemm: 0: must be above 0"),
         "no number": (
@@ -756,17 +757,17 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "no time": (
             [model, "--cluster", str(tmp_path / "late.yaml")],
-            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: microseconds an exchange takes",
+            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: fixed microseconds per exchange",
         ),
         "more than all ranks": (
             [model, "--cluster", str(tmp_path / "ranks.yaml")],
-            "assumptions.imbalance: 9: must be at most 8, the ranks that share the experts",
+            "assumptions.imbalance: 9: must be at most 8, the number of ranks that share the experts",
         ),
         "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
         "windows": ([model, "--phase", "decode", "--windows", "x.json"], "has no dispatch and combine"),
         "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
         "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
-        "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, the model has 4"),
+        "study": ([model, "--study", str(study(tmp_path / "s", 5))], "a study of 5 layers, but the model has 4"),
     }  # fmt: skip
 
 

@@ -527,7 +527,7 @@ def test_a_study_of_nothing_or_of_a_converted_model_is_refused(
     convert_checkpoint(model, tmp_path / "converted", Connectivity({"last": 1}))
     refused(
         command(tmp_path / "converted", text, tmp_path / "s"),
-        r"already converted; the study needs the original",
+        r"already converted; the study needs its original",
     )
     assert not (tmp_path / "s").exists()
 
@@ -1152,8 +1152,8 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
         assert "layer 0" not in said
     else:
         assert (
-            "layer 0 costs the most; how many first layers to leave as they are is"
-            " measured by" in said
+            "layer 0 costs the most. To find how many first layers to keep regular, run"
+            in said
         )
         assert (
             f"`fcsd layers {tmp_path / 'model'}`; --layers {selection} leaves out"

@@ -84,17 +84,17 @@ def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda v: v.update(version=2), r"links\.json: version: Input should be 1, got 2"),
-        (lambda v: v.update(world_size=4), r"world_size 4, but 3 endpoints are named"),
+        (lambda v: v.update(world_size=4), r"world_size 4, but it names 3 endpoints"),
         (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, -1.0), r"edge 1 -> 2 is negative"),
         (lambda v: v["combine"]["alpha_s"][0].__setitem__(1, float("nan")), r"combine\.alpha_s.*finite"),
-        (lambda v: v["dispatch"]["alpha_s"][0].pop(), r"dispatch\.alpha_s: needs 3 rows of 3, an edge is missing"),
+        (lambda v: v["dispatch"]["alpha_s"][0].pop(), r"dispatch\.alpha_s: needs 3 rows of 3, but an edge is missing"),
         (lambda v: v["dispatch"]["alpha_s"][0].__setitem__(1, None), r"dispatch\.alpha_s.*number.*got None"),
         (lambda v: v.update(collective="ring"), r"collective: .* 'p2p' or 'all_to_all_single', got 'ring'"),
         (lambda v: v.pop("combine"), r"combine: is required"),
-        (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, 1e308), r"edge 1 -> 2 is no time \(1e\+308 s\)"),
+        (lambda v: v["dispatch"]["beta_s_per_byte"][1].__setitem__(2, 1e308), r"edge 1 -> 2 is not a valid time"),
         (lambda v: v["ports"].update(egress_s_per_byte=[None]), r"ports\.egress_s_per_byte: needs 3 values"),
-        (ports("egress", [None, -1.0, None]), r"ports\.egress_s_per_byte: endpoint 1: -1 seconds a byte; 0 or more"),
-        (ports("ingress", [1e30, None, None]), r"endpoint 0: 1e\+30 seconds a byte; 0 or more is needed, at most 1e"),
+        (ports("egress", [None, -1.0, None]), r"ports\.egress_s_per_byte: endpoint 1: -1 seconds per byte; 0 or more"),
+        (ports("ingress", [1e30, None, None]), r"endpoint 0: 1e\+30 seconds per byte; 0 or more is needed, at most 1e"),
         (ports("ingress", [float("nan"), None, None]), r"ports\.ingress_s_per_byte\.0: .*finite number, got nan"),
         (ports("egress", [None, None, float("inf")]), r"ports\.egress_s_per_byte\.2: .*finite number, got inf"),
         (ports("egress", [None, True, None]), r"ports\.egress_s_per_byte\.1: a number is needed, got True"),
@@ -108,7 +108,7 @@ def test_links_are_written_and_read_as_they_were(tmp_path: Path) -> None:
         (hops([1.0, -2.0], [1.0, 1.0]), r"alpha_s: edge 0 -> 1, hop 1: a number of 0 or more is needed, got -2\.0"),
         (hops([1.0], [True]), r"beta_s_per_byte: edge 0 -> 1, hop 0: a number of 0 or more is needed, got True"),
         (hops([float("nan")], [1.0]), r"hop 0: a number of 0 or more is needed, got nan"),
-        (hops([9e5, 9e5], [1.0, 1.0]), r"dispatch\.alpha_s: edge 0 -> 1 is no time \(1\.8e\+06 s\)"),
+        (hops([9e5, 9e5], [1.0, 1.0]), r"dispatch\.alpha_s: edge 0 -> 1 is not a valid time \(1\.8e\+06 s\)"),
     ],
 )  # fmt: skip
 def test_links_that_cannot_be_are_refused(
@@ -147,11 +147,11 @@ def test_a_file_without_links_is_refused_in_other_words_than_one_with_a_mistake(
 
 def test_links_of_another_world_or_collective_are_refused() -> None:
     links().require(3, "p2p")
-    with pytest.raises(UserError, match="between 3 endpoints, 8 are asked for"):
+    with pytest.raises(UserError, match="between 3 endpoints, but 8 were requested"):
         links().require(8)
     with pytest.raises(
         UserError, match="measured with p2p, the exchanges are all_to_all_single"
     ):
         links().require(collective="all_to_all_single")
-    with pytest.raises(UserError, match="between 3 endpoints, 2 are asked for"):
+    with pytest.raises(UserError, match="between 3 endpoints, but 2 were requested"):
         exchange_time(links(), "dispatch", BYTES[:2, :2])
