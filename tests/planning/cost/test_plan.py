@@ -664,7 +664,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--batch", str(10**20)],
             f"--batch {10**20} --length 4096: the residual stream of these tokens alone takes",
         ),
-        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the stream of"),
+        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the residual stream of"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "another collective": (
             [model, "--links", str(tmp_path / "p2p.json")],
@@ -678,7 +678,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "ranks of stages": ([model, "--tp", "2", "--pp", "3"], "--tp 2 --pp 3: 6 ranks do not divide the 8 GPUs"),
         "tokens of ranks": ([model, "--tp", "8", "--length", "12"], "--tp 8: does not divide the 12 tokens of a"),
         "more stages than layers": ([model, "--pp", "8"], f"--pp 8: {model}/config.json has 4 layers"),
-        "stages of a server": ([model, "--phase", "decode", "--pp", "2"], "--pp 2: stages of a training"),
+        "stages of a server": ([model, "--phase", "decode", "--pp", "2"], "--pp 2: --phase decode has no"),
         "experts of a stage": ([model, "--pp", "2", "--ep", "8"], "does not divide the 8 GPUs (1 x 8) / 2 stages"),
         "rows of copies": (
             [model, "--tp", "2", "--pp", "2", "--global-batch", "3"],
@@ -763,7 +763,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--cluster", str(tmp_path / "ranks.yaml")],
             "assumptions.imbalance: 9: must be at most 8, the number of ranks that share the experts",
         ),
-        "figure": ([model, "--figure", "x.png"], "--figure: of speed-up against quality, so it needs --study"),
+        "figure": ([model, "--figure", "x.png"], "--figure: plots speed-up against quality, so it needs --study"),
         "windows": ([model, "--phase", "decode", "--windows", "x.json"], "has no dispatch and combine"),
         "windows nowhere": ([model, "--windows", "none/w.json"], "none/w.json: is in a folder that does not exist"),
         "figure of a folder": ([model, "--study", "x", "--figure", str(tmp_path)], "is a folder; name the file"),
