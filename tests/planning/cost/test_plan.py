@@ -664,7 +664,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--batch", str(10**20)],
             f"--batch {10**20} --length 4096: the residual stream of these tokens alone takes",
         ),
-        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the residual stream of"),
+        "rows far beyond memory": ([model, "--length", str(10**13)], f"--batch 1 --length {10**13}: the residual"),
         "links": ([model, "--links", str(tmp_path / "links.json")], "; give --ep 4, or"),
         "another collective": (
             [model, "--links", str(tmp_path / "p2p.json")],
