@@ -49,7 +49,7 @@ real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as a MoE, from 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron steering/fcsd_steering
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang serving/fcsd_bench megatron/fcsd_megatron steering/fcsd_steering
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth"
 
 test-breadth: $(STAMP)  ## the same for all the others
@@ -117,7 +117,8 @@ test-network: $(STAMP)  ## profiles and simulated exchanges against real TCP in 
 SERVING := .serving
 SERVING_STAMP := $(SERVING)/.installed
 
-test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model; skipped where vLLM has no wheel for the machine
+test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model (skipped where vLLM has no wheel for the machine), and fcsd-bench
+	PYTHONPATH=$(CURDIR):$(CURDIR)/serving $(TEST_ENV) $(BIN)/python -m pytest -q -c pyproject.toml -n $(WORKERS) serving/tests/bench
 	@test -e $(SERVING_STAMP) || $(BIN)/python serving/tests/wheels.py serving/tests/requirements.txt; \
 	case $$? in \
 	  0) $(MAKE) --no-print-directory serving-models && cd serving && VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache \
@@ -175,7 +176,7 @@ $(MEGATRON): megatron/tests/requirements.txt  # beside the environment, never in
 check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang megatron/fcsd_megatron steering/fcsd_steering
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang serving/fcsd_bench megatron/fcsd_megatron steering/fcsd_steering
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth'
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore

@@ -1,5 +1,5 @@
-"""What may import what: the folders of the package, and the one direction in which they
-know of each other.
+"""What may import what: the distributions, the folders and modules of their packages, and
+the one direction in which they know of each other.
 """
 
 import ast
@@ -17,11 +17,41 @@ from fcsd.base.strict import flag_of
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fcsd"
 
-# Each folder imports only from those before it.
-ORDER = [
-    "base", "model", "data", "parallel", "training", "evaluation", "recipe", "planning", "report",
-    "pipeline", "api", "cli", "extension", "__main__",
-]  # fmt: skip
+# The packages of all distributions. Each folder of a package, and each module that lies in
+# none, imports only from those before it.
+ORDER = {
+    "fcsd": [
+        "base", "model", "data", "parallel", "training", "evaluation", "recipe", "planning", "report",
+        "pipeline", "api", "cli", "extension", "__main__",
+    ],
+    "serving/fcsd_vllm": [
+        "families", "field", "settings", "refusals", "weights", "sources", "versions", "configs", "communication",
+        "transports", "cpu_experts", "cpu_exchange", "ops", "gate", "exchange", "schedule", "exchange_schedule",
+        "rewire", "models", "registration", "write_sources",
+    ],
+    "serving/fcsd_sglang": [
+        "families", "settings", "versions", "configs", "communication", "cpu_experts", "refusals", "rewire", "models",
+    ],
+    "serving/fcsd_bench": [
+        "guard", "times", "engines", "rows", "settings", "plan", "server", "trace", "summary", "gains", "plots",
+        "serve", "cli", "__main__",
+    ],
+    "megatron/fcsd_megatron": [
+        "versions", "plans", "settings", "names", "refusals", "layer", "source", "spec", "weights", "model",
+    ],
+    "steering/fcsd_steering": [
+        "config", "network", "routing", "plots", "report", "evaluate", "sweep", "study", "cli", "__main__",
+    ],
+}  # fmt: skip
+ORDER_OF = {place.rpartition("/")[2]: order for place, order in ORDER.items()}
+
+# What a package imports of the others; the engines' packages run where fcsd is not.
+OTHERS = {
+    "fcsd_sglang": {"fcsd_vllm"},
+    "fcsd_bench": {"fcsd"},
+    "fcsd_megatron": {"fcsd"},
+    "fcsd_steering": {"fcsd"},
+}
 
 # Third parties that are slow to import, or that a user may not have: only what lies
 # here imports them.
@@ -40,11 +70,12 @@ ONLY_IN = {
 
 
 def modules() -> dict[str, Path]:
-    """Return every module of the package by its dotted name."""
+    """Return every module of every package by its dotted name."""
     paths = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        paths[".".join(parts).removesuffix(".__init__")] = path
+    for place in ORDER:
+        for path in sorted((ROOT / place).rglob("*.py")):
+            parts = path.relative_to((ROOT / place).parent).with_suffix("").parts
+            paths[".".join(parts).removesuffix(".__init__")] = path
     return paths
 
 
@@ -71,30 +102,46 @@ def imports(path: Path) -> list[str]:
     return [
         (
             name
-            if name in MODULES or not name.startswith("fcsd.")
+            if name in MODULES or package(name) not in ORDER_OF
             else name.rpartition(".")[0]
         )
         for name in imported_names(path)
     ]
 
 
+def package(module: str) -> str:
+    return module.partition(".")[0]
+
+
 def folder(module: str) -> str:
-    """Return the folder of a module; "" for the package itself."""
+    """Return the folder of a module, or the module that lies in none; "" for the package itself."""
     return module.partition(".")[2].partition(".")[0]
 
 
 def arrows() -> list[tuple[str, str]]:
-    """Importing and imported module, for every import of one module of the package by another."""
+    """Importing and imported module, for every import of one module of a package by another."""
     return [
         (module, name)
         for module, path in MODULES.items()
         for name in imports(path)
-        if name.split(".")[0] == "fcsd" and name != module
+        if package(name) in ORDER_OF and name != module
     ]
 
 
+def test_every_distribution_has_its_order() -> None:
+    found = {
+        path.parent.relative_to(ROOT).as_posix()
+        for pattern in ("fcsd/__init__.py", "*/fcsd_*/__init__.py")
+        for path in ROOT.glob(pattern)
+        if not path.relative_to(ROOT).as_posix().startswith(".")
+    }
+    assert found == set(ORDER)
+
+
 def test_the_order_names_every_folder() -> None:
-    assert {folder(module) for module in MODULES} - {""} == set(ORDER)
+    for name, order in ORDER_OF.items():
+        folders = {folder(module) for module in MODULES if package(module) == name}
+        assert folders - {""} == set(order), name
     assert {path.stem for path in PACKAGE.glob("*.py")} == {"__init__", "__main__"}
 
 
@@ -104,8 +151,19 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
         for module, name in arrows()
         # The package itself is the door: it may name everything, lazily, and gives its
         # version to all.
-        if module != "fcsd" and name != "fcsd" and folder(module) != folder(name)
-        if ORDER.index(folder(module)) < ORDER.index(folder(name))
+        if module not in ORDER_OF and name not in ORDER_OF
+        if package(module) == package(name) and folder(module) != folder(name)
+        if (order := ORDER_OF[package(module)]).index(folder(module))
+        < order.index(folder(name))
+    ]
+    assert wrong == []
+
+
+def test_a_package_imports_only_the_others_that_it_names() -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, name in arrows()
+        if package(name) not in {package(module), *OTHERS.get(package(module), ())}
     ]
     assert wrong == []
 
@@ -113,7 +171,7 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     graph = defaultdict(set)
     for module, name in arrows():
-        if "fcsd" not in (module, name):  # the door, see above
+        if module not in ORDER_OF and name not in ORDER_OF:  # the doors, see above
             graph[module].add(name)
 
     def reached(start: str) -> set[str]:
@@ -132,7 +190,11 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_a_third_party_is_imported_in_its_folder_alone(library: str) -> None:
     wrong = [
         path
-        for path in (path.relative_to(PACKAGE).as_posix() for path in MODULES.values())
+        for path in (
+            path.relative_to(PACKAGE).as_posix()
+            for module, path in MODULES.items()
+            if package(module) == "fcsd"
+        )
         if any(name.split(".")[0] == library for name in imports(PACKAGE / path))
         and not path.startswith(ONLY_IN[library])
     ]
@@ -144,9 +206,11 @@ def test_a_third_party_is_imported_in_its_folder_alone(library: str) -> None:
 DOORS = ("fcsd", "fcsd.extension", "fcsd.cli.options", "fcsd.cli.program")
 
 
-@pytest.mark.parametrize("distribution", ["megatron", "steering"])
-def test_a_distribution_comes_in_by_the_doors(distribution: str) -> None:
-    paths = sorted((ROOT / distribution / f"fcsd_{distribution}").rglob("*.py"))
+@pytest.mark.parametrize(
+    "name", [name for name, others in OTHERS.items() if "fcsd" in others]
+)
+def test_a_distribution_comes_in_by_the_doors(name: str) -> None:
+    paths = [path for module, path in MODULES.items() if package(module) == name]
     wrong = [
         f"{path.relative_to(ROOT)}: {node.module}"
         for path in paths
@@ -178,7 +242,7 @@ MORE_PARAMETERS = {"FCSDTrainer.__init__", "evaluate_model"}
 
 
 def definitions() -> Iterator[tuple[str, Definition]]:
-    """Every function and class of the package, methods with the name of their class."""
+    """Every function and class of the packages, methods with the name of their class."""
     for path in MODULES.values():
         tree = parsed(path)
         inside = {

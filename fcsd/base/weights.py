@@ -112,7 +112,7 @@ def without_weights(folder: Path) -> UserError:
     return UserError(
         f"{folder}: was written by `fcsd convert --config-only` and has no weights;"
         " `fcsd convert` of the original writes them; without weights it can only be"
-        " timed, in a server with --load-format dummy (`fcsd bench serve`)"
+        " timed, in a server with --load-format dummy (`fcsd-bench serve`)"
     )
 
 

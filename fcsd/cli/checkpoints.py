@@ -155,7 +155,7 @@ def _convert_options(parser: ArgumentParser) -> None:
         help=(
             "write config, code and tokenizer but no weights: MODEL then needs no"
             " weights, and fcsd fetches none. Use it to time servers with dummy weights"
-            " (`fcsd bench serve OUT --against MODEL`)"
+            " (`fcsd-bench serve OUT --against MODEL`)"
         ),
     )
     parser.add_argument(

@@ -7,7 +7,6 @@ functions and after the checks of the options: help and mistakes then appear at 
 from collections.abc import Sequence
 
 from fcsd.cli import (
-    benchmarks,
     checkpoints,
     evaluation,
     planning,
@@ -22,7 +21,6 @@ COMMANDS: dict[str, Command] = {
     **recipes.COMMANDS,
     **planning.COMMANDS,
     **evaluation.COMMANDS,
-    **benchmarks.COMMANDS,
     **publishing.COMMANDS,
 }
 
@@ -37,6 +35,7 @@ MOVED_COMMANDS: dict[str, str] = {
     "routing": "fcsd-steer routing",
     "bias": "fcsd-steer bias",
     "profile-network": "fcsd-steer profile-network",
+    "bench": "fcsd-bench serve",
 }
 
 FCSD = Program(

@@ -174,7 +174,7 @@ def _plan_options(parser: ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help=(
-            "use times measured by `fcsd trace` or `fcsd bench serve` instead of the"
+            "use times measured by `fcsd trace` or `fcsd-bench serve` instead of the"
             " roofline"
         ),
     )

@@ -1,19 +1,9 @@
-"""Models: their folders, families, connectivity, routers, and the ranks that hold them."""
+"""Models in memory: their folders, families, routers, and the ranks that hold them."""
 
-from fcsd.model.connectivity import Connectivity, resolve_layers
-from fcsd.model.connectivity.checkpoint import (
-    CONFIG,
-    INDEX,
-    Checkpoint,
-    find_folder,
-    read_checkpoint,
-    read_checkpoint_json,
-)
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.modeling import MODELING_FILE
-from fcsd.model.connectivity.spec import TRAINED
-from fcsd.model.families import base_model_type, expert_counts, moe_mask, row_width
+from fcsd.model.families import expert_counts, moe_mask, row_width
 from fcsd.model.families.capacity import capacity, kept_pairs
 from fcsd.model.families.choices import Routed, recording
 from fcsd.model.families.routers import Router, find_routers
@@ -27,13 +17,8 @@ from fcsd.training.calibration.shards import write_changed
 
 __all__ = [
     "ALONE",
-    "CONFIG",
-    "INDEX",
     "MODELING_FILE",
-    "TRAINED",
     "AllToAll",
-    "Checkpoint",
-    "Connectivity",
     "Launch",
     "ModelFolder",
     "Ranks",
@@ -41,14 +26,12 @@ __all__ = [
     "Router",
     "SendReceive",
     "Transport",
-    "base_model_type",
     "capacity",
     "carry_over",
     "check_device_map",
     "check_tensors",
     "config_and_class",
     "expert_counts",
-    "find_folder",
     "find_model",
     "find_routers",
     "free_memory",
@@ -58,10 +41,7 @@ __all__ = [
     "load_for_evaluation",
     "load_tokenizer",
     "moe_mask",
-    "read_checkpoint",
-    "read_checkpoint_json",
     "recording",
-    "resolve_layers",
     "row_width",
     "unwrapped",
     "write_changed",

@@ -1,2 +1,2 @@
 """What to expect before it is paid for: `cost` of a training or a conversion, `layers`
-to rewire, `servers` measured."""
+to rewire."""

@@ -1,6 +1,4 @@
-"""Figures of studies and measurements: layers, serving, the planner, and the
-timeline of a step.
-"""
+"""Figures of studies and measurements: layers, the planner, and the timeline of a step."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,14 +7,7 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from fcsd.report.figure import (
-    GREY,
-    SIZE,
-    legend_beside,
-    model_colours,
-    save_figure,
-    set_title,
-)
+from fcsd.report.figure import GREY, SIZE, save_figure, set_title
 
 
 def plot_timelines(
@@ -186,60 +177,6 @@ def _finish_layers(
         axis.set(ylabel=f"{metric['unit']} (per cent)", ylim=(-2, 102))
     axis.grid(alpha=0.3, axis=grid)
     axis.legend()
-
-
-def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the times of servers by length of prompt (paper Fig. 4, 6, 7), with one
-    panel for each quantity and bars from the lowest to the highest round; and one layer
-    of each traced server (Fig. 10).
-
-    result: a result of `fcsd.planning.servers.summary.summarise`.
-    """
-    rows = [row for row in result["rows"] if row["points"]]
-    # Stock is to servers what the original is to models: dark grey.
-    colours = model_colours([row["title"] for row in rows], "stock")
-    figure, axes = plt.subplots(1, 3, figsize=(SIZE[0] * 2, SIZE[1]))
-    for axis, (name, title, unit) in zip(
-        axes,
-        (
-            ("ttft_ms", "Time to the first token", "ms"),
-            ("tbt_ms", "Time between tokens", "ms"),
-            ("output_tokens_per_s", "Output", "tokens/s"),
-        ),
-        strict=True,
-    ):
-        for index, row in enumerate(rows):
-            values = [point[name] for point in row["points"]]
-            middle = [value["median"] for value in values]
-            reach = [
-                [value["median"] - value["lowest"] for value in values],
-                [value["highest"] - value["median"] for value in values],
-            ]
-            positions = [
-                tick + 0.8 * ((index + 0.5) / len(rows) - 0.5)
-                for tick in range(len(values))
-            ]
-            style = {
-                "color": colours[row["title"]],
-                "label": row["title"],
-                "capsize": 2,
-            }
-            axis.bar(positions, middle, width=0.8 / len(rows), yerr=reach, **style)
-        lengths = (
-            [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
-        )
-        axis.set_xticks(range(len(lengths)), lengths)
-        axis.set(xlabel="tokens of the prompt", ylabel=unit)
-        axis.grid(alpha=0.3, axis="y")
-        set_title(axis, title)
-    if rows:
-        legend_beside(axes[-1])
-    save_figure(figure, folder / "serving.png", around=True)
-    traces = {
-        row["title"]: row["trace"]["layer"] for row in rows if row["trace"] is not None
-    }
-    if traces:
-        plot_timelines(traces, folder / "layer.png")
 
 
 def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch.nn.functional import silu
 
 from fcsd.extension.base import UserError
-from fcsd.extension.models import base_model_type
+from fcsd.extension.checkpoints import base_model_type
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 

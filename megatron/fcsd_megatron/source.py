@@ -7,14 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.extension.base import UserError
-from fcsd.extension.models import (
-    Checkpoint,
-    check_tensors,
-    config_and_class,
-    find_folder,
-    moe_mask,
-    read_checkpoint,
-)
+from fcsd.extension.checkpoints import Checkpoint, find_folder, read_checkpoint
+from fcsd.extension.models import check_tensors, config_and_class, moe_mask
 from fcsd_megatron.names import Piece, pieces_of
 from fcsd_megatron.plans import LayerPlan, layer_plans
 from fcsd_megatron.settings import settings_of

@@ -14,16 +14,18 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from fcsd.extension.base import UserError, new_folder, safetensors_header, write_json
-from fcsd.extension.models import (
-    ALONE,
+from fcsd.extension.checkpoints import (
     CONFIG,
     INDEX,
-    MODELING_FILE,
     TRAINED,
     Checkpoint,
+    read_checkpoint_json,
+)
+from fcsd.extension.models import (
+    ALONE,
+    MODELING_FILE,
     Ranks,
     carry_over,
-    read_checkpoint_json,
     write_changed,
     write_code,
 )

@@ -27,7 +27,7 @@ from fcsd_vllm.settings import Settings
 
 TIMES_VARIABLE = "FCSD_SERVING_TIMES"
 """Environment variable with the folder in which `timed` writes what it measured, a file
-a rank (`fcsd bench serve`).
+a rank (`fcsd-bench serve`).
 """
 _QUIET_S = 0.1
 

@@ -4,7 +4,7 @@ replace or call.
 A release may change what such a function does and keep its name. `sources.json` has the
 digests by verified version:
 
-    python -m fcsd_vllm.sources
+    python -m fcsd_vllm.write_sources
 
 adds those of the installed vLLM, after its models were compared with fcsd's
 (`serving/tests`). Standard library only.
@@ -84,18 +84,3 @@ def _plain(node: Any) -> Any:
     return type(node).__name__, *(
         field for field in fields if field[1] is not None and field[1] != ()
     )
-
-
-def main() -> None:
-    """Write the digests of the installed vLLM."""
-    import vllm
-
-    from fcsd_vllm.models import forwards
-    from fcsd_vllm.versions import needed_functions, release
-
-    SOURCES[release(vllm.__version__)] = digests([*needed_functions(), *forwards()])
-    FILE.write_text(json.dumps(SOURCES, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

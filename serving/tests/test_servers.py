@@ -1,5 +1,5 @@
 """`vllm serve` on two data-parallel ranks: a killed client, a killed rank, a plan from
-what `fcsd bench serve` saw.
+what `fcsd-bench serve` saw.
 
 The benchmark and the plan are fcsd's, in an environment of its own: FCSD_PYTHON, which
 `make test-serving` sets.
@@ -201,11 +201,10 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
         pytest.skip(
             "starts four servers; run `FCSD_SERVING_BREADTH=1 make test-serving`"
         )
-    fcsd, out = [os.environ["FCSD_PYTHON"], "-m", "fcsd"], tmp_path / "served"
+    python, out = os.environ["FCSD_PYTHON"], tmp_path / "served"
     comm = {"comm": "timed", "latency_ms": 2, "bandwidth_gb_per_s": 0.5}
     words = [
         *(
-            "bench",
             "serve",
             str(models / "qwen2_moe-all"),
             "--against",
@@ -237,9 +236,14 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
             f"--serve-args={shlex.join(FLAGS)}",
         ),
     ]
-    environment = ENVIRONMENT | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    serving, root = Path(__file__).parents[1:3]
+    environment = ENVIRONMENT | {"PYTHONPATH": f"{root}:{serving}"}
     run = subprocess.run(
-        [*fcsd, *words], env=environment, capture_output=True, text=True, check=False
+        [python, "-m", "fcsd_bench", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.returncode == 0, run.stderr[-3000:]
     gains = {
@@ -263,7 +267,7 @@ def test_the_times_of_wide_servers_are_read_by_a_plan(
         words += ["--length", str(gain["times"]["length"]), "--measured", gain["file"]]
         plans.append(shlex.join(["fcsd", *words]))
         plan = subprocess.run(
-            [*fcsd, *words, "--json"],
+            [python, "-m", "fcsd", *words, "--json"],
             cwd=out,
             env=environment,
             capture_output=True,

@@ -13,8 +13,8 @@ from typing import Any
 
 import fcsd
 from fcsd.extension.base import UserError
+from fcsd.extension.checkpoints import base_model_type
 from fcsd.extension.evaluation import Batches
-from fcsd.extension.models import base_model_type
 from fcsd_steering.routing.bias import BiasTables, router_bias
 
 

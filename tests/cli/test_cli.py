@@ -50,7 +50,7 @@ def test_the_commands_are_these() -> None:
         "convert", "unconvert", "calibrate", "families",
         "pretrain", "sweep", "distill", "run",
         "evaluate", "compare", "tiny-data", "configs", "layers", "plan-layers", "inspect", "estimate",
-        "push", "chat", "trace", "bench", "plan",
+        "push", "chat", "trace", "plan",
         "dequantize", "quantize",
     }  # fmt: skip
 

@@ -97,7 +97,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     elif facts["config_only"]:
         text = (
             "none: written by `fcsd convert --config-only`, for servers with dummy"
-            " weights, which `fcsd bench serve` times"
+            " weights, which `fcsd-bench serve` times"
         )
         rows.append(("weights", text))
     return [f"{name:<13} {text}" for name, text in rows]

@@ -12,7 +12,7 @@ whatever the kernels do. A server has its time, and the share of that time in wh
 only communicates.
 
 `fcsd trace` (docs/plan.md) and `python -m benchmarks.overlap --times` write the file,
-for a server `fcsd bench serve`.
+for a server `fcsd-bench serve`.
 """
 
 from pathlib import Path

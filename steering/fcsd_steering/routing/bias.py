@@ -32,7 +32,8 @@ from fcsd.extension.base import (
     validate,
     writing,
 )
-from fcsd.extension.models import Router, base_model_type, find_routers, unwrapped
+from fcsd.extension.checkpoints import base_model_type
+from fcsd.extension.models import Router, find_routers, unwrapped
 from fcsd_steering.config import Kind
 from fcsd_steering.routing.placement import contiguous
 

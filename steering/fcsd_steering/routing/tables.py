@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fcsd.extension.base import UserError, check_file_place
+from fcsd.extension.checkpoints import base_model_type
 from fcsd.extension.models import (
     ALONE,
     Launch,
     Ranks,
     Routed,
-    base_model_type,
     find_model,
     find_routers,
     load_for_evaluation,

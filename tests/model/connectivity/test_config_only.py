@@ -29,7 +29,7 @@ from tests.support import Bench
 NO_WEIGHTS = (
     ": was written by `fcsd convert --config-only` and has no weights; `fcsd convert`"
     " of the original writes them; without weights it can only be timed, in a server"
-    " with --load-format dummy (`fcsd bench serve`)"
+    " with --load-format dummy (`fcsd-bench serve`)"
 )
 FP8 = {
     "quant_method": "fp8",

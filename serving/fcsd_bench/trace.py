@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.planning.servers.server import NotServed
+from fcsd_bench.server import NotServed
 
 ALL_REDUCE = r"all_?reduce|cross_device_reduce|ncclDevKernel_Generic"
 """Kernels of NCCL, vLLM's own, FlashInfer's; RCCL has one name for all collectives."""
@@ -34,10 +34,7 @@ def read_trace(folder: Path) -> dict[str, Any]:
         NotServed: no trace of rank 0, or none with all-reduces among its kernels.
     """
     # Imports torch, which nothing else in this module needs.
-    from fcsd.parallel.overlap.measure import (
-        from_trace,
-        timeline,
-    )
+    from fcsd.extension.times import from_trace, timeline
 
     files = sorted(folder.glob("*rank0.*.pt.trace.json*"))
     if not files:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from fcsd.planning.servers.engines import ENGINES, Engine, EngineName
+from fcsd_bench.engines import ENGINES, Engine, EngineName
 
 
 @dataclass(frozen=True)

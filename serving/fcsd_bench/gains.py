@@ -24,10 +24,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.families import base_model_type
-from fcsd.planning.servers.rows import Row, emulated
-from fcsd.planning.servers.summary import FIGURES, Runs, spread
+from fcsd.extension.checkpoints import Connectivity, base_model_type
+from fcsd_bench.rows import Row, emulated
+from fcsd_bench.summary import FIGURES, Runs, spread
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
 _KINDS = {"farskip": "stock", "wide": "wide_stock"}
@@ -58,7 +57,7 @@ def served_gains(
         settings: of the benchmark.
         config: of the converted model, as in its `config.json`.
         runs: a row's runs in the order of the rounds.
-        traces: what `fcsd.planning.servers.trace.read_trace` says of a row's prefill of
+        traces: what `fcsd_bench.trace.read_trace` says of a row's prefill of
             the first length.
     """
     gains = []
@@ -190,8 +189,7 @@ def _gain(
     hide.
     """
     # Imports torch, which nothing else in this module needs.
-    from fcsd.planning.cost.measured import Times
-    from fcsd.planning.cost.times import gain
+    from fcsd.extension.times import Times, gain
 
     phase, name, _ = FIGURES[_FIGURES[served["phase"]]]
     overlapped = "wide_overlapped" if served["data_parallel"] else "farskip_overlapped"
@@ -229,7 +227,7 @@ def _gain(
 def write_gains(gains: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write the files that `fcsd plan --measured` reads."""
     if gains:
-        from fcsd.planning.cost.measured import Times, write_times
+        from fcsd.extension.times import Times, write_times
 
         for gain in gains:
             write_times(folder / gain["file"], Times(**gain["times"]))

@@ -1,4 +1,4 @@
-"""What the plugin's back end `timed` writes is what `fcsd bench serve` reads."""
+"""What the plugin's back end `timed` writes is what `fcsd-bench serve` reads."""
 
 import importlib
 import sys
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.planning.servers.times import (
+from fcsd_bench.times import (
     TIMES_VARIABLE,
     communication_between,
     settled_times,
@@ -34,7 +34,8 @@ def measured(rank: int, folder: Path) -> list[Any]:
         x = torch.full((4, 8), float(rank + step))
         summed = timed.start(x, f"attention.{step}")
         if step == 2:
-            time.sleep(0.2)  # computation, beside which the last one is hidden
+            # Computation that takes longer, beside which the last one is hidden.
+            timed.pending[f"attention.{step}"].done.wait()
         sums.append(timed.wait(summed, f"attention.{step}").mean().item())
     while not (folder / f"rank{rank}.json").is_file() or timed.written != timed.times:
         time.sleep(0.01)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from fcsd.planning.cost.times import gain
-from fcsd.planning.servers.gains import find_limits, served_gains
-from fcsd.planning.servers.rows import make_rows
+from fcsd_bench.gains import find_limits, served_gains
+from fcsd_bench.rows import make_rows
 
 SETTINGS: dict[str, Any] = {
     "comm": {},

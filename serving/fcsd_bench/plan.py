@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
-from fcsd.base.weights import is_config_only
-from fcsd.model.connectivity.checkpoint import has_tokenizer
-from fcsd.model.families import PREFIX, base_model_type
-from fcsd.model.inspect.checkpoint import find_source
-from fcsd.planning.servers.settings import DUMMY, LOAD_FORMAT, Benchmark
+from fcsd.extension.base import UserError
+from fcsd.extension.checkpoints import (
+    PREFIX,
+    base_model_type,
+    find_source,
+    has_tokenizer,
+    is_config_only,
+)
+from fcsd_bench.settings import DUMMY, LOAD_FORMAT, Benchmark
 
 
 def check_models(benchmark: Benchmark) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Run `fcsd bench serve`: servers of vLLM or SGLang against each other, one at a time,
+"""Run `fcsd-bench serve`: servers of vLLM or SGLang against each other, one at a time,
 in turns.
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
@@ -20,29 +20,31 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import Stage, check_outputs
-from fcsd.base.errors import UserError
-from fcsd.base.files import (
+from fcsd.extension.base import (
+    Stage,
+    UserError,
+    check_outputs,
     hold_folder,
+    progress_bar,
     read_json,
+    read_sealed,
     release_folder,
     write_json,
+    write_sealed,
     write_text,
 )
-from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.text import progress_bar
-from fcsd.planning.servers.engines import ENGINES, Program, find_program
-from fcsd.planning.servers.gains import find_limits, served_gains, write_gains
-from fcsd.planning.servers.plan import check_models, with_dummies
-from fcsd.planning.servers.rows import Row, make_rows, node_flags, with_even_routing
-from fcsd.planning.servers.server import (
+from fcsd_bench.engines import ENGINES, Program, find_program
+from fcsd_bench.gains import find_limits, served_gains, write_gains
+from fcsd_bench.plan import check_models, with_dummies
+from fcsd_bench.rows import Row, make_rows, node_flags, with_even_routing
+from fcsd_bench.server import (
     NotServed,
     Server,
     free_port,
@@ -50,32 +52,25 @@ from fcsd.planning.servers.server import (
     running_server,
     tail_of,
 )
-from fcsd.planning.servers.settings import Benchmark
-from fcsd.planning.servers.summary import summarise, table
-from fcsd.planning.servers.times import (
+from fcsd_bench.settings import Benchmark
+from fcsd_bench.summary import summarise, table
+from fcsd_bench.times import (
     TIMES_VARIABLE,
     communication_between,
     settled_times,
 )
-from fcsd.planning.servers.trace import TRACED, profiler_flags, read_trace
+from fcsd_bench.trace import TRACED, profiler_flags, read_trace
 
 # What to do where a file of a cut-off benchmark is damaged.
 _AGAIN = "remove it to measure it again"
 
 
-def bench_serve(
-    benchmark: Benchmark,
-    program: str,
-    folder: Path,
-    draw: Callable[[dict[str, Any], Path], None],
-) -> dict[str, Any]:
+def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, Any]:
     """Measure all rows and return the result; a benchmark that was cut off continues
     where it was.
 
     Args:
         program: of the engine, its path or its name on PATH.
-        draw: draws the figures of the result in the folder
-        (`fcsd.report.study_plots.plot_serving`).
 
     Raises:
         UserError: models that do not belong together, prompts that are too long, an
@@ -88,13 +83,13 @@ def bench_serve(
     asked, benchmark = benchmark, with_dummies(benchmark)
     if benchmark != asked:
         print(
-            f"fcsd bench: {benchmark.model} has no weights (--config-only): all servers"
+            f"fcsd-bench: {benchmark.model} has no weights (--config-only): all servers"
             " get --load-format dummy",
             file=sys.stderr,
         )
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
-        print(f"fcsd bench: warning: {engine.warning}", file=sys.stderr)
+        print(f"fcsd-bench: warning: {engine.warning}", file=sys.stderr)
     bench = _Bench(benchmark, engine, folder)
     if benchmark.trace and not engine.devices:
         raise UserError(
@@ -104,7 +99,7 @@ def bench_serve(
     stage = bench.stage(config)
     if stage.state() == "finished":
         check_outputs(folder)
-        print(f"fcsd bench: finished before, in {folder}", file=sys.stderr)
+        print(f"fcsd-bench: finished before, in {folder}", file=sys.stderr)
         return dict(read_json(folder / "serving.json"))
     for part in ("rounds", "logs", *(["traces"] if benchmark.trace else [])):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -147,12 +142,15 @@ def bench_serve(
     write_gains(gains, folder)
     write_json(folder / "serving.json", result)
     write_text(folder / "serving.md", table(result) + "\n")
-    draw(result, folder)
+    # Imports matplotlib, which the refusals above need not wait for.
+    from fcsd_bench.plots import plot_serving
+
+    plot_serving(result, folder)
     stage.finish({})
     release_folder(folder)
     if gains:
         print(
-            f"fcsd bench: times for `fcsd plan --measured`: {folder}/times-*.json",
+            f"fcsd-bench: times for `fcsd plan --measured`: {folder}/times-*.json",
             file=sys.stderr,
         )
     return result
@@ -250,7 +248,7 @@ class _Bench:
         files = [file for row in rows if (file := self.file(number, row)).is_file()]
         if 0 < len(files) < len(rows):
             print(
-                f"fcsd bench: round {number} was cut off and is measured again",
+                f"fcsd-bench: round {number} was cut off and is measured again",
                 file=sys.stderr,
             )
             for file in files:
@@ -301,7 +299,7 @@ class _Bench:
         file = folder.with_suffix(".json")
         # A profiled server is slower, so its times are not used as measurements.
         if not file.is_file():
-            print(f"fcsd bench: trace of {row.title}", file=sys.stderr)
+            print(f"fcsd-bench: trace of {row.title}", file=sys.stderr)
             folder.mkdir(exist_ok=True)
             shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
             try:

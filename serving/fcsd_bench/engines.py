@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.base.errors import UserError
+from fcsd.extension.base import UserError
 
 EngineName = Literal["vllm", "sglang"]
 

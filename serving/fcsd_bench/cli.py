@@ -1,35 +1,33 @@
-"""Commands that measure how fast a model is: bench."""
+"""The `fcsd-bench` command: how fast servers of a converted model are.
+
+Slow libraries, and modules that load them, are imported inside functions and after the
+checks of the options: help and mistakes then appear at once.
+"""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from fcsd.cli.options import Command, field_options, json_argument, print_result
+from fcsd.cli.program import Program
 
 
-def _bench(arguments: Namespace) -> None:
-    from fcsd.planning.servers.settings import Benchmark
+def _serve(arguments: Namespace) -> None:
+    from fcsd_bench.settings import Benchmark
 
     engine, program = (
         ("sglang", arguments.sglang) if arguments.sglang else ("vllm", arguments.vllm)
     )
     benchmark = Benchmark.from_options(vars(arguments), engine=engine)
-    from fcsd.planning.servers.serve import bench_serve
-    from fcsd.planning.servers.summary import table
-    from fcsd.report.study_plots import plot_serving
+    from fcsd_bench.serve import bench_serve
+    from fcsd_bench.summary import table
 
-    result = bench_serve(benchmark, program, arguments.output, plot_serving)
+    result = bench_serve(benchmark, program, arguments.output)
     print_result(arguments, result, table)
 
 
-def _bench_options(parser: ArgumentParser) -> None:
-    from fcsd.planning.servers.settings import Benchmark
+def _serve_options(parser: ArgumentParser) -> None:
+    from fcsd_bench.settings import Benchmark
 
-    parser.add_argument(
-        "benchmark",
-        choices=["serve"],
-        metavar="serve",
-        help="what to measure; serve: servers",
-    )
     parser.add_argument(
         "model", metavar="MODEL", help="the converted model, hub id or local folder"
     )
@@ -62,12 +60,12 @@ def _bench_options(parser: ArgumentParser) -> None:
 
 
 COMMANDS = {
-    "bench": Command(
+    "serve": Command(
         "Time a converted model and its original in servers of vLLM or SGLang: time to"
         " the first token and between tokens.",
-        _bench_options,
-        _bench,
-        "`fcsd bench serve MODEL --against ORIGINAL --output DIR` starts one server"
+        _serve_options,
+        _serve,
+        "`fcsd-bench serve MODEL --against ORIGINAL --output DIR` starts one server"
         " after another, in turns: stock, stock with each exact way to hide"
         " communication that this machine supports, FarSkip blocking and overlapped. If"
         " MODEL has no weights (`fcsd convert --config-only`), every server gets"
@@ -75,3 +73,10 @@ COMMANDS = {
         " interrupted run (docs/serve.md).",
     ),
 }
+
+BENCH = Program(
+    name="fcsd-bench",
+    description="Measure servers of a converted model against those of its original.",
+    epilog="docs/serve.md has examples. `fcsd-bench COMMAND --help` explains each.",
+    commands=COMMANDS,
+)

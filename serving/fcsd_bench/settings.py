@@ -1,13 +1,13 @@
-"""Settings of `fcsd bench serve`."""
+"""Settings of `fcsd-bench serve`."""
 
 import shlex
 from typing import Annotated, Any, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.base.strict import Strict, option, parse_yaml
-from fcsd.planning.servers.engines import ENGINES, EngineName
-from fcsd.planning.servers.rows import ROWS_OF, RowName
+from fcsd.extension.base import Strict, option, parse_yaml
+from fcsd_bench.engines import ENGINES, EngineName
+from fcsd_bench.rows import ROWS_OF, RowName
 
 _OURS = (
     "--additional-config",

@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fcsd.base.text import markdown
-from fcsd.planning.servers.engines import ENGINES
-from fcsd.planning.servers.rows import Row, emulated
+from fcsd.extension.base import markdown
+from fcsd_bench.engines import ENGINES
+from fcsd_bench.rows import Row, emulated
 
 SCHEMA_VERSION = 1
 # Name -> the phase it is measured in, vLLM's name of it, whether less is better.
@@ -48,7 +48,7 @@ def summarise(
             result.
         runs: a row's runs in the order of the rounds.
         missing: reasons why rows are missing.
-        traces: results of `fcsd.planning.servers.trace.read_trace` by row.
+        traces: results of `fcsd_bench.trace.read_trace` by row.
         limits: largest speed-ups from hiding all communication, where known.
     """
     return {

@@ -17,11 +17,12 @@ from typing import Any, get_args
 import pytest
 
 from fcsd.base.files import read_json, write_json
-from fcsd.cli.main import main
-from fcsd.planning.servers import times
-from fcsd.planning.servers.rows import RowName, make_rows
-from fcsd.planning.servers.server import reason_of
-from fcsd.planning.servers.summary import summarise, table
+from fcsd.cli.main import main as fcsd
+from fcsd_bench import times
+from fcsd_bench.__main__ import main
+from fcsd_bench.rows import RowName, make_rows
+from fcsd_bench.server import reason_of
+from fcsd_bench.summary import summarise, table
 from tests.reference.tiny import tiny_config
 from tests.support import ROOT, few
 
@@ -126,7 +127,7 @@ class Place:
             "tensor-parallel": 2,
         }
         options = [f"--{name}={value}" for name, value in settings.items()]
-        return ["bench", "serve", str(self.folder / "model"), *options, *more]
+        return ["serve", str(self.folder / "model"), *options, *more]
 
     def calls(self) -> list[dict[str, Any]]:
         return [
@@ -415,7 +416,7 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     monkeypatch.chdir(place.out)
 
     def planned(command: str) -> Any:
-        assert main([*shlex.split(command)[1:], "--json"]) == 0
+        assert fcsd([*shlex.split(command)[1:], "--json"]) == 0
         return json.loads(capsys.readouterr().out)["times"]
 
     changes = {
@@ -564,7 +565,7 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     capsys.readouterr()
     assert main(words) == 0
     assert (
-        "fcsd bench: round 2 was cut off and is measured again"
+        "fcsd-bench: round 2 was cut off and is measured again"
         in capsys.readouterr().err
     )
     assert [call["row"] for call in place.calls()[before:] if "serve" in call] == [
@@ -700,7 +701,7 @@ def test_a_model_without_weights_is_measured_with_dummies_in_every_server(
     assert main([*words, "--rounds=1"]) == 0
     printed = capsys.readouterr()
     assert (
-        f"fcsd bench: {place.folder}/model has no weights (--config-only): all servers"
+        f"fcsd-bench: {place.folder}/model has no weights (--config-only): all servers"
         " get --load-format dummy\n" in printed.err
     )
     serves = [call for call in place.calls() if "serve" in call]
@@ -733,7 +734,7 @@ def test_weights_that_are_not_there_cannot_be_asked_for(
     assert main(words) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
-        f"fcsd bench: error: --serve-args: --load-format auto: {place.folder}/model was"
+        f"fcsd-bench serve: error: --serve-args: --load-format auto: {place.folder}/model was"
         " written by `fcsd convert --config-only` and has no weights; leave"
         " --load-format out, which makes it dummy"
     )
@@ -853,7 +854,7 @@ def test_a_plugin_that_the_environment_leaves_out_is_named(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) -> None:
-    words = [sys.executable, "-m", "fcsd", *place.words("--rows=stock")]
+    words = [sys.executable, "-m", "fcsd_bench", *place.words("--rows=stock")]
     (place.bin / "fail").write_text("1")  # a measurement that takes long
     place.program(
         "vllm",
@@ -861,7 +862,7 @@ def test_no_process_of_a_server_outlives_the_command(place: Place, number: int) 
     )
     command = subprocess.Popen(
         words,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'serving'}"},
         stderr=subprocess.DEVNULL,
         # a shell that runs the tests in the background lets its children ignore it
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -918,7 +919,7 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
     BAD[said](place)
     assert main(place.words("--rows=stock")) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fcsd bench: error: ") and said in line
+    assert line.startswith("fcsd-bench serve: error: ") and said in line
     assert not (place.bin / "calls.jsonl").exists() and not place.out.exists()
 
 
@@ -1047,3 +1048,16 @@ def test_the_reason_is_the_error_that_the_others_follow_from() -> None:
         reason_of("[2026-11-23 20:17:51] ValueError: no such flag\n")
         == "ValueError: no such flag"
     )
+
+
+def test_an_environment_without_fcsd_is_told_where_the_command_runs() -> None:
+    run = subprocess.run(
+        [sys.executable, "-S", "-m", "fcsd_bench", "serve", "--help"],
+        cwd=ROOT / "serving",
+        env={},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("fcsd-bench: error: ") and "has no fcsd" in run.stderr

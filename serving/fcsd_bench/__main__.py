@@ -1,0 +1,25 @@
+"""`python -m fcsd_bench`, and the program `fcsd-bench`."""
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status, as `fcsd` does."""
+    # The engine's environment has this distribution, too, and cannot have fcsd.
+    if importlib.util.find_spec("fcsd") is None:
+        print(
+            f"fcsd-bench: error: {sys.prefix} has no fcsd: install this distribution in"
+            " fcsd's environment, too (pip install SERVING, SERVING being"
+            " serving/ of fcsd's repository); --vllm and --sglang name the engine's",
+            file=sys.stderr,
+        )
+        return 2
+    from fcsd_bench.cli import BENCH
+
+    return BENCH.run(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
