@@ -214,13 +214,6 @@ def test_the_distribution_needs_nothing_and_names_its_entry_point() -> None:
     )
 
 
-def test_no_function_of_the_plugin_is_longer_than_100_lines() -> None:
-    for path in SERVING.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
-                assert node.end_lineno - node.lineno < 100, f"{path}: {node.name}"
-
-
 def engine_config(
     dtype: str = "torch.bfloat16",
     method: str | None = None,

@@ -154,7 +154,6 @@ READERS = [
     "evaluate OUT --suite tiny --output NEW",
     "evaluate OUT --suite tiny --output NEW --server http://127.0.0.1:9",
     "layers OUT --text TEXT --output NEW",
-    "routing OUT --text TEXT --output NEW",
     "chat OUT",
     "push OUT owner/name --dry-run NEW",
     "distill RECIPE",
@@ -208,7 +207,9 @@ def test_inspect_says_so_and_how_it_is_served(written: Path) -> None:
     assert facts["memory"]["convert"] is None
     text = report_table(facts)
     assert "weights       none: written by `fcsd convert --config-only`, for" in text
-    assert "already; `fcsd convert --config-only` can choose other layers" in text
+    assert (
+        "already FarSkip; `fcsd convert --config-only` can choose other layers" in text
+    )
     assert "convert          below" not in text
 
 
