@@ -37,7 +37,7 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _above_one("attn_dp_size", "moe_dp_size", "dwdp_size"),
         (
             "data-parallel attention or experts exchange tokens where FarSkip sums"
-            " them; start one server a replica"
+            " them; start one server per replica"
         ),
     ),
     (

@@ -70,7 +70,7 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
         (
             "with data parallelism, tensor parallelism scatters the stream over the"
             " ranks or sums beside the exchange; use --tensor-parallel-size 1, or"
-            " --data-parallel-size 1 and start one server a replica"
+            " --data-parallel-size 1 and start one server per replica"
         ),
     ),
     (

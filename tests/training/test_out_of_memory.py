@@ -151,7 +151,7 @@ def test_every_way_in_which_memory_is_refused_is_known(
         explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
         raise error
-    assert ("asked for" in str(refusal.value)) == (
+    assert ("requested" in str(refusal.value)) == (
         "allocate" in str(error) and not isinstance(error, OSError)
     )
 

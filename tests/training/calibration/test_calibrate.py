@@ -1103,7 +1103,7 @@ def test_bad_input_is_one_line(
         fcsd.calibrate(student, teacher, text(3))
     with pytest.raises(
         UserError,
-        match=r"has the token id 150, and the model 99 tokens; .* another tokenizer",
+        match=r"has the token id 150, but the model has 99 tokens; .* own tokenizer",
     ):
         fcsd.calibrate(student, teacher, text(24) + 61)
     with pytest.raises(UserError, match="is not converted; convert the student first"):
