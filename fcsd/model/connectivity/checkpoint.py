@@ -529,7 +529,7 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
     _tell_once(
         f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is"
-        f" quantised ({dtypes}): fcsd ignores the field as left over"
+        f" quantised ({dtypes}): it is left over, so fcsd ignores it"
     )
     return replace(
         checkpoint, config=without_quantisation(checkpoint.config), leftover=True
