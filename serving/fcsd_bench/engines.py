@@ -93,8 +93,8 @@ class Program:
             return None
         return (
             f"{self.engine.title} {self.version} is not verified with fcsd-serving"
-            f" {self.plugin} ({', '.join(self.verified)} is): the times are those of"
-            " this pair, whether its answers are right was not looked at"
+            f" {self.plugin} ({', '.join(self.verified)} is): the times are valid for"
+            " this pair, but nobody has checked that its answers are right"
         )
 
 
@@ -261,8 +261,8 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     engine, program = ENGINES[name], shutil.which(os.path.expanduser(path))
     if program is None:
         raise UserError(
-            f"--{name} {path}: no such program; {engine.title} has an environment of"
-            f" its own, give the `{name}` of it (--{name} VENV/bin/{name});"
+            f"--{name} {path}: no such program; {engine.title} needs a separate"
+            f" environment; give its `{name}` program (--{name} VENV/bin/{name});"
             " docs/serve.md says how to make one"
         )
     # From here on the engine's own interpreter is asked: nothing of it is imported
@@ -278,8 +278,8 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     # package's.
     if facts["plugin"] is None:
         raise UserError(
-            f"--{name} {program}: the plugin that serves converted models is not"
-            f" installed there: `{python} -m pip install SERVING`, SERVING being"
+            f"--{name} {program}: its environment lacks the plugin that serves"
+            f" converted models: `{python} -m pip install SERVING`, SERVING being"
             " serving/ of fcsd's repository"
         )
     # The variable restricts the plugins that the engine loads, and servers inherit it.
@@ -299,7 +299,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     if result.warning is not None and not engine.others_warn:
         raise UserError(
             f"--{name} {program}: fcsd-serving {result.plugin} refuses {engine.title}"
-            f" {result.version}: its layers are known for {verified[0]} alone; install"
+            f" {result.version}: it supports only {verified[0]}; install"
             f" {name}=={verified[0]}"
         )
     return result
@@ -348,7 +348,7 @@ def _python_of(name: EngineName, program: Path) -> str:
         first = file.readline(1024).decode(errors="replace")
     if not first.startswith("#!") or "python" not in first:
         raise UserError(
-            f"--{name} {program}: not a program that pip has installed: no `python`"
-            " beside it, nor in its first line"
+            f"--{name} {program}: is not a program that pip installed: there is no"
+            " `python` next to it or in its first line"
         )
     return first[2:].split()[0]

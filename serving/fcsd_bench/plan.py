@@ -27,8 +27,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
     converted, base = str(ours.get("model_type")), str(regular.get("model_type"))
     if not converted.startswith(PREFIX):
         raise UserError(
-            f"{model.where}: model_type '{converted}': MODEL is not converted; `fcsd"
-            " convert` makes a FarSkip checkpoint of it"
+            f"{model.where}: model_type '{converted}': MODEL is not converted; convert"
+            " it first with `fcsd convert`"
         )
     if base.startswith(PREFIX):
         raise UserError(
@@ -48,8 +48,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
     ]:
         name = min(differ)
         raise UserError(
-            f"{original.where}: {name} is {theirs[name]}, that of {benchmark.model} is"
-            f" {mine[name]}: this is not its original"
+            f"{original.where}: {name} is {theirs[name]}, but {mine[name]} in"
+            f" {benchmark.model}: this is not its original"
         )
     longest = max(benchmark.prompt_tokens) + benchmark.output_tokens
     context = _context(benchmark.serve_flag("--max-model-len"), mine)
@@ -76,12 +76,12 @@ def with_dummies(benchmark: Benchmark) -> Benchmark:
         raise UserError(
             f"--serve-args: {LOAD_FORMAT} {chosen}: {benchmark.model} was written by"
             f" `fcsd convert --config-only` and has no weights; leave {LOAD_FORMAT}"
-            f" out, which makes it {DUMMY}"
+            f" out, and fcsd sets it to {DUMMY}"
         )
     if not has_tokenizer(folder):
         raise UserError(
-            f"{benchmark.model}: holds no tokenizer, which a server needs with dummy"
-            " weights, too; copy tokenizer.json and tokenizer_config.json of the"
+            f"{benchmark.model}: holds no tokenizer, which a server needs even with"
+            " dummy weights; copy tokenizer.json and tokenizer_config.json of the"
             " original into it"
         )
     words = [*benchmark.serve_args, LOAD_FORMAT, DUMMY]

@@ -63,7 +63,7 @@ _SHARED = (
     "shared_expert_intermediate_size",
     "num_shared_expert",
 )
-_NO_GPU = "vLLM has it on GPUs only, and there is none here"
+_NO_GPU = "vLLM supports it on GPUs only, and this machine has none"
 
 
 def make_rows(
@@ -102,7 +102,7 @@ def make_rows(
         _dbo("decode", "low_latency", tensor_parallel, alone),
         Row(
             "shared_stream",
-            "stock, shared experts on a stream of their own",
+            "stock, shared experts on a separate stream",
             exact=True,
             flags=usual,
             # vLLM does so by itself up to 256 tokens; here at any size.

@@ -93,8 +93,8 @@ def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, A
     bench = _Bench(benchmark, engine, folder)
     if benchmark.trace and not engine.devices:
         raise UserError(
-            "--trace: a trace tells the overlap of GPUs, and there is none here; --comm"
-            " timed tells it on a CPU"
+            "--trace: measures overlap on GPUs, and this machine has none; on a CPU,"
+            " use --comm timed"
         )
     stage = bench.stage(config)
     if stage.state() == "finished":
@@ -248,7 +248,7 @@ class _Bench:
         files = [file for row in rows if (file := self.file(number, row)).is_file()]
         if 0 < len(files) < len(rows):
             print(
-                f"fcsd-bench: round {number} was cut off and is measured again",
+                f"fcsd-bench: round {number} was interrupted; measuring it again",
                 file=sys.stderr,
             )
             for file in files:

@@ -183,7 +183,7 @@ def measure(
         text = server.log.read_text(encoding="utf-8", errors="replace")
         if server.process.poll() is not None:
             raise NotServed(
-                f"ended while it was measured: {reason_of(text)}", tail_of(text)
+                f"ended during the measurement: {reason_of(text)}", tail_of(text)
             )
         # The client's own log, which is deleted with the folder.
         printed = log.read_text(encoding="utf-8", errors="replace")
@@ -201,7 +201,8 @@ def measure(
         0
     ):  # SGLang's client takes the time of the first token that has text
         raise NotServed(
-            f"{empty} of {requests} answers had no text, so their first token no time",
+            f"{empty} of {requests} answers had no text, so the time to their first"
+            " token is unknown",
             tail_of(text),
         )
     figures = {

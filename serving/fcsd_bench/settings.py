@@ -196,8 +196,8 @@ class Benchmark(Strict):
         engine: EngineName = info.data["engine"]
         if foreign_rows := [row for row in rows if row not in ROWS_OF[engine]]:
             raise ValueError(
-                f"{foreign_rows[0]} is of other engines; {ENGINES[engine].title} has"
-                f" {', '.join(ROWS_OF[engine])}"
+                f"{foreign_rows[0]} belongs to another engine; {ENGINES[engine].title}"
+                f" has {', '.join(ROWS_OF[engine])}"
             )
         # Without a choice all of the engine's rows are measured.
         return rows or list(ROWS_OF[engine])
@@ -207,12 +207,12 @@ class Benchmark(Strict):
         if self.engine != "vllm":
             if self.all2all != type(self).model_fields["all2all"].default:
                 raise ValueError(
-                    f"--all2all {self.all2all}: of wide rows, which are of vLLM; leave"
-                    " it out"
+                    f"--all2all {self.all2all}: applies to wide rows, which only vLLM"
+                    " has; leave it out"
                 )
             if self.trace:
                 raise ValueError(
-                    "--trace: traces are read of vLLM's profiler; --comm timed tells"
-                    " the overlap of SGLang's ranks"
+                    "--trace: works with vLLM's profiler only; for SGLang, measure"
+                    " overlap with --comm timed"
                 )
         return self

@@ -27,7 +27,7 @@ Limits = Mapping[str, Sequence[Mapping[str, float]]]
 """Row -> for each length of prompt: figure -> the largest speed-up that can be real."""
 DUMMIES = (
     "**Weights were dummies (`--load-format dummy`): these are times of the"
-    " architecture. The answers mean nothing, and must not be scored.**"
+    " architecture. The answers mean nothing; do not score them.**"
 )
 FEW = 3
 """The page warns of fewer rounds."""
@@ -177,15 +177,14 @@ def table(result: Mapping[str, Any]) -> str:
     # The word stands in the table, and needs an explanation only there.
     if "noise" in measured:
         parts.append(
-            "noise: the median is above what hiding all communication could give"
-            " (`limit` in serving.json). Measure again, in more rounds, on a machine"
-            " with nothing else to do."
+            "noise: the median exceeds the gain from hiding all communication (`limit`"
+            " in serving.json). Measure again in more rounds, on an idle machine."
         )
     if emulated(settings["comm"]):
         parts.append(
-            "The FarSkip rows run over an emulated network, stock does not: compare"
-            " them with each other only. Their x is the speed-up over FarSkip, blocking"
-            " (of wide rows the wide one)."
+            "The FarSkip rows run over an emulated network, but stock does not, so"
+            " compare FarSkip rows only with each other. Their x is the speed-up over"
+            " FarSkip, blocking (for wide rows, the wide one)."
         )
     sections = (
         _against_best(result),
@@ -373,10 +372,11 @@ def _planned(result: Mapping[str, Any]) -> str:
     return "\n\n".join(
         [
             (
-                "What `fcsd plan` says of the regular server's times, beside what was"
-                " measured: that server over FarSkip, overlapped. It only communicates"
-                " in a share of its time, of which FarSkip hides a share; without"
-                " warm-up, and decoding without the prompts."
+                "The speed-up of FarSkip, overlapped, over the regular server: planned"
+                " by `fcsd plan` from the regular server's times, and measured. The"
+                " regular server only communicates in a share of its time, and FarSkip"
+                " hides a share of that; without warm-up, and decoding without the"
+                " prompts."
             ),
             markdown(columns.split(", "), lines),
             (

@@ -38,7 +38,7 @@ def read_trace(folder: Path) -> dict[str, Any]:
 
     files = sorted(folder.glob("*rank0.*.pt.trace.json*"))
     if not files:
-        raise NotServed("its profiler left no trace of rank 0", "")
+        raise NotServed("its profiler wrote no trace of rank 0", "")
     packed = files[-1].read_bytes()
     text = gzip.decompress(packed) if files[-1].suffix == ".gz" else packed
     events = json.loads(text)["traceEvents"]

@@ -273,8 +273,8 @@ def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
     assert main(words) == 2
     (said,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert (
-        "the server of row farskip_overlapped failed: ended while it was measured:"
-        " torch.OutOfMemoryError" in said
+        "the server of row farskip_overlapped failed: ended during the measurement: torch.OutOfMemoryError"
+        in said
     )
     assert "the last lines of" in said and "See root cause above" in said
     assert gone(pids(place))
@@ -301,7 +301,8 @@ def test_a_trace_tells_what_gpus_overlap_and_shows_one_layer(
     words = place.words("--rows=farskip_overlapped", "--rounds=1", "--trace")
     assert (
         main(words) == 2
-        and "there is none here; --comm timed" in capsys.readouterr().err
+        and "this machine has none; on a CPU, use --comm timed"
+        in capsys.readouterr().err
     )
     place.gpus(2)
     nccl = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgs)"
@@ -447,7 +448,7 @@ def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() 
     ]
     assert ratios == [1.0, 1.0, 1.5, 1.0, 1.0, 1.25]
     assert (
-        "Their x is the speed-up over FarSkip, blocking (of wide rows the wide one)."
+        "Their x is the speed-up over FarSkip, blocking (for wide rows, the wide one)."
         in table(result)
     )
     assert "fastest server" not in table(result)
@@ -565,7 +566,7 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     capsys.readouterr()
     assert main(words) == 0
     assert (
-        "fcsd-bench: round 2 was cut off and is measured again"
+        "fcsd-bench: round 2 was interrupted; measuring it again"
         in capsys.readouterr().err
     )
     assert [call["row"] for call in place.calls()[before:] if "serve" in call] == [
@@ -735,8 +736,7 @@ def test_weights_that_are_not_there_cannot_be_asked_for(
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"fcsd-bench serve: error: --serve-args: --load-format auto: {place.folder}/model was"
-        " written by `fcsd convert --config-only` and has no weights; leave"
-        " --load-format out, which makes it dummy"
+        " written by `fcsd convert --config-only` and has no weights; leave --load-format out, and fcsd"
     )
     assert not (place.bin / "calls.jsonl").exists() and not place.out.exists()
 
@@ -811,7 +811,7 @@ def test_a_first_token_without_text_is_no_time_of_zero(
     (place.bin / "mute").touch()
     assert main(place.words("--rows=stock", "--rounds=1")) == 2
     assert (
-        "4 of 4 answers had no text, so their first token no time"
+        "4 of 4 answers had no text, so the time to their first token is unknown"
         in capsys.readouterr().err
     )
 
@@ -894,19 +894,19 @@ BAD = {
     "MODEL is not converted": lambda p: other(p, "model"),
     "--against is converted, too": lambda p: other(p, "original", **CONVERTED),
     "is not what": lambda p: other(p, "original", model_type="mixtral"),
-    "hidden_size is 128, that of": lambda p: other(p, "original", hidden_size=128),
+    "hidden_size is 128, but 64 in": lambda p: other(p, "original", hidden_size=128),
     "make 520 tokens; the context of": lambda p: [
         other(p, "model", **CONVERTED, max_position_embeddings=256),
         other(p, "original", max_position_embeddings=256),
     ],
-    "holds no tokenizer, which a server needs with dummy weights": lambda p: (
+    "holds no tokenizer, which a server needs even with dummy weights": lambda p: (
         p.without_weights().folder / "model/tokenizer.json"
     ).unlink(),
     "no such program": lambda p: (p.bin / "vllm").unlink(),
     "vLLM is not installed in the environment": lambda p: shutil.rmtree(
         p.folder / "env/site/vllm.dist-info"
     ),
-    "the plugin that serves converted models is not installed": lambda p: (
+    "its environment lacks the plugin that serves converted models": lambda p: (
         p.distribution("fcsd_serving", "0.1.0")
     ),
 }
@@ -955,15 +955,15 @@ def test_an_option_without_a_meaning_is_one_line(
         (
             ["--rows=stock,wide_stock"],
             (
-                "--rows: wide_stock is of other engines; SGLang has stock,"
+                "--rows: wide_stock belongs to another engine; SGLang has stock,"
                 " farskip_blocking,"
             ),
         ),
         (
             ["--all2all=deepep_low_latency"],
-            "--all2all deepep_low_latency: of wide rows, which are of vLLM",
+            "--all2all deepep_low_latency: applies to wide rows, which only vLLM has",
         ),
-        (["--trace"], "--trace: traces are read of vLLM's profiler"),
+        (["--trace"], "--trace: works with vLLM's profiler only"),
         (
             ["--comm=stream"],
             (
