@@ -12,7 +12,7 @@ from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.planning.cost.measured import Times, measured_times, read_times
-from fcsd.planning.cost.plan import plan
+from fcsd.planning.cost.plan import plan, reach
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.layers.points import (
@@ -171,13 +171,15 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
                 measured_times(times, planned.assuming(slowdown=end))
                 for end in row["range"]
             ]
-            rows = [row | {"speed_up": [end["speed_up"] for end in ends]}]
+            gains = reach(summary["speed_up"], (end["speed_up"] for end in ends))
+            rows = [row | {"speed_up": gains}]
             del rows[0]["over_exact"]  # exact schedules were not measured
     return facts | {
         "times": summary,
         "sensitivity": rows,
         "upper_bound": False,
         "over_prediction": None,
+        "step_ratio": None,
         "measured": True,
     }
 

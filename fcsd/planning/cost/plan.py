@@ -12,7 +12,7 @@ roofline (`fcsd.planning.cost.measured`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -31,7 +31,14 @@ from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 OVER_PREDICTION = (1.3, 5.2)
 """Factors by which the roofline's gain in the time to the first token exceeded the
 paper's measurements: 1.3 to 1.6 for Llama-4-Scout, 2.8 to 5.2 for DeepSeek-V2
-(`benchmarks/plan.py`). Decoding was not compared.
+(`benchmarks/plan.py`).
+"""
+
+STEP_RATIO = (1.0, 3.6)
+"""Published times between tokens of DeepSeek-V3 over planned ones, none of them the
+paper's: 1.01 to 1.10 on 8 H200 (SemiAnalysisAI/InferenceX issue 870), 1.5 to 2.5 on 8
+MI300X (ROCm/aiter pull 1930), 3.6 on 16 H100 with one request
+(tenstorrent/tt-inference-server issue 356).
 """
 
 
@@ -49,7 +56,10 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         # A given value may lie outside the table's range, which then extends to it.
         ends = [min(assumption.low, value), max(assumption.high, value)]
         at = [compared(planned.assuming(**{name: end})) for end in ends]
-        gains = {key: [one[key] for one in at] for key in ("speed_up", "over_exact")}
+        gains = {
+            key: reach(times[key], (one[key] for one in at))
+            for key in ("speed_up", "over_exact")
+        }
         facts = {"what": assumption.what, "source": assumption.source}
         rows.append({"name": name, "value": value, "range": ends, **gains, **facts})
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
@@ -70,13 +80,26 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
-        # Known for the time to the first token alone.
+        # The gain is known for the time to the first token alone, between tokens only
+        # how long a step takes.
         "over_prediction": (
             list(OVER_PREDICTION) if planned.settings.phase == "prefill" else None
         ),
+        "step_ratio": list(STEP_RATIO) if planned.settings.phase == "decode" else None,
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
     }
+
+
+def reach(planned: float, ends: Iterable[float]) -> list[float]:
+    """Return the least and the most of a planned gain and of those at both ends of an
+    assumption's range.
+
+    A gain is largest where an exchange just fills its window, so both ends may lie on
+    one side of it.
+    """
+    gains = [planned, *ends]
+    return [min(gains), max(gains)]
 
 
 def _settings(planned: Planned) -> dict[str, Any]:

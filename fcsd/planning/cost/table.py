@@ -406,10 +406,19 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             f"{name} {_number(rate)}" for name, rate in rates.items()
         )
     if facts["upper_bound"] and facts["over_prediction"] is None:
+        # The same seconds are hidden of a longer step.
+        hidden_s = times["regular_s"] - times["overlapped_s"]
+        least, most = (
+            100 * hidden_s / (ratio * times["regular_s"] - hidden_s)
+            for ratio in reversed(facts["step_ratio"])
+        )
+        low, high = facts["step_ratio"]
         yield (
-            "UPPER BOUND: no measurement has confirmed the gain between tokens; for the"
-            " time to the first token, servers gained less than planned. With measured"
-            " times (--measured) the gain is f v / (1 - f v)"
+            "UPPER BOUND: published times between tokens (DeepSeek-V3) are"
+            f" {low:g} to {high:g} times the planned ones, longest on MI300X and with"
+            " few requests, and hide the same communication: expect"
+            f" {least:.1f}% to {most:.1f}%. With measured times (--measured) the gain is"
+            " f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
         # The factor is known for the time to the first token of two models.
@@ -546,7 +555,9 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     table = markdown(header, cells)
     none = f"no effect on it: {without}\n" if without else ""
     return (
-        f"{table}\n{none}what each assumption is, and its source: --json, or"
+        f"{table}\n{none}gains are the least and the most at the planned value and both"
+        " ends; a gain is largest where an exchange just fills its window, so more load"
+        f" can raise or lower it\nwhat each assumption is, and its source: --json, or"
         " fcsd/planning/cost/assumptions.py"
     )
 

@@ -166,6 +166,49 @@ def test_the_roofline_over_predicts_the_time_to_the_first_token_and_says_that_it
     assert "UPPER BOUND" not in capsys.readouterr().out
 
 
+def test_a_range_contains_its_planned_gain_where_both_ends_lie_on_one_side() -> None:
+    few = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
+    settings: dict[str, Any] = {
+        "phase": "prefill",
+        "gpu": "mi300x",
+        "batch": 16,
+        "length": 2048,
+        "dtype": "fp8",
+    }
+    planned = published("DeepSeek-V3", few, settings)
+    # Each all-reduce just fills its window.
+    planned = planned.assuming(link=0.8)
+    facts = plan(planned)
+    one_sided = 0
+    for row in facts["sensitivity"]:
+        for key in ("speed_up", "over_exact"):
+            low, high = row[key]
+            assert low <= facts["times"][key] <= high
+        ends = [
+            plan_times(planned.assuming(**{row["name"]: end}))["speed_up"]
+            for end in row["range"]
+        ]
+        one_sided += max(ends) < facts["times"]["speed_up"] - 1e-3
+    assert one_sided
+
+
+def test_a_decoding_plan_expects_what_published_step_times_leave_of_its_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", lite(tmp_path), "--phase", "decode", "--tp", "8"]
+    assert main([*command, "--json"]) == 0
+    times = json.loads(capsys.readouterr().out)["times"]
+    # A step 3.6 times as long, of which the same seconds are hidden.
+    long_s = 3.6 * times["regular_s"]
+    left = long_s / (long_s - (times["regular_s"] - times["overlapped_s"])) - 1
+    assert main(command) == 0
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if "UPPER BOUND" in line
+    ]
+    assert f"expect {100 * left:.1f}% to {100 * (times['speed_up'] - 1):.1f}%" in line
+    assert "first token" not in line
+
+
 # ---- memory
 
 
