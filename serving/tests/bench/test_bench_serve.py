@@ -736,7 +736,8 @@ def test_weights_that_are_not_there_cannot_be_asked_for(
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"fcsd-bench serve: error: --serve-args: --load-format auto: {place.folder}/model was"
-        " written by `fcsd convert --config-only` and has no weights; leave --load-format out, and fcsd"
+        " written by `fcsd convert --config-only` and has no weights; leave"
+        " --load-format out, and fcsd sets it to dummy"
     )
     assert not (place.bin / "calls.jsonl").exists() and not place.out.exists()
 
