@@ -11,8 +11,8 @@ _BLOCKS = (
     " layers, so what is in flight would reach every layer after it"
 )
 _BOTH_WAYS = (
-    "it denoises blocks of tokens with attention in both directions , but conversion"
-    " and training assume prediction of the next token"
+    "it denoises blocks of tokens with attention in both directions, but conversion and"
+    " training assume next-token prediction"
 )
 _ENCODER_DECODER = (
     "it is an encoder-decoder; the connectivity is for the layers of decoder-only"
