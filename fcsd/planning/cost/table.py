@@ -414,22 +414,20 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         )
         low, high = facts["step_ratio"]
         yield (
-            "UPPER BOUND: published times between tokens (DeepSeek-V3) are"
+            "EXPECTED GAIN: published times between tokens (DeepSeek-V3) are"
             f" {low:g} to {high:g} times the planned ones, longest on MI300X and with"
             " few requests, and hide the same communication: expect"
             f" {least:.1f}% to {most:.1f}%. With measured times (--measured) the gain is"
             " f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
-        # The factor is known for the time to the first token of two models.
         least, most = facts["over_prediction"]
         gain = times["speed_up"] - 1
         yield (
-            f"UPPER BOUND: measured gains in the time to the first token were {least:g}"
-            f" to {most:g} times smaller: expect {gain / most:.1%} to"
-            f" {gain / least:.1%}, not {gain:.1%}. A server takes longer than its"
-            " roofline to hide the same communication; with measured times (--measured)"
-            " the gain is f v / (1 - f v)"
+            "EXPECTED GAIN: planned gains in the time to the first token were"
+            f" {least:g} to {most:g} times those that the FarSkip paper measured:"
+            f" expect {gain / most:.1%} to {gain / least:.1%}, not {gain:.1%}. With"
+            " measured times (--measured) the gain is f v / (1 - f v)"
         )
     # Real routing is uneven, and `fcsd-steer routing` can measure it.
     elif facts["imbalance"] == 1 and "measured" not in facts:

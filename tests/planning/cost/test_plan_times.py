@@ -152,7 +152,7 @@ def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_route
         "attention b": 16 * 128 * 2048 / 8,
         "router": 2048 * 64,
         "shared expert": 3 * 2048 * 2816 / 8,
-        "experts": 6 * 3 * 2048 * 1408 / 8 / (0.4 / 0.5),
+        "experts": 6 * 3 * 2048 * 1408 / 8 / ((0.1 if fp8 else 0.4) / 0.5),
     }
     for name, weights in per_token.items():
         more = core / (bf16 * 0.25) / 8 if name == "attention b" else 0.0
@@ -174,7 +174,10 @@ def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(
         "dtype": "fp8" if fp8 else "auto",
     }
     lite = with_values(
-        published("DeepSeek-V2-Lite", {}, settings), row_passes=0, grouped=1e9
+        published("DeepSeek-V2-Lite", {}, settings),
+        row_passes=0,
+        grouped=1e9,
+        fp8_grouped=1e9,
     )
     used = 64 / 8 * (1 - (1 - 6 / 64) ** (8 * 8))
     bandwidth, width = 4800e9 * 0.65, 1 if fp8 else 2
@@ -634,6 +637,7 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
                 "DeepSeek-V3", V3, {"gpu": "mi325x", "nodes": 2, "global_batch": 16}
             )
         ),
+        plan(published("DeepSeek-V3", V3, {"phase": "prefill", "gpu": "mi325x"})),
     ]
     moved = {
         row["name"]
