@@ -80,7 +80,12 @@ def plan_from_files(
         facts["study"] = _against_quality(planned, times, study, metric)
         if figure is not None:
             plot_worth(facts["study"], figure)
-    return facts | {"tokens_per_second_per_gpu": _rates(facts, planned)}
+    rates = _rates(facts, planned)
+    hours = {name: 1e9 / rate / 3600 for name, rate in rates.items()}
+    return facts | {
+        "tokens_per_second_per_gpu": rates,
+        "gpu_hours_per_billion_tokens": hours,
+    }
 
 
 def sweep_plans(

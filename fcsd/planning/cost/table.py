@@ -262,13 +262,16 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
                 f"{times['speed_up']:.3f}",
                 _number(rates["regular"]),
                 _number(rates["overlapped"]),
+                _number(row["gpu_hours_per_billion_tokens"]["regular"]),
+                _number(row["gpu_hours_per_billion_tokens"]["overlapped"]),
                 "-" if memory is None else _yes(memory["fits"]),
             ]
         )
     table = markdown(
         [
             facts["swept"], "GPUs", f"{_DURATIONS[facts['phase']]}, ms", "overlapped", "communication", "exposed",
-            "times as fast", "tokens/s a GPU", "overlapped", "fits",
+            "times as fast", "tokens/s a GPU", "overlapped",
+            "GPU hours a billion tokens", "overlapped", "fits",
         ],
         rows,
     )  # fmt: skip
@@ -404,6 +407,10 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     if rates := facts.get("tokens_per_second_per_gpu"):
         yield "tokens/s a GPU: " + ", ".join(
             f"{name} {_number(rate)}" for name, rate in rates.items()
+        )
+    if hours := facts.get("gpu_hours_per_billion_tokens"):
+        yield "GPU hours a billion tokens: " + ", ".join(
+            f"{name} {_number(number)}" for name, number in hours.items()
         )
     if facts["upper_bound"] and facts["over_prediction"] is None:
         # The same seconds are hidden of a longer step.

@@ -401,6 +401,8 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
         # A rank's tokens of a step, by hand.
         rate = 2 * 512 / single["times"]["regular_s"]
         assert row["tokens_per_second_per_gpu"]["regular"] == pytest.approx(rate)
+        hours = row["gpu_hours_per_billion_tokens"]["regular"]
+        assert 3600 * hours * rate == pytest.approx(1e9)
     served = ["--phase", "decode", "--tp", "8", "--length", "512"]
     assert main(["plan", folder, *served, "--sweep", "batch=8,16", "--json"]) == 0
     first, _ = json.loads(capsys.readouterr().out)["rows"]
