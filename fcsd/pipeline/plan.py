@@ -85,6 +85,7 @@ def plan_from_files(
     return facts | {
         "tokens_per_second_per_gpu": rates,
         "gpu_hours_per_billion_tokens": hours,
+        "mfu": _mfu(rates, planned),
     }
 
 
@@ -128,6 +129,21 @@ def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
         name: tokens / gpus / facts["times"][f"{name}_s"]
         for name in ("regular", "overlapped")
     }
+
+
+def _mfu(rates: Mapping[str, float], planned: Planned) -> dict[str, float] | None:
+    """Return the model FLOPs utilisation of a training (PaLM, appendix B): FLOPs that
+    the model needs, without recomputation, per second and peak of a GPU; None in
+    serving.
+    """
+    if planned.settings.phase != "train":
+        return None
+    # A backward pass needs twice the FLOPs of the forward pass.
+    token_flops = 3 * planned.work.flops / planned.work.tokens
+    peak = planned.machine.gpu.bf16_tflops
+    if planned.settings.dtype == "fp8":
+        peak = planned.machine.gpu.fp8_tflops or peak
+    return {name: rate * token_flops / (peak * 1e12) for name, rate in rates.items()}
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:

@@ -101,6 +101,18 @@ class ModelWork:
         return self.num_rows * self.num_tokens
 
     @property
+    def flops(self) -> float:
+        """FLOPs of the matmuls that the model needs: chosen experts, attention on all
+        pairs that the mask leaves.
+        """
+        layers = sum(
+            sum(step.flops for step in layer.steps.values())
+            + (layer.core / 2 if layer.causal else layer.core)
+            for layer in self.layers
+        )
+        return layers + self.head.flops
+
+    @property
     def runs_all(self) -> bool:
         """Whether the family's own code runs every expert on every token; ranks that
         share experts run only the chosen ones.

@@ -408,6 +408,10 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "tokens/s a GPU: " + ", ".join(
             f"{name} {_number(rate)}" for name, rate in rates.items()
         )
+    if mfu := facts.get("mfu"):
+        yield "MFU (FLOPs of the model, of the GPU's peak): " + ", ".join(
+            f"{name} {share:.1%}" for name, share in mfu.items()
+        )
     if hours := facts.get("gpu_hours_per_billion_tokens"):
         yield "GPU hours a billion tokens: " + ", ".join(
             f"{name} {_number(number)}" for name, number in hours.items()

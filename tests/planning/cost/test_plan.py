@@ -845,3 +845,28 @@ def test_the_gpus_that_are_known_are_listed_once() -> None:
     assert str(refusal.value).count("allowed:") == 1
     with pytest.raises(UserError, match=r"allowed: a100, .*; did you mean 'h200'\?$"):
         find_gpu("h20")
+
+
+def test_mfu_is_that_of_the_parameters_a_token_meets(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-30B-A3B, whose layers are alike: projections, 8 of 128 experts, router, half
+    of the attention's pairs, and the head.
+    """
+    folder = str(real_folder("Qwen3-30B-A3B", tmp_path))
+    words = ["plan", folder, "--gpu", "h200", "--nodes", "2", "--length", "4096"]
+    assert main([*words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    width, heads, head = 2048, 32, 128
+    attention = width * head * (2 * heads + 2 * 4)
+    experts = 8 * 3 * 768 * width + 128 * width
+    pairs = 2 * 2 * heads * head * 4096 / 2
+    token_flops = 48 * (2 * (attention + experts) + pairs) + 2 * 151_936 * width
+    for name, rate in facts["tokens_per_second_per_gpu"].items():
+        by_hand = 3 * token_flops * rate / 989e12
+        assert facts["mfu"][name] == pytest.approx(by_hand, rel=1e-3)
+    assert main(words) == 0
+    share = f"{facts['mfu']['regular']:.1%}"
+    assert f"of the GPU's peak): regular {share}" in capsys.readouterr().out
+    assert main([*words[:2], "--phase", "prefill", "--tp", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mfu"] is None
