@@ -83,7 +83,7 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
     from fcsd.planning.cost.planned import PlanSettings
     from fcsd.planning.cost.table import sweep_table
 
-    for name in ("windows", "study", "metric", "figure", "measured", "links"):
+    for name in ("windows", "study", "metric", "measured", "links"):
         if getattr(arguments, name) is not None:
             raise UserError(
                 f"--sweep and --{name} are both given; plan one value with --{name}"
@@ -118,8 +118,16 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
             )
         except UserError as error:
             values[value] = error
+    if arguments.figure is not None:
+        from fcsd.report.figure import check_figure
+
+        check_file_place(arguments.figure, check_figure)
     rows = sweep_plans(values, routing=arguments.routing)
     facts = {"swept": name, "phase": arguments.phase or "train", "rows": rows}
+    if arguments.figure is not None:
+        from fcsd.report.study_plots import plot_sweep
+
+        plot_sweep(facts, arguments.figure)
     print_result(arguments, facts, sweep_table)
 
 
@@ -205,7 +213,10 @@ def _plan_options(parser: ArgumentParser) -> None:
         "--figure",
         type=Path,
         metavar="FILE",
-        help="with --study: write a PNG of speed-up against quality",
+        help=(
+            "write a PNG: with --study, speed-up against quality; with --sweep, gains and"
+            " tokens/s per GPU against the swept value"
+        ),
     )
     parser.add_argument(
         "--windows",

@@ -234,3 +234,45 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     set_title(axis, "Which conversion is worth it; numbers are rewired layers")
     axis.legend()
     save_figure(figure, path)
+
+
+def plot_sweep(facts: Mapping[str, Any], path: Path) -> None:
+    """Draw the planned gains and the tokens/s per GPU against the swept value.
+
+    facts: what `fcsd plan --sweep` prints as JSON. A value that was refused has no
+    point.
+    """
+    rows = [row for row in facts["rows"] if "times" in row]
+    ticks = range(len(rows))
+    figure, (gains, rates) = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
+    for key, label, colour in (
+        ("speed_up", "over regular blocks", "black"),
+        ("over_exact", "over the best exact schedule", GREY),
+    ):
+        gains.plot(
+            ticks,
+            [row["times"][key] for row in rows],
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=label,
+        )
+    gains.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
+    for name, colour in (("regular", GREY), ("overlapped", "black")):
+        rates.plot(
+            ticks,
+            [row["tokens_per_second_per_gpu"][name] for row in rows],
+            color=colour,
+            marker="o",
+            markersize=4,
+            label=name,
+        )
+    rates.set(ylim=(0, None))
+    set_title(gains, "Planned gain of FarSkip")
+    set_title(rates, "Tokens/s per GPU")
+    for axis in (gains, rates):
+        axis.set_xticks(ticks, [row["value"] for row in rows])
+        axis.set(xlabel=facts["swept"])
+        axis.grid(alpha=0.3)
+        axis.legend()
+    save_figure(figure, path)

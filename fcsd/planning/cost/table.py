@@ -259,6 +259,7 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
                 _ms(times["overlapped_s"]),
                 f"{times['communication_share']:.1%}",
                 f"{times['exposed_s'] / times['overlapped_s']:.1%}",
+                f"{times['over_exact']:.3f}",
                 f"{times['speed_up']:.3f}",
                 _number(rates["regular"]),
                 _number(rates["overlapped"]),
@@ -270,8 +271,8 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
     table = markdown(
         [
             facts["swept"], "GPUs", f"{_DURATIONS[facts['phase']]}, ms", "overlapped", "communication", "exposed",
-            "times as fast", "tokens/s a GPU", "overlapped",
-            "GPU hours a billion tokens", "overlapped", "fits",
+            "gain over best exact", "over regular", "tokens/s per GPU", "overlapped",
+            "GPU hours per billion tokens", "overlapped", "fits",
         ],
         rows,
     )  # fmt: skip
@@ -405,7 +406,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
     if rates := facts.get("tokens_per_second_per_gpu"):
-        yield "tokens/s a GPU: " + ", ".join(
+        yield "tokens/s per GPU: " + ", ".join(
             f"{name} {_number(rate)}" for name, rate in rates.items()
         )
     if mfu := facts.get("mfu"):
@@ -413,7 +414,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             f"{name} {share:.1%}" for name, share in mfu.items()
         )
     if hours := facts.get("gpu_hours_per_billion_tokens"):
-        yield "GPU hours a billion tokens: " + ", ".join(
+        yield "GPU hours per billion tokens: " + ", ".join(
             f"{name} {_number(number)}" for name, number in hours.items()
         )
     if facts["upper_bound"] and facts["over_prediction"] is None:

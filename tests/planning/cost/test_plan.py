@@ -411,6 +411,13 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
     assert main(["plan", folder, *served, "--sweep", "batch=8,16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "time between tokens, ms" in lines[0] and len(lines) == 4
+    figure = tmp_path / "sweep.png"
+    assert (
+        main(["plan", folder, *served, "--sweep", "batch=8,16", f"--figure={figure}"])
+        == 0
+    )
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
     assert main(["plan", folder, *served[:2], "--sweep", "tp=2,8"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     # The GPUs of the server, not of the machine.
