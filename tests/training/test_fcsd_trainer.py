@@ -407,7 +407,7 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
     with pytest.raises(
         UserError,
         match=(
-            r"metric_for_best_model: 'perplexity' does not say .* set"
+            r"metric_for_best_model: 'perplexity' does not imply .* set"
             r" greater_is_better=True or False, or use"
             " eval_loss, eval_kl or eval_ce"
         ),

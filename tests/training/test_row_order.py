@@ -398,7 +398,7 @@ def test_a_recipe_counts_also_the_examples_of_rows_that_were_there(
     for _ in range(2):
         assert main(["run", recipe, "--only", "tokenize"]) == 0
         assert (
-            f"data: {sentence}\ndata: warning: 60 of 60 examples (100 %) are cut"
+            f"data: {sentence}\ndata: warning: 60 of 60 examples (100 %) are truncated"
             in capsys.readouterr().err
         )
     train = [
