@@ -46,8 +46,8 @@ def test_the_graded_split_of_a_suites_task_is_refused(
     tmp_path: Path, split: str
 ) -> None:
     message = (
-        r"x.yaml: data.train.1: openai/gsm8k, split '.*', is what task gsm8k of suite"
-        r" paper11 is graded on"
+        r"x.yaml: data.train.1: openai/gsm8k, split '.*', is the graded split of task"
+        r" gsm8k of suite paper11; never train on a graded split"
     )
     with pytest.raises(UserError, match=message):
         load(tmp_path, GSM8K | {"split": split}, evaluation=PAPER)
@@ -76,7 +76,7 @@ def test_a_training_split_by_another_name_and_another_configuration_are_not(
     load(tmp_path, {}, data=data)
     data["train"] = [{"path": "a/b", "name": "all", "split": "test"}]
     with pytest.raises(
-        UserError, match="is what task b of suite kept_out is graded on"
+        UserError, match="is the graded split of task b of suite kept_out"
     ):
         load(tmp_path, {}, data=data)
 
@@ -103,7 +103,7 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
     suite = tmp_path / "stopping.yaml"
     suite.write_text(yaml.safe_dump({"name": "stopping", "tasks": [task]}))
     stopping = {"early_stopping": {"suite": str(suite), "task": "mine"}}
-    with pytest.raises(UserError, match="is what early_stopping is graded on"):
+    with pytest.raises(UserError, match="is the graded split of early_stopping"):
         load(tmp_path, {"path": "a/code", "split": "validation"}, **stopping)
     load(tmp_path, {"path": "a/code", "split": "train"}, **stopping)
     variants = {"v": {"data.train.1.split": "validation"}}

@@ -806,7 +806,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, "name: x\nname: y\n"))
     with pytest.raises(UserError, match=r"a recipe is a mapping"):
         load_recipe(write(tmp_path, "- a\n"))
-    with pytest.raises(UserError, match=r"--set train: must look like"):
+    with pytest.raises(UserError, match=r"--set train: must have the form"):
         load_recipe(write(tmp_path, MINIMAL), ["train"])
     with pytest.raises(
         UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"
