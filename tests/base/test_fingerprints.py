@@ -227,7 +227,9 @@ def test_a_field_without_effect_is_known_by_the_hash_of_its_file(
     write_json(finished / "manifest.json", record)
     check_outputs(finished)
     flip(finished / "model" / "generation_config.json", b'_id": 1', b'_id": 2')
-    with pytest.raises(UserError, match=r"eos_token_id: 1 -> 2\): the folder was damaged"):
+    with pytest.raises(
+        UserError, match=r"eos_token_id: 1 -> 2\): the folder was damaged"
+    ):
         check_outputs(finished)
 
 

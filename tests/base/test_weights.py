@@ -189,7 +189,8 @@ def test_values_that_are_not_finite_are_counted_by_dtype(
     expected = int((~torch.isfinite(values.double())).sum())
     save_file({"a": values, "b": torch.ones(3)}, tmp_path / WEIGHTS)
     with pytest.raises(
-        UserError, match=rf"in 1 tensors: 'a' \({expected} of {len(values)}\); fetch the checkpoint again"
+        UserError,
+        match=rf"in 1 tensors: 'a' \({expected} of {len(values)}\); fetch the checkpoint again",
     ):
         check_finite(tmp_path)
     file_hash = hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()

@@ -315,7 +315,8 @@ def test_a_template_that_rewrites_needs_a_fast_tokenizer(monkeypatch):
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
     with pytest.raises(
-        UserError, match=r"the tokenizer is not a fast one.*mark responses in the template with"
+        UserError,
+        match=r"the tokenizer is not a fast one.*mark responses in the template with",
     ):
         tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
 
