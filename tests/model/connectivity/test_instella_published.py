@@ -299,7 +299,7 @@ def published_bench(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
+def test_a_published_checkpoint_is_tuned_and_talked_to(
     published_bench, tmp_path, capsys, monkeypatch
 ):
     bench = published_bench
@@ -329,12 +329,6 @@ def test_a_published_checkpoint_is_tuned_and_routed_and_talked_to(
         in capsys.readouterr().err
     )
     words = ["--text", str(bench.rows), "--max-length", "64"]
-    assert (
-        main(
-            ["routing", str(bench.base), "--output", str(tmp_path / "routing"), *words]
-        )
-        == 0
-    )
     monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
     assert main(["chat", str(bench.base), "--max-new-tokens", "2", "--greedy"]) == 0
     # What needs an original with regular connectivity takes the regular one of the same
