@@ -16,6 +16,7 @@ from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
 from fcsd.evaluation.results import Samples, read_result, write_result
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.store import TaskStore
 from fcsd.model.load import tokenizer_of
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import stop_watching
@@ -69,6 +70,7 @@ def evaluate_model(
     name: str = "model",
     launch: Launch | None = None,
     batches: Batches | None = None,
+    store: TaskStore | None = None,
 ) -> Evaluation:
     """Evaluate a model on every task of a suite; all ranks of a launch call this and
     get the same result.
@@ -87,6 +89,7 @@ def evaluate_model(
             access.
         batches: a hook that runs before each batch, and the facts that the result
             records about it.
+        store: keeps finished tasks, which are not run again; None: none are kept.
 
     Raises:
         UserError: a task, data set, metric or chat template does not exist; the sandbox
@@ -126,7 +129,12 @@ def evaluate_model(
         allow_weak_sandbox=allow_weak_sandbox,
     )
     prepared = prepare_evaluation(
-        tokenizer, suite, config, ranks=launch.ranks, progress=progress
+        tokenizer,
+        suite,
+        config,
+        store=store,
+        ranks=launch.ranks,
+        progress=progress,
     )
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name, batches)

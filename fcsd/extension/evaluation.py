@@ -4,10 +4,11 @@ from fcsd.data.batches import NO_LOSS, Collator, in_batches, real_tokens
 from fcsd.data.dataset import heldout_rows
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.config import load_suite, named_tasks
+from fcsd.evaluation.config import SuiteConfig, load_suite, named_tasks
 from fcsd.evaluation.items import suite_prompts
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.stage import Reference, heldout_of, test_set_fingerprints
+from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 __all__ = [
@@ -16,6 +17,9 @@ __all__ = [
     "Collator",
     "Original",
     "Reference",
+    "SuiteConfig",
+    "TaskStore",
+    "configuration_fingerprint",
     "data_fingerprint",
     "heldout_of",
     "heldout_rows",

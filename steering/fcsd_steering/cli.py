@@ -267,11 +267,10 @@ def _evaluate(arguments: Namespace) -> None:
 
     tables = read_tables(arguments.tables)
     quiet_transformers()
-    import fcsd
     from fcsd.extension.base import ModelConfig
-    from fcsd.extension.evaluation import load_suite, named_tasks
-    from fcsd.extension.models import find_model, load_for_evaluation, load_tokenizer
-    from fcsd_steering.evaluate import check_model_type, evaluate_steered
+    from fcsd.extension.evaluation import load_suite, named_tasks, read_result
+    from fcsd.extension.models import find_model, load_for_evaluation
+    from fcsd_steering.evaluate import SteeredEvaluation, check_model_type
 
     folder = find_model(ModelConfig.from_options(vars(arguments), path=arguments.model))
     check_model_type(tables, folder.load_config(any_family=True).model_type)
@@ -281,23 +280,22 @@ def _evaluate(arguments: Namespace) -> None:
         if arguments.task
         else load_suite(arguments.suite)
     )
-    model = load_for_evaluation(folder, launch)
-    result: fcsd.Evaluation = evaluate_steered(
-        model,
+    evaluation = SteeredEvaluation(
+        arguments.model,
+        folder,
         tables,
         suite,
-        tokenizer=load_tokenizer(
-            folder.folder, trust_remote_code=folder.config.trust_remote_code
-        ),
+        arguments.batch_size,
         data_root=arguments.data_root,
-        batch_size=arguments.batch_size,
         limit=arguments.limit,
         allow_weak_sandbox=arguments.allow_weak_sandbox,
-        name=arguments.model,
-        launch=launch,
+        settings={"model": {"dtype": folder.config.dtype}},
+    )
+    evaluation.run(
+        arguments.output, launch, lambda: load_for_evaluation(folder, launch)
     )
     if launch.first:
-        result.save(arguments.output)
+        result, _ = read_result(arguments.output)
         for task, score in result["tasks"].items():
             print(f"{task}: {100 * score['value']:.1f}")
         print(arguments.output)

@@ -8,14 +8,26 @@ size.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import fcsd
-from fcsd.extension.base import UserError
+from fcsd.extension.base import Stage, UserError, versions
 from fcsd.extension.checkpoints import base_model_type
-from fcsd.extension.evaluation import Batches
+from fcsd.extension.evaluation import (
+    Batches,
+    SuiteConfig,
+    TaskStore,
+    configuration_fingerprint,
+    test_set_fingerprints,
+)
+from fcsd.extension.models import Launch, ModelFolder, load_tokenizer
 from fcsd_steering.routing.bias import BiasTables, router_bias
+
+FINISHED_TASKS = "finished-tasks"
 
 
 @contextlib.contextmanager
@@ -46,16 +58,122 @@ def bias_name(tables: BiasTables) -> str:
     )
 
 
-def evaluate_steered(
-    model: Any, tables: BiasTables, suite: Any, *, batch_size: int, **options: Any
-) -> fcsd.Evaluation:
-    """Evaluate a model in memory under a bias; options: of `fcsd.evaluate_model`. All
-    ranks of a launch call this.
+@dataclass(frozen=True)
+class SteeredEvaluation:
+    """One model on a suite under a bias, in a folder with a manifest.
+
+    name: of the model in the result. settings, inputs: what its result depends on
+    besides.
     """
-    with biased_routers(model, tables) as batches:
-        return fcsd.evaluate_model(
-            model, suite, batch_size=batch_size, batches=batches, **options
+
+    name: str
+    model: ModelFolder
+    tables: BiasTables
+    suite: SuiteConfig
+    batch_size: int
+    data_root: str | None = None
+    limit: int | None = None
+    allow_weak_sandbox: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(
+        self,
+        folder: Path,
+        launch: Launch,
+        load: Callable[[], Any],
+        measure: Callable[[BiasTables], dict[str, Any]] | None = None,
+    ) -> None:
+        """Evaluate the model, unless that is finished; one that was cut off continues
+        with the next task. All ranks call this.
+
+        load: returns the model in memory. measure: returns more facts for the result.
+
+        Raises:
+            UserError: a folder with another evaluation; a task or data set that is not
+                there.
+        """
+        settings = {
+            "suite": self.suite.model_dump(mode="json"),
+            "limit": self.limit,
+            "batch_size": self.batch_size,
+            "router_bias": bias_name(self.tables),
+            **self.settings,
+        }
+        root = None if self.data_root is None else Path(self.data_root)
+        inputs = launch.ranks.from_first(
+            lambda: {
+                **model_inputs(self.model),
+                **test_set_fingerprints(self.suite, root),
+                **self.inputs,
+            }
         )
+        stage = Stage(folder, "steer", settings, inputs)
+        if launch.begin(stage) != "finished":
+            self._evaluate(stage, launch, load(), measure)
+        # A kill may have left finished tasks after the stage had finished.
+        if launch.first:
+            shutil.rmtree(folder / FINISHED_TASKS, ignore_errors=True)
+
+    def _evaluate(
+        self,
+        stage: Stage,
+        launch: Launch,
+        model: Any,
+        measure: Callable[[BiasTables], dict[str, Any]] | None,
+    ) -> None:
+        tasks = {
+            row.task: [
+                value
+                for name, value in sorted(stage.inputs.items())
+                if name.partition(",")[0] == f"task {row.task}"
+            ]
+            for row in self.suite.tasks
+        }
+        settings = {
+            key: value for key, value in stage.settings.items() if key != "suite"
+        }
+        models = {
+            key: value
+            for key, value in stage.inputs.items()
+            if not key.startswith("task ")
+        }
+        identity = {**settings, **models, "versions": versions()}
+        store = TaskStore(
+            stage.folder / FINISHED_TASKS,
+            identity,
+            {task: json.dumps(fingerprints) for task, fingerprints in tasks.items()},
+        )
+        tokenizer = load_tokenizer(
+            self.model.folder, trust_remote_code=self.model.config.trust_remote_code
+        )
+        with biased_routers(model, self.tables) as batches:
+            result = fcsd.evaluate_model(
+                model,
+                self.suite,
+                tokenizer=tokenizer,
+                data_root=self.data_root,
+                batch_size=self.batch_size,
+                limit=self.limit,
+                allow_weak_sandbox=self.allow_weak_sandbox,
+                name=self.name,
+                launch=launch,
+                batches=batches,
+                store=store,
+            )
+        if measure is not None:
+            result |= measure(self.tables)
+        if launch.first:
+            result.save(stage.folder)
+        launch.finish(stage, {"mean": result["mean"]})
+
+
+def model_inputs(model: ModelFolder, name: str = "model") -> dict[str, str]:
+    """Return the fingerprints of a model: its weights, and the files beside them, which
+    alone know its connectivity.
+    """
+    files = configuration_fingerprint(model.folder)
+    return {**model.fingerprints(name), f"{name}, its configuration": files}
 
 
 def check_model_type(tables: BiasTables, model_type: str) -> None:

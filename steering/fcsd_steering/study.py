@@ -36,7 +36,7 @@ from fcsd.extension.models import (
 from fcsd.extension.network import LinkModel, Payload, read_links
 from fcsd.extension.runs import Run, data_inputs, load_recipe, take_rows, training_rows
 from fcsd_steering.config import SteeringStudy
-from fcsd_steering.evaluate import bias_name, evaluate_steered
+from fcsd_steering.evaluate import SteeredEvaluation, model_inputs
 from fcsd_steering.report import evaluation_folder, tables_folder, write_report
 from fcsd_steering.routing.bias import BiasTables, read_tables, write_tables
 from fcsd_steering.routing.bottleneck import Deployment
@@ -214,48 +214,40 @@ class _SteeredModel:
     def evaluate(self, name: str) -> None:
         """Evaluate the model under the bias `name`, unless that is finished."""
         recipe = self.run.recipe
-        config, tables = recipe.evaluation, read_tables(self._place(name))
+        config, heldout = recipe.evaluation, recipe.data.heldout
         text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
-        settings = {
-            "suite": self.run.suite.model_dump(mode="json"),
-            "limit": config.limit,
-            "batch_size": self.batch_size,
-            "router_bias": bias_name(tables),
-            "data": recipe.data.model_dump(mode="json", include=text),
-            "model": {"dtype": recipe.model.dtype},
-        }
-        inputs = self.launch.ranks.from_first(
-            lambda: {
-                **self._fingerprints(),
-                **test_set_fingerprints(
-                    self.run.suite, self.run.data_root, recipe.data.heldout
-                ),
-            }
-        )
-        stage = Stage(evaluation_folder(self.folder, name), "steer", settings, inputs)
-        if self.launch.begin(stage) == "finished":
-            return
-        result = evaluate_steered(
-            self.loaded,
-            tables,
+        evaluation = SteeredEvaluation(
+            name,
+            self.model,
+            read_tables(self._place(name)),
             self.run.suite,
-            tokenizer=self.run.tokenizer,
+            self.batch_size,
             data_root=config.data_root,
-            batch_size=self.batch_size,
             limit=config.limit,
             allow_weak_sandbox=config.allow_weak_sandbox,
-            name=name,
-            launch=self.launch,
+            settings={
+                "data": recipe.data.model_dump(mode="json", include=text),
+                "model": {"dtype": recipe.model.dtype},
+            },
+            inputs=self.launch.ranks.from_first(
+                lambda: {
+                    **self._fingerprints(),
+                    **test_set_fingerprints(None, None, heldout),
+                }
+            ),
         )
-        result |= self.sweep.measure(tables)
-        if self.launch.first:
-            result.save(stage.folder)
-        self.launch.finish(stage, {"mean": result["mean"]})
+        folder = evaluation_folder(self.folder, name)
+        evaluation.run(
+            folder,
+            self.launch,
+            lambda: self.loaded,
+            lambda tables: self.sweep.measure(tables),
+        )
 
     def _fingerprints(self) -> dict[str, str]:
         return {
-            **self.run.original.fingerprints("original"),
-            **self.model.fingerprints("model"),
+            **model_inputs(self.run.original, "original"),
+            **model_inputs(self.model),
             "links": self.links_sha256,
         }
 

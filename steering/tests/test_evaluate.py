@@ -3,6 +3,7 @@ process as on N ranks.
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import pytest
 
 from fcsd import compare
 from fcsd.base.files import read_json
+from fcsd.cli.main import main as fcsd_main
 from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
@@ -107,7 +110,7 @@ def test_the_number_of_ranks_changes_nothing_when_it_is_not_the_number_of_endpoi
     assert first == second == steered(0, place, 3)
 
 
-def evaluated(folder: Path, output: Path, tables: Path, *options: str) -> int:
+def evaluated(folder: Path, output: Path, tables: Path, *options: Any) -> int:
     """Return the exit status of the command on the one task of the suite that is soon done."""
     common = [
         "--suite",
@@ -146,6 +149,65 @@ def test_results_say_by_which_tables_and_batch_size_they_came(
     assert evaluated(place, tmp_path / "3", tmp_path / "none") == 2
     missing = "none: no such file; `fcsd-steer bias` writes one"
     assert missing in capsys.readouterr().err
+
+
+def test_an_evaluation_that_was_cut_off_continues_and_no_other_takes_its_folder(
+    place: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_for_evaluation(
+        ModelFolder(ModelConfig(), place / "model"), join_launch()
+    )
+    for name, size in (("a", 2.0), ("b", 3.0)):
+        write_tables(tmp_path / name, tables_of(model, 2, size))
+    asked, run_task = list[str](), likelihood.run_task
+
+    def until_the_second(language_model: Any, row: Any, *items: Any) -> Any:
+        asked.append(row.task)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return run_task(language_model, row, *items)
+
+    monkeypatch.setattr(likelihood, "run_task", until_the_second)
+    words = [tmp_path / "out", tmp_path / "a", "--batch-size", "2", "--task", "t_group"]
+    assert evaluated(place, *words) == 130
+    first, second = asked
+    assert evaluated(place, *words) == 0
+    assert asked == [first, second, second]
+    assert list((tmp_path / "out").glob("samples_*.jsonl"))
+    assert not (tmp_path / "out" / "finished-tasks").exists()
+    # In one go, and without a folder of finished tasks, the same comes out.
+    assert evaluated(place, tmp_path / "whole", *words[1:]) == 0
+    both = [read_json(tmp_path / name / "results.json") for name in ("out", "whole")]
+    assert both[0]["tasks"] == both[1]["tasks"]
+    # A finished one is not asked again.
+    asked.clear()
+    assert evaluated(place, *words) == 0 and asked == []
+    capsys.readouterr()
+    assert evaluated(place, words[0], tmp_path / "b", *words[2:]) == 2
+    message = capsys.readouterr().err
+    assert "was made with other settings (router_bias: " in message
+
+
+def test_the_same_weights_with_another_connectivity_are_another_model(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_for_evaluation(
+        ModelFolder(ModelConfig(), place / "model"), join_launch()
+    )
+    write_tables(tmp_path / "a", tables_of(model, 2))
+    words = [tmp_path / "out", tmp_path / "a", "--batch-size", "2"]
+    assert evaluated(place, *words) == 0
+    shutil.copytree(place, tmp_path / "place")
+    regular = tmp_path / "place" / "regular"
+    assert fcsd_main(["unconvert", str(tmp_path / "place/model"), str(regular)]) == 0
+    shutil.rmtree(tmp_path / "place" / "model")
+    regular.rename(tmp_path / "place" / "model")
+    capsys.readouterr()
+    assert evaluated(tmp_path / "place", *words) == 2
+    assert "model, its configuration" in capsys.readouterr().err
 
 
 def test_tables_of_another_model_are_refused_before_weights_are_read(

@@ -291,7 +291,7 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
         raise Done
 
     monkeypatch.setattr(study_module, "Calibration", Noted)
-    monkeypatch.setattr(study_module, "evaluate_steered", stop)
+    monkeypatch.setattr(study_module.SteeredEvaluation, "run", stop)
     recipe = recipe_of(bench, packing=False)
     run = run_of(recipe)
     convert(run)

@@ -3,7 +3,7 @@ algorithm 1, and equal finish).
 
 An exchange sends the bytes [N, N] from each endpoint to each and returns the seconds
 until the slowest rank has finished. The number is the same on all ranks, so that all
-choose the same next exchange. `fcsd.steering.network.exchange` implements it for a
+choose the same next exchange. `fcsd_steering.network.exchange` implements it for a
 process group.
 
 1. Alone: every edge by itself. In fcsd one collective carries counts, rows and

@@ -8,7 +8,7 @@ from the logits of those (source, endpoint) pairs; stop at the goal.
 X exchanges, L MoE layers, N endpoints, E experts.
 
 Not covered: goals for a phase of serving; routes that change from day to day
-(`fcsd.steering.routing.controller`).
+(`fcsd_steering.routing.controller`).
 """
 
 from collections.abc import Callable

@@ -151,7 +151,7 @@ def make_tables(
 
     scaled: the strength is in standard deviations of a layer's logits. windows: [L, 2]
     seconds, for the kind `windows`. sigma_floor: of
-    `fcsd.steering.routing.camoe.camoe`, for the other kinds.
+    `fcsd_steering.routing.camoe.camoe`, for the other kinds.
     """
     logit_std = calibration.logit_std
 
