@@ -182,21 +182,21 @@ def a_row_for_each_expert(top_k: int) -> Iterator[None]:
             setattr(OverlappedEP, name, function)
 
 
-def add_sleeps(model: Any, num_tokens: int) -> None:
+def add_sleeps(model: Any, num_tokens: int, clock: Any = time) -> None:
     """Let parts of a layer sleep. num_tokens: of a batch; the shared expert of a part
-    of them sleeps for that part.
+    of them sleeps for that part. clock: whose `sleep` is called.
     """
 
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Any, milliseconds: float) -> Any:
             ctx.milliseconds = milliseconds
-            time.sleep(SLEEPS_MS["share"] * milliseconds / 1e3)
+            clock.sleep(SLEEPS_MS["share"] * milliseconds / 1e3)
             return x.view_as(x)
 
         @staticmethod
         def backward(ctx: Any, gradient: Any) -> Any:
-            time.sleep(SLEEPS_MS["share"] * 2 * ctx.milliseconds / 1e3)
+            clock.sleep(SLEEPS_MS["share"] * 2 * ctx.milliseconds / 1e3)
             return gradient, None
 
     def sleeps(module: Any, milliseconds: float) -> None:

@@ -92,10 +92,13 @@ class _Handing:
 
 
 class Bench:
-    """The models of one rank, and steps of them in every mode."""
+    """The models of one rank, and steps of them in every mode.
 
-    def __init__(self, options: argparse.Namespace):
-        self.options = options
+    clock: of steps, exchanges and sleeps: the module `time`, or a simulated one.
+    """
+
+    def __init__(self, options: argparse.Namespace, clock: Any = time):
+        self.options, self.clock = options, clock
         self.batons = Batons()
         generator = torch.Generator().manual_seed(1 + torch.distributed.get_rank())
         shape = (options.rows, options.length)
@@ -124,7 +127,7 @@ class Bench:
         if regular not in self.models:
             model = self.models[regular] = spread_model(self.options, not regular)
             if self.options.compute == "sleeps":
-                add_sleeps(model, self.ids.numel())
+                add_sleeps(model, self.ids.numel(), self.clock)
             if self.options.checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
         model = self.models[regular]
@@ -144,7 +147,8 @@ class Bench:
             attach(model, overlap, split=split, transport=self.link)
         self.records.clear()
         for layer in model.model.layers:
-            layer.mlp.experts.farskip_ep.port.records = self.records
+            port = layer.mlp.experts.farskip_ep.port
+            port.records, port.clock = self.records, self.clock.perf_counter
         return model
 
     def step(self, mode: str) -> dict[str, Any]:
@@ -155,11 +159,11 @@ class Bench:
         model.zero_grad(set_to_none=True)
         torch.distributed.barrier()
         self.synchronize()
-        began = time.perf_counter()
+        began = self.clock.perf_counter()
         with self.way(mode):
             middle = self.passes(model, mode, began)
         self.synchronize()
-        ended = time.perf_counter()
+        ended = self.clock.perf_counter()
         measured: dict[str, Any] = {"step": ended - began, "forward": middle - began}
         # whose waits are the other half's computation
         if self.options.device != "cuda" and mode != "batons":
@@ -188,7 +192,7 @@ class Bench:
             SLEEPS_MS["share"] = 1.0
             return began
         loss = model(self.ids, labels=self.ids).loss
-        middle = time.perf_counter()
+        middle = self.clock.perf_counter()
         loss.backward()
         return middle
 
@@ -199,7 +203,7 @@ class Bench:
     def hidden(self) -> dict[str, float]:
         from fcsd.parallel.overlap.measure import from_records
 
-        time.sleep(0.02)  # callbacks of the last exchange
+        self.clock.sleep(0.02)  # callbacks of the last exchange
         measured = from_records(
             record for event, record in self.records if event == "start"
         )
