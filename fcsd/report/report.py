@@ -181,12 +181,8 @@ def _training(path: Path) -> str:
         else ""
     )
     happened = ""
-    for name in ("skipped_steps", "spikes", "rewinds"):
-        if count := results.get(name, 0):
-            happened += (
-                f", {count}"
-                f" {name.replace('_', ' ').removesuffix('s' if count == 1 else '')}"
-            )
+    if count := results.get("skipped_steps", 0):
+        happened = f", {count} skipped step{'' if count == 1 else 's'}"
     if bad := (results.get("bad_rows") or {}).get("num_left_out"):
         happened += f", {bad} bad row{'' if bad == 1 else 's'} left out"
     steps = f"{results['steps']} step{'' if results['steps'] == 1 else 's'}"

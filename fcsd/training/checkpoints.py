@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from transformers import TrainerState
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json
-from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
@@ -31,8 +30,6 @@ BALANCE_FILE = "balance.json"
 STOPPER_FILE = "early_stopping.json"  # in each checkpoint of a run with early stopping
 PARTIAL = "checkpoint-being-written"  # the folder of the one that is
 _FILES = "files.json"
-# beside the checkpoints: the one that a run went back to, and the guard's state then
-_REWIND = "rewind.json"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -155,11 +152,8 @@ def set_aside(folder: Path) -> None:
     replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def newest_whole(
-    candidates: Sequence[Path], ranks: Ranks, say: Callable[[str], None]
-) -> Path | None:
-    """Return the last of some checkpoints that is intact; None where none is. All ranks
-    call this.
+def _newest_whole(candidates: Sequence[Path], ranks: Ranks) -> Path | None:
+    """Return the last of some checkpoints that is intact; None where none is.
 
     Later ones, which are damaged, are set aside, and the first rank reports each.
     """
@@ -170,7 +164,10 @@ def newest_whole(
         reason = damage(checkpoint, ranks)
         if reason is None:
             for path, cause in damaged if ranks.first else []:
-                say(f"{path}: is damaged ({cause}); continuing from {checkpoint}")
+                print(
+                    f"{path}: is damaged ({cause}); continuing from {checkpoint}",
+                    file=sys.stderr,
+                )
                 set_aside(path)
             return checkpoint
         damaged.append((checkpoint, reason))
@@ -182,16 +179,10 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     this.
 
     A damaged one is set aside as `damaged-checkpoint-N` and the previous one taken;
-    UserError where all are damaged. A checkpoint that is later than the one to which a
-    rewind went back is removed, in case the rewind was killed before it did so.
+    UserError where all are damaged.
     """
-
-    def listed() -> list[Path]:
-        _finish_rewind(folder)
-        return checkpoints(folder)
-
-    candidates = ranks.from_first(listed)
-    newest = newest_whole(candidates, ranks, lambda line: print(line, file=sys.stderr))
+    candidates = ranks.from_first(lambda: checkpoints(folder))
+    newest = _newest_whole(candidates, ranks)
     if newest is None and candidates:
         raise UserError(
             f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and all"
@@ -222,59 +213,12 @@ def chosen_checkpoint(
     return checkpoint
 
 
-def note_rewind(checkpoint: Path, guard: dict[str, Any]) -> None:
-    """Record the checkpoint that a run goes back to and the state of its guard, for a
-    run that is killed before it writes the next checkpoint.
-    """
-    write_sealed(
-        checkpoint.parent / _REWIND, {"checkpoint": checkpoint.name, "guard": guard}
-    )
-    _finish_rewind(checkpoint.parent)
-
-
-def guard_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the guard's state for continuing from a checkpoint; after a rewind to it,
-    the state of that time, which counts the rewind.
-    """
-    rewind = _rewind(checkpoint.parent)
-    if rewind is not None and rewind["checkpoint"] == checkpoint.name:
-        state: dict[str, Any] = rewind["guard"]
-        return state
-    return read_json(checkpoint / GUARD_FILE)
-
-
-def _rewind(folder: Path) -> dict[str, Any] | None:
-    path, advice = folder / _REWIND, f"remove {folder} to start again"
-    return read_sealed(path, advice) if path.is_file() else None
-
-
-def _finish_rewind(folder: Path) -> None:
-    rewind = _rewind(folder)
-    if rewind is None:
-        return
-    # Later checkpoints of fewer rewinds belong to the steps that were undone; those of
-    # as many were written after the rewind.
-    step = int(rewind["checkpoint"].split("-")[1])
-    for path in checkpoints(folder):
-        is_later = step_of(path) > step and damage(path) is None
-        if (
-            is_later
-            and read_json(path / GUARD_FILE)["rewinds"] < rewind["guard"]["rewinds"]
-        ):
-            remove(path)
-
-
 def retire(checkpoint: Path) -> Path:
     """Rename a checkpoint so that no run takes it for one; return the folder to remove."""
     retired = checkpoint.with_name(f".{checkpoint.name}.old")
     shutil.rmtree(retired, ignore_errors=True)
     os.replace(checkpoint, retired)
     return retired
-
-
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint; if that is interrupted, no half-removed checkpoint is left."""
-    shutil.rmtree(retire(checkpoint))
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
@@ -288,7 +232,7 @@ def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
     # or the last step may still lack its score.
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     trainer.restore_progress(checkpoint)
-    trainer.guard.load(guard_state(checkpoint))
+    trainer.guard.load(read_json(checkpoint / GUARD_FILE))
     done = state.global_step >= (
         trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
     )

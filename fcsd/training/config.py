@@ -226,12 +226,6 @@ class SafetyConfig(Strict):
 
     # in a row, for a loss or gradient that is not finite
     max_skipped_steps: int = Field(10, ge=0)
-    spike_window: int = Field(128, gt=1)  # steps whose median is the usual loss
-    # robust standard deviations above it; null: not watched
-    spike_threshold: float | None = Field(6.0, gt=0)
-    spike_steps: int = Field(5, gt=0)  # a spike that lasts this many steps is rewound
-    # to a checkpoint from before the trouble; 0: none
-    max_rewinds: int = Field(0, ge=0)
 
 
 class CalibrationConfig(Strict):

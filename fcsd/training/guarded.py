@@ -1,5 +1,5 @@
-"""Carry out a `Guard`'s decisions on a trainer's steps: skip a step, rewind the run, or
-end it cleanly after a signal.
+"""Carry out a `Guard`'s decisions on a trainer's steps: skip a step, or end the run
+cleanly after a signal.
 
 `fcsd.training.safety` takes the decisions and gives the reasons.
 """
@@ -17,20 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_text
+from fcsd.base.files import write_text
 from fcsd.base.helper import obey_only_parent
 from fcsd.parallel.shard import own_part
-from fcsd.training.checkpoints import (
-    GUARD_FILE,
-    checkpoints,
-    newest_whole,
-    note_rewind,
-    step_of,
-)
+from fcsd.training.checkpoints import checkpoints
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -122,7 +115,6 @@ class GuardedSteps:
         # this rank's share of the loss of the present step
         self._step_loss: Tensor | None = None
         self._before_step: tuple[Tensor, Any] | None = None
-        self._rewind_to: Path | None = None
         self._written = ""  # of events.jsonl
 
     # ---- one step
@@ -154,7 +146,6 @@ class GuardedSteps:
         assert self._step_loss is not None
         # Everything that the ranks have to agree on goes through one gather a step:
         # loss, norm, signal, and whether a thread is still writing a checkpoint.
-        guard, num_known_events = self.guard, len(self.guard.events)
         step_figures = self._step_loss.new_tensor(
             [norm, self.signals.received, self.trainer.checkpoint_writer.at_work]
         )
@@ -164,19 +155,12 @@ class GuardedSteps:
         step = self.trainer.state.global_step + 1
         # The norm is over all ranks, so all have the same number. Should they differ, a
         # single one that is not finite makes the mean so.
-        self.verdict = guard.decide(
+        self.verdict = self.guard.decide(
             step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
         )
-        if self.verdict == "rewind":
-            self._rewind_to = self._checkpoint_before(guard.first_bad_step)
-            # No checkpoint is older than the trouble: the guard falls back.
-            if self._rewind_to is None:
-                self.verdict = guard.instead_of_rewind()
-        if self.verdict == "skip" or (
-            len(guard.events) > num_known_events and self.verdict == "go"
-        ):
-            self.say(guard.line(guard.events[-1]))
-        self.write_events()
+        if self.verdict == "skip":
+            self.say(self.guard.line())
+        self._write_events()
         if self.verdict == "stop":
             raise self._stopped(step)
         # Take the step out of the means that are logged next.
@@ -217,15 +201,10 @@ class GuardedSteps:
         # The message names the last checkpoint, which may still be in the making.
         self.trainer.checkpoint_writer.finish()
         saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
-        pass_over = (
-            f"run again with safety.max_rewinds: {self.guard.rewinds + 1} to skip these"
-            " batches, "
-        )
         return UserError(
             f"training stopped before step {step}: {reason}; the last checkpoint is"
-            f" {saved_checkpoints[-1] if saved_checkpoints else 'none'};"
-            f" {pass_over if saved_checkpoints else ''}lower train.learning_rate or"
-            " check the data"
+            f" {saved_checkpoints[-1] if saved_checkpoints else 'none'}; lower"
+            " train.learning_rate or check the data"
         )
 
     def let_steps_be_skipped(self, optimizer: Any) -> None:
@@ -290,54 +269,6 @@ class GuardedSteps:
             del logs["grad_norm"]
         return trained
 
-    # ---- rewind
-
-    def _checkpoint_before(self, step: int) -> Path | None:
-        def earlier_checkpoints() -> list[Path]:
-            saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
-            return [path for path in saved_checkpoints if step_of(path) < step]
-
-        # Damaged checkpoints are passed over, so the list is longer than one.
-        self.trainer.checkpoint_writer.finish()
-        ranks = self.trainer.launch.ranks
-        return newest_whole(ranks.from_first(earlier_checkpoints), ranks, self.say)
-
-    def rewind(self) -> bool:
-        """Go back to a checkpoint if the guard decided so, and tell whether it did.
-
-        Weights, optimiser and schedule go back; the data does not. The iterator keeps
-        its position, so that the batches that did harm are passed over.
-        """
-        if self._rewind_to is None:
-            return False
-        trainer, checkpoint = self.trainer, self._rewind_to
-        last_step = trainer.state.global_step
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        self.guard.rewound(
-            last_step, state.global_step, read_json(checkpoint / GUARD_FILE)
-        )
-        self.say(self.guard.line(self.guard.events[-1]))
-        self.write_events()
-        # Noted before anything is loaded: a run that is killed from here on continues
-        # from this checkpoint, with this count of rewinds.
-        if trainer.is_world_process_zero():
-            note_rewind(checkpoint, self.guard.state())
-        trainer.accelerator.wait_for_everyone()
-        trainer.restore(checkpoint)
-        trainer.restore_progress(checkpoint)
-        trainer._load_rng_state(str(checkpoint))
-        trainer.state.global_step, trainer.state.epoch = state.global_step, state.epoch
-        trainer.state.log_history = state.log_history
-        trainer._globalstep_last_logged = state.global_step
-        trainer._tr_loss.zero_()
-        self.reset_meters()
-        self._rewind_to = None
-        self.verdict = "go"
-        # The callbacks' requests were made for the step that is undone.
-        for control_flag in ("training_stop", "epoch_stop", "save", "evaluate", "log"):
-            setattr(trainer.control, f"should_{control_flag}", False)
-        return True
-
     # ---- record
 
     def say(self, line: str) -> None:
@@ -345,7 +276,7 @@ class GuardedSteps:
         if self.trainer.is_world_process_zero():
             tqdm.write(line, file=sys.stderr)
 
-    def write_events(self) -> None:
+    def _write_events(self) -> None:
         """Write `events.jsonl` if there are new events."""
         text = events_text(self.guard.events)
         if text != self._written and self.trainer.is_world_process_zero():

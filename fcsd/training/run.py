@@ -5,7 +5,7 @@ number of restarts.
     folder/best/step-N                the weights with the best early-stopping score; likewise
     folder/tensorboard/               event files, when `report_to` asks for them
     folder/history.jsonl              the log: loss, kl, learning rate, tokens per second
-    folder/events.jsonl               skipped steps, spikes and rewinds, if there were any
+    folder/events.jsonl               skipped steps, if there were any
     folder/scores.json                early-stopping scores by step
     folder/adapter/                   the adapters of a LoRA student, in peft's format
     folder/model/                     the result; for a LoRA student with the adapters merged into the weights

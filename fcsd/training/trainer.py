@@ -182,9 +182,6 @@ class DistillTrainer(Trainer):
         if self.control.should_training_stop:
             # the last step is logged whatever logging_steps is
             self.control.should_log = True
-        # After a rewind the figures of this step belong to no line of the log.
-        if self.guarded.rewind():
-            return
         self.guarded.heed_signals()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -259,38 +256,6 @@ class DistillTrainer(Trainer):
         scheduler or Ctrl-C sends to all processes.
         """
         return shield_workers(super().get_train_dataloader())
-
-    def set_initial_training_values(
-        self, args: TrainingArguments, dataloader: Any
-    ) -> tuple:
-        """Plan as the Trainer does, with room for data that rewinds skip: `max_steps`
-        ends the run, not an epoch.
-        """
-        # The first number is that of the epochs: unbounded, since a rewind passes over
-        # rows, and the run may need more epochs than its steps suggest.
-        _, steps_per_epoch, *numbers, steps_in_epoch, max_steps = (
-            super().set_initial_training_values(args, dataloader)
-        )
-        return (sys.maxsize, steps_per_epoch, *numbers, steps_in_epoch, max_steps)
-
-    @property
-    def steps_of_data(self) -> int:
-        """The number of steps whose rows were read: those trained, and those that
-        rewinds passed over.
-        """
-        return self.state.global_step + self.guard.passed_steps
-
-    def _init_training_state(
-        self, max_steps: int, steps_per_epoch: int, *args: Any
-    ) -> tuple[int, int]:
-        # The Trainer would skip as many batches as there were steps. After rewinds more
-        # were read, so the position is computed here from all steps of data.
-        super()._init_training_state(max_steps, steps_per_epoch, *args)
-        # The user asks not to skip: the epoch begins anew.
-        if self.args.ignore_data_skip:
-            return self.state.global_step // steps_per_epoch, 0
-        epoch, steps = divmod(self.steps_of_data, steps_per_epoch)
-        return epoch, steps * self.args.gradient_accumulation_steps
 
     # ---- optimiser
 

@@ -150,7 +150,7 @@ def run(recipe: Recipe) -> Path:
         "best_score": 0.5,
         "early_stopping": stopping,
     }
-    stage.finish(results | {"skipped_steps": 2, "spikes": 1})
+    stage.finish(results | {"skipped_steps": 2})
     return folder
 
 
@@ -175,7 +175,7 @@ def test_the_report_states_every_model_and_the_paired_differences(
     assert rows["converted"][0] == "2/4" and rows["converted"][-1] == "1.250"
     assert rows["fcsd"][:3] == [
         "2/4",
-        "kl, 10 steps, best at 10, 2 skipped steps, 1 spike",
+        "kl, 10 steps, best at 10, 2 skipped steps",
         "75.0 ± 25.0",
     ]
     # what the run is for comes before the untrained model

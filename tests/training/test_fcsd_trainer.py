@@ -811,7 +811,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"loss_on": "answer"}, "FCSDConfig: loss_on: must be 'response' or 'all', got 'answer'"),
         ({"fp16": True}, "FCSDConfig: fp16: has no meaning here; use bf16=True"),
         ({"save_only_model": True}, "FCSDConfig: save_only_model: has no meaning here; a checkpoint is for"),
-        ({"safety": {"max_rewind": 1}}, "safety.max_rewind: unknown key; did you mean 'max_rewinds'"),
+        ({"safety": {"max_skipped": 1}}, "safety.max_skipped: unknown key; did you mean 'max_skipped_steps'"),
         ({"model_init_kwargs": {"dtipe": "bfloat16"}, "model": "BASE"}, "dtipe: unknown key; did you mean 'dtype'"),
         ({"model": "BASE"}, "is not converted; set layers in FCSDConfig"),
         ({"max_steps": "ten"}, "FCSDConfig: max_steps: a number is needed, got 'ten'"),

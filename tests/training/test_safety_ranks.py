@@ -1,4 +1,4 @@
-"""What is wrong on one rank of two is skipped and rewound on both, under every engine."""
+"""What is wrong on one rank of two is skipped on both, under every engine."""
 
 import os
 import warnings
@@ -16,7 +16,6 @@ from tests.training.test_safety import events, in_order, run, same, spoil, teach
 __all__ = ["in_order", "teacher"]  # the fixtures
 
 PLAN: dict[str, Any] = {"learning_rate": 1e-4, "save_steps": 3}
-SAFETY = {"spike_window": 8, "spike_steps": 2, "max_rewinds": 1}
 
 
 def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> Any:
@@ -31,23 +30,20 @@ def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> A
             run(
                 folder / "without",
                 model,
-                [0, 1, *range(3, 9), 12, 13, 14],
-                max_steps=11,
+                [0, 1, 3, 4],
+                max_steps=4,
                 **PLAN,
             )
         )
         # The first row of the second rank's micro-batch.
         spoil(patch, {2}, "inf")
-        spoil(patch, {10, 11}, "spike")
         return train(
-            run(
-                folder / "guarded", model, list(range(15)), SAFETY, max_steps=12, **PLAN
-            )
+            run(folder / "guarded", model, list(range(5)), max_steps=5, **PLAN)
         )
 
 
 @pytest.mark.parametrize("engine", few([*ENGINES, "copies"], 1))
-def test_what_goes_wrong_on_the_second_rank_is_skipped_and_rewound_on_both(
+def test_what_goes_wrong_on_the_second_rank_is_skipped_on_both(
     tmp_path: Path, teacher: Any, engine: str
 ) -> None:
     config = (
@@ -58,20 +54,7 @@ def test_what_goes_wrong_on_the_second_rank_is_skipped_and_rewound_on_both(
     variables = environment(config) | {"DS_ACCELERATOR": "cpu"}
     results = run_ranks(trained, 2, variables, tmp_path, teacher)
     assert results[0] == results[1]
-    assert {
-        "steps": 12,
-        "skipped_steps": 1,
-        "spikes": 1,
-        "rewinds": 1,
-    }.items() <= results[0].items()
-    skipped, spike, rewind = events(tmp_path / "guarded")
+    assert {"steps": 5, "skipped_steps": 1}.items() <= results[0].items()
+    (skipped,) = events(tmp_path / "guarded")
     assert (skipped["step"], skipped["steps"], skipped["ranks"]) == (3, 1, [1])
-    assert (spike["step"], spike["steps"]) == (11, 2)
-    assert rewind == {
-        "event": "rewind",
-        "step": 12,
-        "to_step": 9,
-        "passed_steps": 3,
-        "cause": "spike",
-    }
     assert same(tmp_path / "without", tmp_path / "guarded")
