@@ -11,7 +11,7 @@
     settings    the settings of a benchmark
     rows        the servers that are compared, by their flags
     engines     vLLM and SGLang: their flags and environments
-    times       communication times, as a server's ranks report them
+    times       communication times that a server's ranks report
     guard       nothing of a server outlives the command
 
 It runs in fcsd's environment, and starts the engine's programs in theirs: no version of

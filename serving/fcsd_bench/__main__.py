@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status, as `fcsd` does."""
-    # The engine's environment has this distribution, too, and cannot have fcsd.
+    # The engine's environment also has this distribution, and cannot have fcsd.
     if importlib.util.find_spec("fcsd") is None:
         print(
-            f"fcsd-bench: error: {sys.prefix} has no fcsd: install this distribution in"
-            " fcsd's environment, too (pip install SERVING, SERVING being"
-            " serving/ of fcsd's repository); --vllm and --sglang name the engine's",
+            f"fcsd-bench: error: {sys.prefix} has no fcsd: install this distribution "
+            f"in fcsd's environment as well (pip install SERVING, where SERVING is the "
+            f"folder serving/ of fcsd's repository); --vllm and --sglang name the "
+            f"engine's environment",
             file=sys.stderr,
         )
         return 2

@@ -21,7 +21,7 @@ EngineName = Literal["vllm", "sglang"]
 
 @dataclass(frozen=True)
 class Engine:
-    """The differences between engines, in the words of each."""
+    """The differences between engines."""
 
     title: str
     distributions: tuple[str, ...]
@@ -41,7 +41,7 @@ class Engine:
     others_warn: bool
     """Whether another version is served with a warning instead of refused."""
     ranks: Callable[[int], tuple[str, ...]]
-    """Flags of tensor-parallel ranks with the experts spread over them."""
+    """Flags for tensor-parallel ranks that share the experts."""
     serve: tuple[str, ...]
     """Flags of every server: no prompt comes from a cache."""
     settings: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], dict[str, str]]]
@@ -94,7 +94,7 @@ class Program:
         return (
             f"{self.engine.title} {self.version} is not verified with fcsd-serving"
             f" {self.plugin} ({', '.join(self.verified)} is): the times are valid for"
-            " this pair, but nobody has checked that its answers are right"
+            " this pair, but its answers have not been checked"
         )
 
 
@@ -251,7 +251,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     """Find an engine's program and describe its environment.
 
     Args:
-        path: of the program, or its name on PATH.
+        path: the program, or its name on PATH.
         comm: settings of the plugin.
 
     Raises:
@@ -265,8 +265,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
             f" environment; give its `{name}` program (--{name} VENV/bin/{name});"
             " docs/serve.md says how to make one"
         )
-    # From here on the engine's own interpreter is asked: nothing of it is imported
-    # here.
+    # From here on, the engine's interpreter is queried: nothing is imported here.
     python = _python_of(name, Path(program))
     facts = _probe(name, program, python, comm)
     if facts["version"] is None:
@@ -278,9 +277,9 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     # package's.
     if facts["plugin"] is None:
         raise UserError(
-            f"--{name} {program}: its environment lacks the plugin that serves"
-            f" converted models: `{python} -m pip install SERVING`, SERVING being"
-            " serving/ of fcsd's repository"
+            f"--{name} {program}: its environment lacks the plugin that serves "
+            f"converted models: `{python} -m pip install SERVING`, where SERVING is "
+            f"the folder serving/ of fcsd's repository"
         )
     # The variable restricts the plugins that the engine loads, and servers inherit it.
     named = os.environ.get(engine.plugins_variable)
@@ -292,7 +291,7 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     if facts["refused"] is not None:
         raise UserError(f"--comm: {facts['refused']}")
     verified, devices = tuple(facts["verified"]), tuple(facts["devices"])
-    # An engine that checks the version itself would refuse only after a long start.
+    # An engine that checks the version itself refuses only after a long start.
     result = Program(
         name, program, facts["version"], facts["plugin"], verified, devices
     )
@@ -348,7 +347,7 @@ def _python_of(name: EngineName, program: Path) -> str:
         first = file.readline(1024).decode(errors="replace")
     if not first.startswith("#!") or "python" not in first:
         raise UserError(
-            f"--{name} {program}: is not a program that pip installed: there is no"
-            " `python` next to it or in its first line"
+            f"--{name} {program}: was not installed by pip: there is no `python` next "
+            f"to it or in its first line"
         )
     return first[2:].split()[0]

@@ -5,17 +5,17 @@ measured gain.
     v = hidden / total        of the communication in the overlapped row's run
     gain = f v / (1 - f v)    regular / overlapped time - 1
 
-f is that of the regular row: stock by a trace, or FarSkip blocking, whose ranks report
-their communication (`--comm timed`; stock ranks do not, and have no emulated network);
-of the wide rows for the wide ones. Prefill is the run with one token each; decoding is
-the run of whole answers minus the prefill run, with which it begins. Ranks also count
-the warm-up, which is the same work once more. Data-parallel ranks of vLLM also count
-the empty steps that they run behind the answers, until every sixteenth says that all
-are idle (`--dp-sync-interval`): beside long answers these are few.
+f is measured on the regular row: on stock by a trace, or on FarSkip blocking, whose
+ranks report their communication (`--comm timed`; stock ranks do not, and have no
+emulated network). Wide rows use the wide regular row. Prefill is the run with one token
+each; decoding is the run of whole answers minus the prefill run, with which it begins.
+Ranks also count the warm-up, which repeats the same work. Data-parallel ranks of vLLM
+also count empty steps after the answers, until they check, every 16 steps, that all are
+idle (`--dp-sync-interval`): with long answers these are few.
 
-A file has the time to the first token, or between tokens, and f of that as
-communication. The number of steps in which a server takes its requests does not matter,
-as long as each step communicates the same share.
+A file has the time to the first token, or between tokens, and the share f of it as
+communication. The number of steps in which a server processes its requests does not
+matter, as long as each step communicates the same share.
 """
 
 import statistics
@@ -49,15 +49,15 @@ def served_gains(
     """Return, by length and phase, a regular row's times and the speed-up over it, as
     planned and as measured.
 
-    Rows are returned only where the regular row's communication is known; `planned` is
-    None where the overlapped row's is not. Wide rows whose ranks have different numbers
-    of requests are left out, since no plan covers them.
+    Rows are returned only if the regular row's communication is known; `planned` is
+    None if the overlapped row's is unknown. Wide rows whose ranks have different
+    numbers of requests are left out, since no plan covers them.
 
     Args:
-        settings: of the benchmark.
+        settings: the benchmark's settings.
         config: of the converted model, as in its `config.json`.
         runs: a row's runs in the order of the rounds.
-        traces: what `fcsd_bench.trace.read_trace` says of a row's prefill of
+        traces: row -> the result of `fcsd_bench.trace.read_trace` for its prefill of
             the first length.
     """
     gains = []
@@ -134,7 +134,7 @@ def find_limits(
     """Return the largest possible speed-up of a FarSkip row, from hiding all
     communication, by length of prompt and figure: 1 / (1 - f).
 
-    f is that of the row's baseline, by a trace, or of FarSkip blocking. A throughput
+    f is measured on the row's baseline by a trace, or on FarSkip blocking. A throughput
     includes prompts and answers, and gets the larger of their limits. A figure with
     unknown communication has no limit.
     """
@@ -163,8 +163,8 @@ def find_limits(
                     )
                     for name in regular
                 ]
-                # The first known one: the baseline's own trace is preferred to FarSkip
-                # blocking.
+                # Take the first that is known: the baseline's trace is preferred to
+                # FarSkip blocking.
                 if known_shares := [share for share in shares if share is not None]:
                     by_figure[figure] = 1 / (1 - known_shares[0])
             limits.append(
@@ -185,8 +185,8 @@ def _gain(
     spent: Mapping[str, list[_Spent]],
     regular: str,
 ) -> dict[str, Any] | None:
-    """Return one row; None where, by noise, more is hidden than the computation could
-    hide.
+    """Return one row; None if, because of noise, more is hidden than the computation
+    could hide.
     """
     # Imports torch, which nothing else in this module needs.
     from fcsd.extension.times import Times, gain
@@ -240,7 +240,7 @@ def _spent(
     trace: Mapping[str, Any] | None,
 ) -> list[_Spent]:
     """Return the seconds of each round whose communication is known."""
-    if trace is not None:  # without warm-up, of one rank
+    if trace is not None:  # one rank, without warm-up
         return [
             _Spent(point[phase]["duration"], trace["total_s"], trace["exposed_s"])
             for point in points
@@ -272,9 +272,7 @@ def _communication(run: Mapping[str, Any], ranks: int) -> _Spent | None:
 
 
 def _share(spent: Sequence[_Spent]) -> float | None:
-    """Return the share of the time that is only communication; None where it is known
-    for no round.
-    """
+    """Return the share of the time that is only communication; None if no round has it."""
     shares = [
         run.exposed_s / run.seconds for run in spent if 0 < run.exposed_s < run.seconds
     ]
@@ -282,9 +280,7 @@ def _share(spent: Sequence[_Spent]) -> float | None:
 
 
 def _overlap(spent: Sequence[_Spent]) -> float | None:
-    """Return the share of communication that is hidden; None where it is known for no
-    round.
-    """
+    """Return the share of communication that is hidden; None if no round has it."""
     shares = [
         min(1.0, max(0.0, 1 - run.exposed_s / run.total_s))
         for run in spent

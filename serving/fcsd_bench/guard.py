@@ -1,13 +1,13 @@
-"""Run a command that ends with the process that asked for it, whatever ends that one:
+"""Run a command that ends with the process that started it, however that process ends:
 Ctrl-C, an error, a kill.
 
     python guard.py COMMAND…
 
-The asking process holds the other end of this process's standard input. When that end
-closes, even because the asking process was killed, the command and everything that it
-started are ended: SIGTERM first, SIGKILL after `PATIENCE_S`. Processes that have left
-the command's group become children of this one when their parents end, and are ended as
-well. This file uses the standard library only and runs as a script.
+The starting process holds the other end of this process's standard input. When that end
+closes, even because the starting process was killed, this process ends the command and
+everything that it started: SIGTERM first, SIGKILL after `PATIENCE_S`. Processes that
+have left the command's group become children of this process when their parents end,
+and are ended as well. This file uses the standard library only and runs as a script.
 """
 
 import contextlib
@@ -21,16 +21,14 @@ import time
 from pathlib import Path
 
 PATIENCE_S = 20.0
-"""Seconds that a server has to end in good order: to free its GPUs and shared
-memory.
-"""
+"""Seconds that a server has to shut down and free its GPUs and shared memory."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(words: list[str]) -> int:
     """Run the command; return its exit status, 128 plus the number of the signal that ended it."""
-    # Orphaned descendants are then handed to this process instead of to init, so it can
-    # end them.
+    # Orphaned descendants then become children of this process instead of init's, so
+    # that it can end them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
@@ -72,7 +70,8 @@ def _reap(ended: dict[int, int]) -> bool:
 
 def _end_all(leader: int, ended: dict[int, int]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
-        # In a loop, since descendants fall to this process as their parents end.
+        # In a loop, since descendants become children of this process as their parents
+        # end.
         until, pids = time.monotonic() + PATIENCE_S, set[int]()
         while _reap(ended):
             _signal_all(leader, number, pids)

@@ -1,4 +1,4 @@
-"""Refuse senseless settings of a benchmark before any server is started."""
+"""Refuse a benchmark's senseless settings before any server is started."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
     """Return the converted model's config.
 
     Raises:
-        UserError: a model that is not converted, an original that is, or of another
-            model; a prompt that does not fit.
+        UserError: a model that is not converted, an original that is converted or
+            belongs to another model, a prompt that does not fit.
     """
     model, original = find_source(benchmark.model), find_source(benchmark.against)
     ours, regular = model.own_config, original.own_config
@@ -32,13 +32,13 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
         )
     if base.startswith(PREFIX):
         raise UserError(
-            f"{original.where}: --against is converted, too; give the original of"
-            f" {benchmark.model}"
+            f"{original.where}: --against is also converted; give the original of "
+            f"{benchmark.model}"
         )
     if base_model_type(converted) != base:
         raise UserError(
-            f"{original.where}: model_type '{base}' is not what {benchmark.model} was"
-            f" converted from, '{base_model_type(converted)}'"
+            f"{original.where}: model_type '{base}', but {benchmark.model} was "
+            f"converted from '{base_model_type(converted)}'"
         )
     # Equal sizes do not prove that it is the original, but another size proves that it
     # is not.
@@ -56,18 +56,18 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
     if context is not None and longest > context:
         raise UserError(
             f"--prompt-tokens {max(benchmark.prompt_tokens)} and --output-tokens"
-            f" {benchmark.output_tokens} make {longest} tokens; the context of"
-            f" {benchmark.model} is {context}"
+            f" {benchmark.output_tokens} make {longest} tokens, more than the context "
+            f"of {benchmark.model}: {context}; shorten one of them"
         )
     return ours
 
 
 def with_dummies(benchmark: Benchmark) -> Benchmark:
-    """Return a benchmark whose servers, stock's too, have dummy weights where MODEL has
-    none.
+    """Return a benchmark in which all servers, including stock, have dummy weights if
+    MODEL has none.
 
     Raises:
-        UserError: they are told to load weights; there is no tokenizer, either.
+        UserError: they are told to load weights, or there is no tokenizer.
     """
     folder = Path(benchmark.model).expanduser()
     if benchmark.dummy_weights or not is_config_only(folder):
@@ -80,16 +80,16 @@ def with_dummies(benchmark: Benchmark) -> Benchmark:
         )
     if not has_tokenizer(folder):
         raise UserError(
-            f"{benchmark.model}: holds no tokenizer, which a server needs even with"
-            " dummy weights; copy tokenizer.json and tokenizer_config.json of the"
-            " original into it"
+            f"{benchmark.model}: has no tokenizer, which a server needs even with "
+            f"dummy weights; copy the original's tokenizer.json and "
+            f"tokenizer_config.json into it"
         )
     words = [*benchmark.serve_args, LOAD_FORMAT, DUMMY]
     return benchmark.model_copy(update={"serve_args": words})
 
 
 def _sizes(config: Mapping[str, Any], prefix: str = "") -> dict[str, int]:
-    """Return the whole numbers of a config by their dotted keys, without ids of tokens."""
+    """Return a config's integers by dotted key, without token ids."""
     sizes: dict[str, int] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and key != "farskip":

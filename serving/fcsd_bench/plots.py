@@ -57,7 +57,7 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
             [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
         )
         axis.set_xticks(range(len(lengths)), lengths)
-        axis.set(xlabel="tokens of the prompt", ylabel=unit)
+        axis.set(xlabel="prompt tokens", ylabel=unit)
         axis.grid(alpha=0.3, axis="y")
         set_title(axis, title)
     if rows:

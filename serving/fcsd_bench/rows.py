@@ -1,9 +1,9 @@
 """The servers that are compared, each with its flags.
 
-SGLang has three of the rows: its plugin serves tensor-parallel ranks, with the experts
-spread over them. The rivals compute the same as stock, and hide or fuse communication
-by other means. Their requirements are those of vLLM 0.32. Where vLLM continues without
-a requested feature and only logs that, `signs` match the log lines.
+SGLang has three of the rows: its plugin serves tensor-parallel ranks that share the
+experts. The rivals compute the same as stock, and hide or fuse communication by other
+means. Their requirements are those of vLLM 0.32. If vLLM continues without a requested
+feature and only logs that, `signs` match the log lines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,11 @@ class Row:
     farskip: bool = False
     """Whether it serves the converted model."""
     exact: bool = False
-    """Whether it is a rival: stock's results by other means. It may be missing on a
-    machine.
+    """Whether it is a rival: stock's results by other means. Some machines may lack it.
     """
     wide: bool = False
-    """Whether attention is data-parallel and the experts are spread over all ranks
-    (wide expert parallelism). It may be missing, too.
+    """Whether attention is data-parallel and all ranks share the experts (wide expert
+    parallelism). Some machines may lack it.
     """
     base: str = "stock"
     """Name of the row that is the baseline of its speed-ups."""
@@ -38,7 +37,7 @@ class Row:
     requested feature.
     """
     missing: str | None = None
-    """Why it cannot run here, where that is known before a server is started."""
+    """Why it cannot run here, if that is known before a server is started."""
 
 
 RowName = Literal[
@@ -78,10 +77,9 @@ def make_rows(
     """Return the rows of these names.
 
     Args:
-        config: of the model, as in its `config.json`.
+        config: the model's `config.json`.
         devices: names of the GPUs.
-        tensor_parallel: ranks of a server; the wide rows have as many that are
-            data-parallel.
+        tensor_parallel: ranks of a server; wide rows have as many data-parallel ranks.
         comm: settings of the overlapped rows' communication.
         all2all: back end of the wide rows' exchanges.
     """
@@ -105,7 +103,7 @@ def make_rows(
             "stock, shared experts on a separate stream",
             exact=True,
             flags=usual,
-            # vLLM does so by itself up to 256 tokens; here at any size.
+            # vLLM does this by default up to 256 tokens; here at any size.
             environment={
                 "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "0",
                 "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD": "1000000",
@@ -157,10 +155,11 @@ def with_even_routing(
     devices: tuple[str, ...],
     chosen: Mapping[str, str],
 ) -> list[Row]:
-    """Return rows whose servers send tokens to random experts, whatever routers say.
+    """Return rows whose servers send tokens to random experts, whatever the routers
+    choose.
 
-    Those of dummy weights send all tokens to the same few experts where a bias corrects
-    their scores (DeepSeek-V3): a dummy bias is far larger than dummy scores.
+    Dummy routers send all tokens to the same few experts if a bias corrects their
+    scores (DeepSeek-V3): a dummy bias is far larger than dummy scores.
 
     chosen: environment of this process; a variable that is set there keeps its value.
     """
@@ -244,7 +243,7 @@ def _wide(
 
 
 def _data_parallel(ranks: int) -> tuple[str, ...]:
-    # Wide expert parallelism: attention is replicated, only the experts are spread.
+    # Wide expert parallelism: attention is replicated, only experts are sharded.
     return (
         "--tensor-parallel-size",
         "1",
@@ -261,9 +260,9 @@ def node_flags(
     machine's first; no flags for a single machine.
 
     Args:
-        ranks: of the whole server; as many on each machine.
+        ranks: ranks of the whole server, in equal numbers on each machine.
         nodes: addresses of the machines.
-        port: a free one of the first machine.
+        port: a free port of the first machine.
     """
     # One machine needs no rendezvous.
     if len(nodes) < 2:

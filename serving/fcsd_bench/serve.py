@@ -3,17 +3,19 @@ in turns.
 
     OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
     OUT/logs/ROUND-ROW.log        what that server printed
-    OUT/traces/ROW.json           with `trace`: what it overlapped by the trace of vLLM's profiler, which lies beside
+    OUT/traces/ROW.json with `trace`: its overlap, from the trace of vLLM's profiler in
+    the same folder
     OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
-    OUT/times-*.json              for `fcsd plan --measured`, where the communication is known: times-PHASE-LENGTH, and
+    OUT/times-*.json for `fcsd plan --measured`, if the communication is known:
+    times-PHASE-LENGTH, and
                                   times-wide-PHASE-LENGTH of wide rows
     OUT/stage.json, manifest.json
 
-A round has all rows once and each round begins with another row, so that a machine that
-slows down affects all rows. The prompts are random tokens, the same for all rows and
-new in every round, and no server keeps prefixes. Each length is measured twice: with
-one token each for the time to the first token, then with whole answers for the time
-between tokens.
+A round measures every row once, and each round begins with a different row, so that a
+machine that slows down affects all rows. The prompts are random tokens, the same for
+all rows and new in every round, and no server keeps prefixes. Each length is measured
+twice: with one token each for the time to the first token, then with whole answers for
+the time between tokens.
 """
 
 import hashlib
@@ -66,16 +68,15 @@ _AGAIN = "remove it to measure it again"
 
 
 def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, Any]:
-    """Measure all rows and return the result; a benchmark that was cut off continues
-    where it was.
+    """Measure all rows and return the result; continue an interrupted benchmark.
 
     Args:
-        program: of the engine, its path or its name on PATH.
+        program: the engine's program, a path or a name on PATH.
 
     Raises:
         UserError: models that do not belong together, prompts that are too long, an
-            environment without engine or plugin, a folder of another benchmark, a
-            server that fails and is no rival, which may be missing.
+            environment without engine or plugin, the folder of another benchmark, a
+            failing server (only rivals and wide rows may fail).
     """
     # Everything that can be refused is refused before a server starts, which may take
     # an hour.
@@ -112,7 +113,7 @@ def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, A
     if benchmark.dummy_weights:
         rows = with_even_routing(rows, benchmark.engine, engine.devices, os.environ)
     missing = bench.measure_rounds(rows)
-    # Read back from the files: they may be of an earlier process.
+    # Read back from the files, which an earlier process may have written.
     measured = {
         row.name: [
             read_sealed(bench.file(number, row), _AGAIN)
@@ -199,13 +200,13 @@ class _Bench:
             if (reason := self.refused(row)) is not None
         }
         rounds = self.benchmark.rounds
-        # The start of a server, and two measurements a length.
+        # The start of a server, and two measurements per length.
         steps = 1 + 2 * len(self.benchmark.prompt_tokens)
         with progress_bar(
             total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1
         ) as bar:
             for number in range(1, rounds + 1):
-                # Each round begins with another row, see above.
+                # Each round begins with a different row, see above.
                 first = (number - 1) % len(rows)
                 self.forget_cut(
                     number, [row for row in rows if row.name not in missing]
@@ -257,7 +258,7 @@ class _Bench:
     def server(
         self, row: Row, environment: Mapping[str, str], log: Path, *extra_flags: str
     ) -> AbstractContextManager[Server]:
-        """Return a row's server, to be entered."""
+        """Return a row's server as a context manager."""
         benchmark = self.benchmark
         model = benchmark.model if row.farskip else benchmark.against
         words = [
@@ -322,7 +323,7 @@ class _Bench:
     def measure_row(
         self, row: Row, number: int, progress: "_Progress"
     ) -> dict[str, Any]:
-        """Start a row's server, measure it at every length, end it."""
+        """Start a row's server, measure it at every length, and end it."""
         # The load tells whether other programs disturbed the measurement.
         begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
@@ -331,8 +332,8 @@ class _Bench:
         if row.farskip:
             times = log.with_suffix(".times")
             times.mkdir(exist_ok=True)
-            # Files of a killed attempt would be subtracted as if they were of this
-            # server.
+            # Files of a killed attempt would be subtracted as if this server had
+            # written them.
             for leftover in times.iterdir():
                 leftover.unlink()
             environment[TIMES_VARIABLE] = str(times.resolve())

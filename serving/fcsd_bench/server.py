@@ -18,8 +18,8 @@ from fcsd_bench import guard
 from fcsd_bench.engines import Program
 
 START_S = 3600.0
-"""Seconds that a server may take until it answers: it may load several hundred GB of
-weights from a network disk.
+"""Seconds that a server may take to start: it may load several hundred GB of weights
+from a network disk.
 """
 NAME = "fcsd-bench"
 """The model name of every server, so that all get the same requests."""
@@ -38,11 +38,11 @@ FIGURES = (
         for kind in ("mean", "median", "std", "p99")
     ),
 )
-"""The figures taken from the JSON of the engine's own benchmark, by vLLM's names."""
+"""The figures taken from the JSON of the engine's benchmark, with vLLM's names."""
 
 
 class NotServed(Exception):
-    """A server did not come up, or failed; `reason` is the engine's own, `tail` the
+    """A server did not start, or failed; `reason` comes from the engine, `tail` has the
     last lines of its log.
     """
 
@@ -69,21 +69,20 @@ def running_server(
     signs: Sequence[str] = (),
     other_nodes: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Server]:
-    """Start a server and wait until it answers; it has ended, with all its processes,
-    when the block is left.
+    """Start a server and wait until it answers; leaving the block ends all its
+    processes.
 
     Args:
         words: the model and the flags.
-        environment: added to this process's.
-        log: file for its output; those of other machines are beside it.
-        signs: patterns of log lines that say that the engine continues without a
-        requested feature.
-        other_nodes: address of each other machine of the server -> its model and flags;
-        these get no requests.
+        environment: variables added to this process's environment.
+        log: file for its output; other machines' logs are in the same folder.
+        signs: patterns of log lines that report that the engine continues without a
+        requested feature. other_nodes: address of each further machine of the server ->
+        its model and flags; these get no requests.
 
     Raises:
-        NotServed: it ended before it answered, printed one of `signs`, or did not
-            answer within `START_S`.
+        NotServed: it ended before it answered, its log matched one of `signs`, or it
+            did not answer within `START_S`.
     """
     port, begun = free_port(), time.monotonic()
     command = [
@@ -142,7 +141,7 @@ def measure(
     *extra_flags: str,
 ) -> dict[str, Any]:
     """Return the figures of one run of the engine's benchmark: all requests at once,
-    after a warm-up with as many.
+    after an equal warm-up.
 
     Args:
         tokenizer: the model whose tokenizer makes the prompts.
@@ -193,7 +192,7 @@ def measure(
                 f" {reason_of(printed)}; it printed last: {tail_of(printed)}"
             )
         figures = read_json(result)
-    # Times of fewer requests are those of a lighter load.
+    # Fewer requests are a lighter load.
     if figures.get("completed") != requests:
         reason = f"{figures.get('completed')} of {requests} requests were answered"
         raise NotServed(reason, tail_of(text))
@@ -212,8 +211,8 @@ def measure(
     }
     if missing := [name for name in FIGURES if figures.get(name) is None]:
         raise UserError(
-            f"the benchmark of {engine.title} {program.version} writes no {missing[0]};"
-            " use a verified version"
+            f"the benchmark of {engine.title} {program.version} did not report "
+            f"{missing[0]}; use a verified version"
         )
     return {name: figures[name] for name in FIGURES}
 
@@ -225,11 +224,10 @@ def _guarded(
     log: Path,
     remote: tuple[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program with its output in a file; it is ended when the block is left or
-    this process ends.
+    """Run a program with its output in a file; end it when the block or this process
+    ends.
 
-    remote: address of another machine, reachable by ssh without a password, and its
-    Python.
+    remote: address and Python of another machine, reachable by ssh without a password.
     """
     guarded = [sys.executable, "-S", guard.__file__, *words]
     if remote is not None:
@@ -247,7 +245,7 @@ def _guarded(
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C is for this process, which ends it then
+            start_new_session=True,  # Ctrl-C goes to this process, which then ends the program
         )
     try:
         yield process
@@ -259,7 +257,7 @@ def _guarded(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -294,20 +292,20 @@ _WRAPPED = re.compile(r"\d+ validation errors? for ")
 
 
 def reason_of(text: str) -> str:
-    """Return the error in a log that caused all others; its last line where there is no
+    """Return the error in a log that caused all others, or the last line if there is no
     error.
     """
     lines = [_PREFIX.sub("", line).strip() for line in text.splitlines()]
     for index, line in enumerate(lines):
         if _ERROR.match(line) and not _CONSEQUENCE.search(line):
-            if _WRAPPED.search(line):  # pydantic says what is wrong in the next line
+            if _WRAPPED.search(line):  # pydantic gives the reason in the next line
                 line = lines[index + 1] if index + 1 < len(lines) else line
             return re.sub(r" \[type=.*", "", line)[:500]
     return next((line[:500] for line in reversed(lines) if line), "it printed nothing")
 
 
 def tail_of(text: str) -> str:
-    """Return the last five lines of a log as one."""
+    """Return the last five lines of a log, joined."""
     lines = [
         _PREFIX.sub("", line).strip() for line in text.splitlines() if line.strip()
     ]

@@ -48,7 +48,7 @@ _OURS = (
 )
 """Flags that the rows set."""
 LOAD_FORMAT, DUMMY = "--load-format", "dummy"
-"""The flag and its value, of vLLM and of SGLang, for weights that are no file's."""
+"""The flag and value with which vLLM and SGLang invent weights."""
 
 
 class Benchmark(Strict):
@@ -61,7 +61,7 @@ class Benchmark(Strict):
     )
     tensor_parallel: int = option(
         1,
-        "ranks of a server, over which the experts are distributed, too",
+        "ranks of a server, which also share the experts",
         metavar="N",
         gt=0,
     )
@@ -119,7 +119,7 @@ class Benchmark(Strict):
     )
 
     def serve_flag(self, flag: str) -> str | None:
-        """Return the value of a flag in `serve_args`; None where it is not there."""
+        """Return the value of a flag in `serve_args`; None if absent."""
         words = [
             word for argument in self.serve_args for word in argument.split("=", 1)
         ]
@@ -168,8 +168,8 @@ class Benchmark(Strict):
         ranks = info.data.get("tensor_parallel", 1)
         if nodes and (len(nodes) < 2 or ranks % len(nodes)):
             raise ValueError(
-                f"{len(nodes)} machines cannot have as many of {ranks} ranks each; two"
-                " or more can, by a divisor"
+                f"{ranks} ranks on {len(nodes)} machine(s): give two or more machines,"
+                " of a number that divides the ranks; for one machine, leave it out"
             )
         return nodes
 
@@ -177,8 +177,7 @@ class Benchmark(Strict):
     @classmethod
     def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
         for word in words:
-            # A flag that the rows set as well would make them something else than their
-            # titles say.
+            # A flag that the rows also set would contradict their titles.
             if (flag := word.partition("=")[0]) in _OURS:
                 raise ValueError(f"{flag} is set by the benchmark; leave it out")
         return words

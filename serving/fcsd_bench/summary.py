@@ -2,9 +2,9 @@
 table.
 
 A figure is the median over the rounds, with the lowest and the highest; within a round
-it is the engine's own median over the requests (of the throughput, the total). A
-speed-up is the median of the ratios to stock within a round, above 1 better; of FarSkip
-over an emulated network, which stock does not have, to FarSkip blocking.
+it is the engine's median over the requests (for the throughput, the total). A speed-up
+is the median of the ratios to stock within a round; above 1 is better. Over an emulated
+network, which stock does not have, the ratio is to FarSkip blocking.
 """
 
 import statistics
@@ -30,7 +30,7 @@ DUMMIES = (
     " architecture. The answers mean nothing; do not score them.**"
 )
 FEW = 3
-"""The page warns of fewer rounds."""
+"""With fewer rounds the page has a warning."""
 
 
 def summarise(
@@ -41,7 +41,7 @@ def summarise(
     traces: Mapping[str, Mapping[str, Any]],
     limits: Limits,
 ) -> dict[str, Any]:
-    """Return the result as `serving.json` holds it.
+    """Return the result in the format of `serving.json`.
 
     Args:
         facts: settings, versions, and whether weights are dummies, copied into the
@@ -82,8 +82,8 @@ def summarise(
 
 
 def _rounds(runs: Runs) -> list[dict[str, Any]]:
-    """Return the begin and end of each round, and the load of the machine before its
-    servers started.
+    """Return each round's begin and end, and the machine's load before its servers
+    started.
     """
     rounds = []
     for round_runs in zip(*runs.values(), strict=True):
@@ -159,9 +159,9 @@ def table(result: Mapping[str, Any]) -> str:
         (
             f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving"
             f" {versions['fcsd-serving']}, {where}, {_layout(result)};"
-            f" {settings['requests']} requests at once, {settings['output_tokens']}"
-            f" tokens each for the time between tokens. Median of {rounds}"
-            f" {'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
+            f" {settings['requests']} requests at once, {settings['output_tokens']} "
+            f"tokens each for the time between tokens. Median of {rounds} "
+            f"{'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
             " without warm-up; x is the speed-up over stock in the same round."
         ),
         _conditions(result),
@@ -210,7 +210,7 @@ def _layout(result: Mapping[str, Any]) -> str:
 
 
 def _conditions(result: Mapping[str, Any]) -> str:
-    """State the period of the measurement and the load of the machine."""
+    """State the period of the measurement and the machine's load."""
     rounds = result["rounds"]
     if not rounds:
         return "Nothing was measured."
@@ -267,7 +267,7 @@ def _number(value: float) -> str:
 
 
 def _times(value: Mapping[str, Any] | None, limit: float | None = None) -> str:
-    """Return a speed-up; `noise` where hiding everything could not give it."""
+    """Return a speed-up, or `noise` if it exceeds the gain from hiding everything."""
     if value is None:
         return ""
     return (

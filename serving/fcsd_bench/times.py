@@ -1,9 +1,9 @@
 """Read a server's communication times: the plugin's back end `timed` writes one file
 for each rank.
 
-The environment variable `TIMES_VARIABLE` names a folder. When a rank has run
-collectives since its last file, and none for a tenth of a second, it writes
-`rank<N>.json` there, under another name first:
+The environment variable `TIMES_VARIABLE` names a folder. A rank that has run
+collectives since its last file, but none for a tenth of a second, writes `rank<N>.json`
+there, first under a temporary name:
 
     {"schema_version": 1, "collectives": 96, "bytes": 25165824, "total_s": 0.31,
     "exposed_s": 0.04}
@@ -25,7 +25,7 @@ _FIGURES = ("collectives", "bytes", "total_s", "exposed_s")
 _SETTLE_S, _LONGEST_S = 0.5, 10.0
 
 Times = Mapping[str, Mapping[str, float]]
-"""File of a rank -> its figures."""
+"""A rank's file -> its figures."""
 
 
 def settled_times(folder: Path) -> Times:

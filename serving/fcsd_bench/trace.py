@@ -11,7 +11,7 @@ from typing import Any
 from fcsd_bench.server import NotServed
 
 ALL_REDUCE = r"all_?reduce|cross_device_reduce|ncclDevKernel_Generic"
-"""Kernels of NCCL, vLLM's own, FlashInfer's; RCCL has one name for all collectives."""
+"""Kernels of NCCL, vLLM and FlashInfer; RCCL has one name for all collectives."""
 Interval = tuple[float, float]
 TRACED = ("stock", "farskip_blocking", "farskip_overlapped")
 

@@ -1,23 +1,23 @@
-"""FarSkip connectivity in SGLang, of one version.
+"""FarSkip connectivity in one version of SGLang.
 
     SGLANG_EXTERNAL_MODEL_PACKAGE=fcsd_sglang sglang serve --model-path DIR
 
-SGLang finds the two halves by itself: `register` as a plugin (entry point
-`sglang.srt.plugins`), which makes the configs known in each of its processes, and
-`models` by the variable, which takes the places of the stock classes. One without the
-other refuses to serve. What is not about an engine comes from `fcsd_vllm`. Importing
-the package imports no engine.
+SGLang loads two halves: the plugin `register` (entry point `sglang.srt.plugins`), which
+registers the configs in each of its processes, and `models`, named by the variable,
+which replaces the stock classes. Each half refuses to serve without the other. Code
+that is independent of the engine comes from `fcsd_vllm`. Importing the package imports
+no engine.
 
-Not covered: what `refusals` names, and what was never run without a GPU
-(`docs/serve.md` says what that is).
+Not covered: the features in `refusals`, and those that need a GPU and were never run
+(`docs/serve.md` lists them).
 """
 
 __version__ = "0.1.0"
 
 
 def register() -> None:
-    """Make the configs of FarSkip families known; called in each of SGLang's processes,
-    so it may be called again.
+    """Register the configs of FarSkip families. Each of SGLang's processes calls this,
+    possibly more than once.
     """
     from fcsd_sglang.configs import register_all
 

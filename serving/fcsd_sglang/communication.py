@@ -1,4 +1,4 @@
-"""The all-reduces of SGLang's ranks, by the back ends of `fcsd_vllm`."""
+"""All-reduces between SGLang's ranks, with the back ends of `fcsd_vllm`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fcsd_vllm.settings import Settings
 
 
 class BlockingInBreakableGraphs:
-    """Another back end, but the engine's own all-reduce in a graph of pieces, whose end
+    """Use the chosen back end, but the engine's all-reduce in a piecewise graph, which
     no collective may outlive.
     """
 
@@ -22,7 +22,7 @@ class BlockingInBreakableGraphs:
         self.in_pieces = is_in_breakable_cuda_graph
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Choose by what is captured or run."""
+        """Choose by what SGLang captures or runs."""
         return (self.blocking if self.in_pieces() else self.overlapped).start(x, tag)
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:

@@ -3,9 +3,8 @@
 
 SGLang decides by architecture: MLA, attention back ends, page sizes, quantisation,
 memory. So a FarSkip model has the architecture of its base, and the classes of `models`
-take the places of the stock ones. That they do is checked here, in each process that
-reads a config: otherwise the stock class would load the same weights and serve another
-model.
+replace the stock ones. Each process that reads a config checks that they do: otherwise
+the stock class would load the same weights and serve a different model.
 """
 
 import os
@@ -32,8 +31,8 @@ def check_package(value: str | None) -> None:
 
 
 def check_server() -> None:
-    """Raise EngineError unless this SGLang is the one whose layers are known, and takes
-    its classes from here.
+    """Raise EngineError unless this SGLang is the supported version and takes its
+    classes from this package.
     """
     check_version(installed())
     check_package(os.environ.get(VARIABLE))
@@ -48,7 +47,9 @@ CLASSES: dict[str, Any] = {
 
 
 def _refusing(model_type: str, sentence: str) -> Any:
-    """Return a config class that says why nothing of its kind is served."""
+    """Return a config class that raises with the reason why its models are not
+    served.
+    """
 
     def from_dict(cls: Any, *_: Any, **__: Any) -> Any:
         raise EngineError(sentence)
@@ -66,7 +67,7 @@ for _name, _sentence in REFUSED.items():
         CLASSES[_type] = _refusing(_type, _sentence)
 for _family in FAMILIES.values():
     _made = CLASSES[_family.farskip_type]
-    globals()[_made.__name__] = _made  # where pickle looks for it
+    globals()[_made.__name__] = _made  # pickle looks for it here
 
 
 def register_all() -> None:

@@ -1,13 +1,13 @@
-"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native ones index with
--1, others' id.
+"""A workaround for expert parallelism on CPUs: SGLang 0.5.23's native experts index
+with -1, the id of other ranks' experts.
 """
 
 from typing import Any
 
 
 def skip_absent_experts() -> None:
-    """Let the experts of other ranks add nothing, where the native experts are used:
-    without compiled kernels.
+    """Make the experts of other ranks contribute nothing in the native experts, which
+    run without compiled kernels.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -22,7 +22,7 @@ def skip_absent_experts() -> None:
         if len(token) == topk_output.topk_ids.numel():
             return stock(layer, x, topk_output, moe_runner_config)
         summed = x.new_zeros(x.shape)
-        if len(token):  # each choice of a present expert as a token with one expert
+        if len(token):  # each choice of a local expert becomes a token with one expert
             one = topk_output._replace(
                 topk_ids=topk_output.topk_ids[token, choice, None],
                 topk_weights=topk_output.topk_weights[token, choice, None],

@@ -1,4 +1,4 @@
-"""The families that the package serves in SGLang; their names are those of `fcsd_vllm`.
+"""The families that the package serves in SGLang, with names as in `fcsd_vllm`.
 Standard library only.
 """
 
@@ -21,14 +21,16 @@ the architecture.
 """
 
 GIVES_PAIR = ("deepseek_v2", "deepseek_v3")
-"""Families whose layers give (hidden_states, indices of sparse attention); these have none."""
+"""Families whose layers return (hidden_states, indices of sparse attention), although
+these have no such indices.
+"""
 
 REFUSED = {
     "instella_moe": (
-        "fcsd-serving: instella_moe: SGLang has no place for its attention gate; serve"
-        " it with vLLM and this plugin, or with AMD's fork of SGLang"
-        " (github.com/AMD-AGI/FarSkip-Collective), which takes AMD's checkpoints and"
-        " what `fcsd convert --format amd` writes"
+        "fcsd-serving: instella_moe: SGLang does not support its attention gate; serve "
+        "it with vLLM and this plugin, or with AMD's fork of SGLang "
+        "(github.com/AMD-AGI/FarSkip-Collective), which loads AMD's checkpoints and "
+        "those of `fcsd convert --format amd`"
     )
 }
-"""Family that is not served here -> the sentence that says so."""
+"""Family that is not served -> the message about it."""

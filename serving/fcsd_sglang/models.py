@@ -1,11 +1,11 @@
-"""The classes that take the places of SGLang's own, found by
+"""The classes that replace SGLang's own; it finds them through
 `SGLANG_EXTERNAL_MODEL_PACKAGE`.
 
-Each is the stock class for a stock checkpoint. With a FarSkip config, layers are
-rewired before weights are loaded. SGLang only logs a module of such a package that
-fails to import, and would go on with the stock classes. So this one imports nothing
-that can fail, and makes its classes when `EntryClass` is read, where an error ends the
-process.
+With a stock checkpoint, each behaves as the stock class. With a FarSkip config, it
+rewires layers before weights are loaded. If a module of such a package fails to import,
+SGLang only logs it and continues with the stock classes. So this module imports nothing
+that can fail, and creates its classes when `EntryClass` is read, where an error ends
+the process.
 """
 
 import functools
@@ -35,7 +35,7 @@ def make_model_class(family: Family) -> Any:
         cls: Any, hf_config: Any, quant_config: Any
     ) -> str | None:
         if getattr(hf_config, "farskip", None) is not None:
-            return "FarSkip layers sum shared experts with attention, apart from the routed ones."
+            return "FarSkip layers sum shared experts with attention, apart from routed experts."
         return super(made, cls).shared_experts_fusion_disable_reason(
             hf_config, quant_config
         )  # type: ignore[misc]
@@ -96,7 +96,9 @@ def classes() -> list[Any]:
 
 
 def _refusing(architecture: str, sentence: str) -> Any:
-    """Return the class of an architecture, as AMD publishes it, that says why it is not served."""
+    """Return the class of an architecture that AMD publishes; it raises with the reason
+    why it is not served.
+    """
 
     def __init__(self: Any, *_: Any, **__: Any) -> None:
         raise EngineError(sentence)
@@ -105,7 +107,7 @@ def _refusing(architecture: str, sentence: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Make the classes when SGLang asks for them."""
+    """Create the classes when SGLang asks for them."""
     if name != "EntryClass":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return classes()

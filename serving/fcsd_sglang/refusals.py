@@ -1,5 +1,5 @@
-"""What of SGLang cannot be had with FarSkip layers, told before weights are loaded.
-Standard library only.
+"""Features of SGLang that FarSkip layers do not support, refused before weights are
+loaded. Standard library only.
 """
 
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 from fcsd_vllm.refusals import Refused
 
 ARGUMENTS: list[str] = ["moe_a2a_backend", "speculative_algorithm"]
-"""Server arguments that are looked at."""
+"""Server arguments that are checked."""
 
 
 def _above_one(*names: str) -> Callable[[Any], bool]:
@@ -36,13 +36,13 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _above_one("attn_dp_size", "moe_dp_size", "dwdp_size"),
         (
-            "data-parallel attention or experts exchange tokens where FarSkip sums"
-            " them; start one server per replica"
+            "data-parallel attention and experts exchange tokens where FarSkip sums "
+            "them; start one server per replica"
         ),
     ),
     (
         _above_one("attn_cp_size", "dcp_size"),
-        "context parallelism splits the sums of a layer; leave it off",
+        "context parallelism splits a layer's sums; leave it off",
     ),
     (
         _exchanges,
@@ -51,52 +51,54 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _set("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"),
         (
-            "two-batch overlap, single-batch overlap and PD multiplexing split the step"
-            " that FarSkip layers overlap; leave them off"
+            "two-batch overlap, single-batch overlap and PD multiplexing split the "
+            "step that FarSkip overlaps; leave them off"
         ),
     ),
     (
         _set("enable_attn_tp_input_scattered", "enable_layernorm_sp"),
         (
-            "the stream is scattered over the ranks; leave"
-            " --enable-attn-tp-input-scattered and sequence parallelism off"
+            "FarSkip needs the whole residual stream on every rank; leave "
+            "--enable-attn-tp-input-scattered and sequence parallelism off"
         ),
     ),
     (
         _set("enable_nvidia_megakernel", "enable_amd_monokernel"),
         (
-            "mega- and monokernels put the stock model in place of its layers; leave"
-            " them off"
+            "mega- and monokernels replace the layers with the stock model; leave them "
+            "off"
         ),
     ),
     (
         _set("enable_fused_moe_sum_all_reduce"),
         (
-            "--enable-fused-moe-sum-all-reduce sums routed experts in their kernel, at"
-            " once; leave it off"
+            "--enable-fused-moe-sum-all-reduce sums routed experts inside their "
+            "kernel, which FarSkip cannot delay; leave it off"
         ),
     ),
     (
         _set("enable_torch_compile"),
-        "--enable-torch-compile may move a wait to its start; leave it off",
+        "--enable-torch-compile may move the end of an all-reduce to its start; leave "
+        "it off",
     ),
     (
         _set("enable_lora", "lora_paths"),
-        "LoRA takes its rows from layer_boundary; merge the adapter into the weights",
+        "LoRA gets its rows from layer_boundary, which FarSkip bypasses; merge the "
+        "adapter into the weights",
     ),
     (
         _reads_between_layers,
         (
-            "draft models read the stream between layers, where FarSkip has sums in"
-            " flight; use NGRAM"
+            "draft models read the stream between layers, where FarSkip has sums in "
+            "flight; use --speculative-algorithm NGRAM"
         ),
     ),
 )
 
 
 def check_arguments(arguments: Any, architecture: str) -> None:
-    """Raise Refused for the first of the server's resolved arguments that FarSkip
-    layers do not go with.
+    """Raise Refused for the first resolved server argument that FarSkip layers do not
+    support.
     """
     for applies, sentence in _RULES:
         if applies(arguments):

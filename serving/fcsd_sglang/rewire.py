@@ -1,10 +1,10 @@
 """Rewire the layers of an SGLang model before its weights are loaded: loaders, kernels
 and caches see the stock model.
 
-A stock layer hands its unsummed output to a boundary, which sums it on the way into the
-next layer. A rewired one enters a run through the boundary of its attention, which
-completes whatever the layer before has left, keeps its own sums in flight as long as
-the run lasts, and leaves it with a pair (stream, complete update), as a pipeline does.
+A stock layer passes its unsummed output to a boundary, which sums it before the next
+layer. The first rewired layer of a run starts at the boundary of its attention, which
+completes the previous layer's sums. Within the run, layers keep their sums in flight.
+The last layer returns a pair (stream, complete update), as at a pipeline boundary.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from fcsd_vllm.schedule import Schedule, place
 
 
 class InFlight(NamedTuple):
-    """What a rewired layer hands to the next in place of hidden states; see
+    """What a rewired layer passes to the next instead of hidden states; see
     `Schedule.after_attention`.
     """
 
@@ -44,14 +44,14 @@ def rewire(
     """Rewire the selected layers that this rank holds, in place.
 
     Args:
-        stack: the module with `layers`; those of other pipeline stages are stand-ins
-            without attention.
+        stack: the module with `layers`; layers of other pipeline stages are
+            placeholders without attention.
 
     Returns:
         The indices of the rewired layers.
 
     Raises:
-        Refused: a layer has what the schedule cannot express.
+        Refused: the schedule cannot express a layer.
     """
     layers: list[Any] = list(stack.layers)
     here = [hasattr(layer, "self_attn") for layer in layers]
@@ -75,16 +75,16 @@ def rewire(
 
 
 def _take_apart(schedule: Schedule) -> None:
-    """Let attention, the block and the shared experts of a layer give this rank's part
-    of their sums.
+    """Make attention, block and shared experts of a layer return this rank's part of
+    their sums.
     """
     layer, where = schedule.layer, f"layer {schedule.index}"
     block: Any = schedule.block
     parts: list[Any] = [layer.self_attn]
     if getattr(layer.self_attn, "use_dsa", False):
         raise Refused(
-            f"{where}: sparse attention hands its indices from layer to layer; serve"
-            " with vLLM"
+            f"{where}: sparse attention passes indices from layer to layer; serve with "
+            f"vLLM"
         )
     if schedule.dense:
         parts.append(block)
@@ -102,8 +102,8 @@ def _take_apart(schedule: Schedule) -> None:
         if getattr(block, "shared_experts", None) is not None:
             if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
                 raise Refused(
-                    f"{where}: SGLang's AMX kernels add shared experts to the routed"
-                    " ones; serve with vLLM"
+                    f"{where}: SGLang's AMX kernels add shared to routed experts; "
+                    f"serve with vLLM"
                 )
             parts.append(block.shared_experts)
             schedule.shared = block._forward_shared_experts
@@ -115,8 +115,8 @@ def _take_apart(schedule: Schedule) -> None:
 def _routed(block: Any) -> Any:
     """Return the function of a block's routed experts.
 
-    Not its `forward`, which may add shared experts on another stream. SGLang's kernels
-    write into their input, which shared experts of `mlp: full` read after them.
+    The block's `forward` may add shared experts on another stream. SGLang's kernels
+    write into their input, which the shared experts of `mlp: full` read later.
     """
     if getattr(block, "shared_experts", None) is None:
         return block.forward_normal
@@ -124,11 +124,11 @@ def _routed(block: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stand in for the shared experts of a block, which are computed apart from it."""
+    """Replace the shared experts of a block, which are computed apart from it."""
 
 
 def _check_partial(part: nn.Module, where: str) -> None:
-    """Raise Refused unless every rank of the group gives its part of the sum."""
+    """Raise Refused unless every rank of the group contributes a part of the sum."""
     rows = [
         module for module in part.modules() if isinstance(module, RowParallelLinear)
     ]
@@ -139,9 +139,8 @@ def _check_partial(part: nn.Module, where: str) -> None:
         or rows[0].input_size != rows[0].input_size_per_partition * ranks
     ):
         raise Refused(
-            f"{where}: {type(part).__name__} does not give one part of a sum over all"
-            f" {ranks} ranks; leave the options that replicate or regroup"
-            " projections off"
+            f"{where}: {type(part).__name__} is not summed over all {ranks} ranks; "
+            f"leave off options that replicate or regroup projections"
         )
 
 
@@ -160,8 +159,8 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
             or given.get("capture_output") is not None
         ):
             raise Refused(
-                f"layer {schedule.index}: the stream between layers is asked for, where"
-                " sums are in flight"
+                f"layer {schedule.index}: SGLang reads the stream after this layer, "
+                f"where FarSkip has sums in flight"
             )
         batch = given["forward_batch"]
         base, routed, read = _enter(schedule, given["hidden_states"], batch)
@@ -187,8 +186,8 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
 def _enter(
     schedule: Schedule, hidden_states: Any, batch: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Return the stream that attention reads, what it does not read, and the stream
-    after the norm.
+    """Return the stream that attention reads, the part that it does not read, and the
+    stream after the norm.
     """
     boundary: Any = schedule.layer.attn_boundary
     if not schedule.receives:
@@ -203,6 +202,6 @@ def _enter(
             hidden_states.stream, hidden_states.flight
         )
     entry = boundary.entry(batch)
-    if entry.attn_input_adapter is not None:  # MLA takes its input from there
+    if entry.attn_input_adapter is not None:  # MLA reads its input from there
         read = entry.attn_input_adapter(read, batch, boundary.plan.qkv_latent_func)
     return base, routed, read

@@ -1,6 +1,6 @@
-"""Where the user chooses how all-reduces run: `FCSD_SERVING`. Standard library only.
+"""How all-reduces run, as the user chooses in `FCSD_SERVING`. Standard library only.
 
-`c10d`, the default, runs on the stream of torch's own process group on GPUs, and in its
+The default, `c10d`, runs on the stream of torch's process group on GPUs, and in its
 thread with gloo.
 """
 
@@ -18,7 +18,8 @@ def settings() -> Settings:
     """Return the settings in `FCSD_SERVING`, JSON such as `{"comm": "blocking"}`.
 
     Raises:
-        SettingsError: no JSON, an unknown key, or a back end that SGLang does not have.
+        SettingsError: invalid JSON, an unknown key, or a back end that SGLang does not
+        support.
     """
     text = os.environ.get(VARIABLE, "{}")
     try:
@@ -38,7 +39,7 @@ def settings() -> Settings:
         )
     if chosen.looked_at:
         raise SettingsError(
-            f"{VARIABLE}.looked_at: of vLLM; with SGLang one version alone is served,"
-            " leave it out"
+            f"{VARIABLE}.looked_at: applies to vLLM only; leave it out, because SGLang "
+            f"is supported in one version"
         )
     return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])

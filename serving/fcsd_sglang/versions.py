@@ -1,10 +1,10 @@
-"""Which SGLang the package serves in: one version, any other is refused. Standard
+"""The SGLang that the package supports: it refuses all but one version. Standard
 library only.
 
-Rewired layers complete their own sums, where stock ones leave that to
-`sglang.srt.layers.layer_boundary`. What a layer hands to a boundary and when it is
-summed changes between releases without notice, and a sum that is made twice or not at
-all raises nothing.
+Rewired layers complete their sums themselves; stock layers leave that to
+`sglang.srt.layers.layer_boundary`. Releases change without notice what a layer passes
+to a boundary and when it is summed, and no error shows a sum that is computed twice or
+not at all.
 """
 
 VERSION = "0.5.23"
@@ -16,12 +16,12 @@ class EngineError(ValueError):
 
 
 def check_version(version: str) -> None:
-    """Raise EngineError for another version than the one whose layers are known."""
+    """Raise EngineError unless the version is `VERSION`."""
     if version.partition("+")[0] != VERSION:
         raise EngineError(
-            f"fcsd-serving: SGLang {version} is refused: FarSkip layers bypass"
-            f" layer_boundary, known for {VERSION} alone; install sglang=={VERSION}, or"
-            " serve with vLLM"
+            f"fcsd-serving: SGLang {version} is not supported: FarSkip layers bypass "
+            f"layer_boundary, which was reviewed in {VERSION} only; install "
+            f"sglang=={VERSION}, or serve with vLLM"
         )
 
 

@@ -1,12 +1,12 @@
-"""All-reduces that are begun in one place and waited for in another, by several back
+"""All-reduces that start in one place and are waited for in another, with several back
 ends.
 
-All have the two methods of `Communication`. A tag names a collective of the model, such
-as `attention.3`, and is the same on every rank and in every step. `start` leaves its
-argument alone and gives memory of its own back, so that a compiler may do with the
-argument what it likes; the sum is in it after `wait` with the same tag. It may be a
-view, as `[:, :hidden]` of a kernel's padded output: collectives do not read strides, so
-each gets whole memory.
+All back ends have the two methods of `Communication`. A tag names a collective of the
+model, such as `attention.3`, and is the same on every rank and in every step. `start`
+does not change its argument and returns newly allocated memory, so a compiler may reuse
+the argument; the memory holds the sum after `wait` with the same tag. The argument may
+be a view, such as `[:, :hidden]` of a kernel's padded output. Collectives ignore
+strides, so each gets a contiguous tensor.
 """
 
 import dataclasses
@@ -26,26 +26,27 @@ import torch.distributed as dist
 from fcsd_vllm.settings import Settings
 
 TIMES_VARIABLE = "FCSD_SERVING_TIMES"
-"""Environment variable with the folder in which `timed` writes what it measured, a file
-a rank (`fcsd-bench serve`).
+"""Environment variable with the folder in which `timed` writes its measurements, one
+file per rank (`fcsd-bench serve`).
 """
 _QUIET_S = 0.1
 
 
 class Communication(Protocol):
-    """A back end; one whose collectives are complete when they have begun has `at_once`."""
+    """A back end. If its collectives are complete when `start` returns, it has
+    `at_once`."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Begin to sum `x` over the ranks; the result is complete after `wait`."""
+        """Start to sum `x` over the ranks; the result is complete after `wait`."""
         ...
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Return the sum that `start` gave `x` for."""
+        """Return the sum, where `x` is what `start` returned."""
         ...
 
 
 class Alone:
-    """One rank: the sum is the summand."""
+    """One rank: the sum is the argument."""
 
     at_once = True
 
@@ -59,7 +60,8 @@ class Alone:
 
 
 class Blocking:
-    """The engine's own all-reduce, with whatever it chooses for the size; complete at once."""
+    """The engine's all-reduce, with the algorithm it chooses for the size; complete at
+    once."""
 
     at_once = True
 
@@ -78,27 +80,27 @@ class Blocking:
 
 
 class Functional:
-    """torch's functional collectives on the group of the device: gloo on CPUs, NCCL or
-    RCCL elsewhere.
+    """torch's functional collectives on the device's group: gloo on CPUs, NCCL or RCCL
+    elsewhere.
     """
 
     def __init__(self, group: Any) -> None:
         self.name = group.device_group.group_name
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Begin in the process group's own thread or stream."""
+        """Start in the process group's thread or stream."""
         return torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", self.name)
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Wait for what `start` gave; once waited for, a tensor is complete."""
+        """Wait until the tensor that `start` returned is complete."""
         return torch.ops._c10d_functional.wait_tensor(x)
 
 
 class Stream:
-    """NCCL or RCCL with a communicator of its own on a stream of its own, which runs
-    beside the computing one.
+    """NCCL or RCCL with a separate communicator, on a stream that runs beside the
+    computing one.
 
-    Events are made once a tag, so that a captured graph may hold them.
+    Events are created once per tag, so that a captured graph may hold them.
     """
 
     def __init__(self, group: Any) -> None:
@@ -117,7 +119,7 @@ class Stream:
         self.inputs: dict[str, Any] = {}
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Begin when the computing stream has made `x`."""
+        """Start when the computing stream has written `x`."""
         x = x.contiguous()
         summed = torch.empty_like(x)
         self.begin(
@@ -130,15 +132,15 @@ class Stream:
         return summed
 
     def wait(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Let the computing stream wait; the process does not."""
+        """Make the computing stream wait; the process continues."""
         self._end(tag)
         return x
 
     def begin(
         self, run: Callable[[Any, Any], object], inputs: Any, tag: str
     ) -> Callable[[], None]:
-        """Queue collectives, given communicator and stream, behind what the computing
-        stream has; return what waits.
+        """Queue collectives, given communicator and stream, behind the work of the
+        computing stream; return the function that waits.
         """
         if tag not in self.events:
             self.events[tag] = (torch.cuda.Event(), torch.cuda.Event())
@@ -147,7 +149,7 @@ class Stream:
         self.stream.wait_event(ready)
         run(self.communicator, self.stream)
         done.record(self.stream)
-        # not to be freed, and the memory given to another tensor, while it is read
+        # keep its memory from being freed and reused while it is read
         self.inputs[tag] = inputs
         return lambda: self._end(tag)
 
@@ -158,18 +160,19 @@ class Stream:
 
 @dataclass
 class Times:
-    """What `Timed` measured on this rank; the seconds are of the same collectives."""
+    """The measurements of `Timed` on this rank; all seconds refer to the same
+    collectives."""
 
     collectives: int = 0
     bytes: int = 0
     total_s: float = 0.0
-    """From the moment at which all ranks have come to a collective, with the emulated
-    network, to its end.
+    """From the moment at which all ranks have reached a collective to its end,
+    including the emulated network.
     """
     exposed_s: float = 0.0
     """The part of it in which the computing thread waited."""
     behind_s: float = 0.0
-    """What that thread waited besides: for ranks that had not come yet, and for the
+    """The rest of that thread's waiting: for ranks that had not arrived, and for the
     other thread to run.
     """
 
@@ -181,7 +184,8 @@ class Times:
 
 @dataclass
 class _Turn:
-    """One collective in the queue of `Timed`, and when all ranks had come to it and it ended."""
+    """One collective in the queue of `Timed`: when all ranks had reached it, and when
+    it ended."""
 
     run: Callable[[], object]
     bytes: int
@@ -195,8 +199,8 @@ class Timed:
     """A thread that runs collectives one after another, as a stream does, and can
     emulate a slower network.
 
-    A stand-in for `Stream` where there is no GPU: for tests of the order and for
-    measuring what could be hidden.
+    It replaces `Stream` without a GPU, to test the order and to measure how much could
+    be hidden.
     """
 
     def __init__(self, group: Any, settings: Settings) -> None:
@@ -215,7 +219,7 @@ class Timed:
         ).start()
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
-        """Put a copy of `x` in the queue; a small one is waited for at once."""
+        """Queue a copy of `x`; wait at once if it is small."""
         summed = x.clone(memory_format=torch.contiguous_format)
         self.begin(lambda: dist.all_reduce(summed, group=self.group), x.nbytes, tag)
         return summed
@@ -228,8 +232,8 @@ class Timed:
     def begin(
         self, run: Callable[[], object], num_bytes: int, tag: str
     ) -> Callable[[], None]:
-        """Put a collective in the queue, which is waited for at once where it is small;
-        return what waits.
+        """Queue a collective, and wait at once if it is small; return the function that
+        waits.
         """
         self.pending[tag] = _Turn(run, num_bytes)
         self.queue.put(self.pending[tag])
@@ -262,7 +266,7 @@ class Timed:
                 continue
             try:
                 self._take(turn)
-            # a rank that is gone, mostly; raised where it is waited for
+            # usually another rank is gone; raised where the result is waited for
             except Exception as error:
                 turn.error = error
             turn.done.set()
@@ -280,9 +284,7 @@ class Timed:
         turn.ended = time.perf_counter()
 
     def _write_times(self) -> None:
-        """Write what was measured, when there is more than was written; under another
-        name first.
-        """
+        """Write the measurements if there are new ones, first under a temporary name."""
         times = dataclasses.replace(self.times)
         if self.times_file is not None and times != self.written:
             half = self.times_file.with_suffix(".tmp")
@@ -295,7 +297,8 @@ class Timed:
 
 
 class SmallAtOnce:
-    """Another back end for large messages, the engine's own all-reduce for small ones."""
+    """Use the chosen back end for large messages, and the engine's all-reduce for small
+    ones."""
 
     def __init__(
         self, large: Communication, small: Communication, min_bytes: int

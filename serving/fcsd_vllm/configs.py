@@ -1,8 +1,8 @@
 """transformers configs `farskip_<base>`: the base's class, whose instances carry the
 base's `model_type`.
 
-So vLLM decides MLA, mRoPE, chunked attention, quantisation and speculation as it does
-for the base.
+So vLLM chooses MLA, mRoPE, chunked attention, quantisation and speculation as for the
+base.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,8 +13,8 @@ from fcsd_vllm.field import FieldError, field_of, read_field
 
 
 def check_config(config: Mapping[str, Any], family: Family) -> None:
-    """Raise FieldError for a config.json whose field, architecture and model type do
-    not belong together.
+    """Raise FieldError if the field, architecture and model type of a config.json do
+    not match.
     """
     architectures = config.get("architectures") or []
     if architectures != [family.architecture]:
@@ -31,10 +31,12 @@ def check_config(config: Mapping[str, Any], family: Family) -> None:
 
 
 def check_class(config: Any, family: Family, architecture: str) -> None:
-    """Raise FieldError for a config object that was not read, and so not checked, as
-    one of this family's.
+    """Raise FieldError for a config object that was not read (and so not checked) as a
+    config of this family.
     """
-    if architecture == family.causal_lm:  # AMD's, of any class, or the regular one
+    if (
+        architecture == family.causal_lm
+    ):  # AMD's config, of any class, or the regular one
         field_of(config, config.num_hidden_layers)
         for name, value in family.defaults:
             if not hasattr(config, name):
@@ -58,10 +60,10 @@ def make_config_class(
     """Return the config class of a family, as `AutoConfig` is to know it.
 
     Args:
-        module: where pickle finds the class by its name.
-        base_architecture: instances carry the base's `architectures`, too.
-        regular: of the base, which transformers does not have, and not of a converted
-            checkpoint.
+        module: the module in which pickle finds the class by name.
+        base_architecture: whether instances also carry the base's `architectures`.
+        regular: return the config class of the base, which transformers lacks, instead
+            of the converted checkpoint's.
         check: called before a config is read.
     """
     import transformers
@@ -102,7 +104,7 @@ def make_config_class(
 
 
 def __getattr__(name: str) -> Any:
-    """Make a config class when it is first asked for, by pickle too."""
+    """Create a config class when it is first needed, also by pickle."""
     regular = not name.startswith("FarSkip")
     for family in FAMILIES.values():
         if family.farskip_config == f"FarSkip{name.removeprefix('FarSkip')}" and (

@@ -1,9 +1,9 @@
-"""A workaround for data parallelism with experts on CPUs: vLLM 0.32.0's communicator
-there lacks two collectives.
+"""A workaround for data-parallel experts on CPUs: vLLM 0.32.0's CPU communicator lacks
+two collectives.
 
-Its `allgather_reducescatter`, to which every other back end falls back on CPUs, gathers
-and scatters different numbers of rows by `all_gatherv` and `reduce_scatterv`, which
-only raise NotImplementedError.
+On CPUs, every back end falls back to `allgather_reducescatter`. It exchanges different
+numbers of rows with `all_gatherv` and `reduce_scatterv`, which only raise
+NotImplementedError there.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from fcsd_vllm.transports import gather_rows, scatter_rows
 
 
 def give_collectives() -> None:
-    """Give CPU communicators the two; does nothing where this vLLM has them."""
+    """Add both to CPU communicators; do nothing if this vLLM has them."""
     from vllm.distributed.device_communicators.base_device_communicator import (
         DeviceCommunicatorBase,
     )

@@ -1,8 +1,8 @@
-"""A workaround for expert parallelism on CPUs: vLLM 0.32.0 indexes its local experts
-with global ids, and crashes.
+"""A workaround for expert parallelism on CPUs: vLLM 0.32.0 indexes local experts with
+global ids and crashes.
 
-`CPUUnquantizedExperts.apply` ignores `expert_map`, though its class says that it takes
-one (vllm issue 57837).
+`CPUUnquantizedExperts.apply` ignores `expert_map`, although its class declares that it
+accepts one (vllm issue 57837).
 """
 
 import functools
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def respect_expert_map() -> None:
-    """Let the experts of other ranks add nothing; does nothing where this vLLM has no
-    such class.
+    """Make the experts of other ranks contribute nothing; do nothing if this vLLM lacks
+    the class.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (
@@ -41,7 +41,7 @@ def respect_expert_map() -> None:
         if given["apply_router_weight_on_input"]:
             given["output"].masked_fill_(
                 elsewhere, 0
-            )  # one expert per token, whose weight was not applied here
+            )  # one expert per token; its weight is applied elsewhere
 
     apply.respects_expert_map = True  # type: ignore[attr-defined]
     Experts.apply = apply  # type: ignore[method-assign]

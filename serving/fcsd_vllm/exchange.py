@@ -1,11 +1,12 @@
-"""An MoE block's exchange with other ranks, cut in three: dispatch begins, experts run,
-combine ends.
+"""An MoE block's exchange with other ranks, in three parts: start dispatch, run
+experts, end combine.
 
-vLLM runs a block in one call. Here `apply` of its kernel only begins the dispatch and
-gives memory that the combine will fill, so that the block may return before: what it
-does after its experts are views. Gate, routing, padding, quantisation, experts and back
-ends stay vLLM's. A back end's own halves are called (`prepare_async`,
-`finalize_async`); `allgather_reducescatter` has none, and gets those of `SplitGather`.
+vLLM runs a block in one call. Here `apply` of its kernel only starts the dispatch and
+returns memory that the combine will fill. The block may return before that, because it
+only takes views after its experts. Gate, routing, padding, quantisation, experts and
+back ends remain vLLM's. A back end that is split already keeps its halves
+(`prepare_async`, `finalize_async`); `allgather_reducescatter` is not, and gets those of
+`SplitGather`.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class SplitGather:
         expert_map: torch.Tensor | None,
         *given: Any,
     ) -> Callable[[], tuple[Any, ...]]:
-        """Quantise, and begin to gather rows, weights and ids."""
+        """Quantise, and start to gather rows, weights and ids."""
         apply_router_weight_on_input, quant_config, defer_input_quant = given
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
@@ -82,7 +83,8 @@ class SplitGather:
     def finalize_async(
         self, output: torch.Tensor, fused: torch.Tensor, *given: Any
     ) -> Callable[[], object]:
-        """Weigh and sum over the experts of a token, and begin to sum over ranks."""
+        """Compute each token's weighted sum over experts, and start to sum over
+        ranks."""
         *weighing, reduce = given
         if isinstance(reduce, TopKWeightAndReduceDelegate):
             reduce = TopKWeightAndReduceContiguous()
@@ -91,7 +93,7 @@ class SplitGather:
 
 
 class Whole:
-    """vLLM's own exchange, complete at once: any back end."""
+    """vLLM's own exchange, with any back end; complete at once."""
 
     def __init__(self, back_end: Any) -> None:
         self.back_end = back_end
@@ -108,8 +110,8 @@ class Whole:
 
 
 def _sizes() -> list[int]:
-    """Return every rank's tokens of this step, which are known inside the runner's
-    `_sequence_parallel_context`.
+    """Return the number of tokens of each rank in this step, which the runner knows
+    inside its `_sequence_parallel_context`.
     """
     sizes: list[int] = (
         get_forward_context().dp_metadata.get_chunk_sizes_across_dp_rank()
@@ -118,7 +120,8 @@ def _sizes() -> list[int]:
 
 
 def _wait_for(begun: Any) -> Any:
-    """Wait for a half of a back end, which gives a receiver, or a hook before it."""
+    """Wait for a half of a back end: it returned a receiver, or a hook and a
+    receiver."""
     if isinstance(begun, tuple):
         hook, begun = begun
         hook()
@@ -128,8 +131,8 @@ def _wait_for(begun: Any) -> Any:
 def _own_memory(
     shape: Any, dtype: Any, device: Any, reduce: Any
 ) -> torch.Tensor | None:
-    """Return memory for outputs that a combine reads as they are: the engine's
-    workspace is attention's too.
+    """Return new memory for outputs that a combine reads directly: attention also uses
+    the engine's workspace.
     """
     return (
         torch.empty(shape, dtype=dtype, device=device)
@@ -139,8 +142,8 @@ def _own_memory(
 
 
 class Exchange:
-    """That of one block, with one step's in flight: `start`, `experts` and `wait` are
-    called in turn.
+    """The exchange of one block, for one step at a time: call `start`, `experts` and
+    `wait` in turn.
     """
 
     def __init__(
@@ -153,34 +156,34 @@ class Exchange:
         self.kernel: Any = None
         self.halves: Any = None
         self.scale: float = runner.routed_scaling_factor
-        runner.routed_scaling_factor = 1.0  # it would scale before there is anything
+        runner.routed_scaling_factor = 1.0  # it would scale before the output exists
         self.call: dict[str, Any] = {}
         self.begun: Any = None
         self.output: Any = None
         self.routed: Any = None
 
     def start(self, read: torch.Tensor) -> None:
-        """Route, and begin the dispatch."""
+        """Route, and start the dispatch."""
         self._take_kernel()
         self.output = None
         self.routed = self.block(read)
         where = f"layer {self.index}: {type(self.runner._quant_method).__name__}"
         if self.output is None:
             raise Refused(
-                f"{where} runs experts without the kernel that is cut; use"
-                " --data-parallel-size 1"
+                f"{where} runs experts without the kernel that FarSkip splits; use "
+                f"--data-parallel-size 1"
             )
         if (
             self.routed.untyped_storage().data_ptr()
             != self.output.untyped_storage().data_ptr()
         ):
             raise Refused(
-                f"{where}: its block computes with the routed output, which is in"
-                " flight by then; use --data-parallel-size 1"
+                f"{where}: its block computes with the routed output, which is still "
+                f"in flight then; use --data-parallel-size 1"
             )
 
     def experts(self) -> None:
-        """Wait for the dispatch, run this rank's experts, and begin the combine."""
+        """Wait for the dispatch, run this rank's experts, and start the combine."""
         call, impl = self.call, self.kernel.impl
         rows, scale, meta, ids, weights = _wait_for(self.begun)
         ids = call["topk_ids"] if ids is None else ids
@@ -227,7 +230,7 @@ class Exchange:
         return routed
 
     def _begin(self, **call: Any) -> torch.Tensor:
-        """Take the place of the kernel's `apply`."""
+        """Replace the kernel's `apply`."""
         self.call = call
         experts = self.kernel.impl.fused_experts
         self.begun = self._at_once_if_small(
@@ -249,8 +252,8 @@ class Exchange:
         return self.output
 
     def _at_once_if_small(self, begun: Any) -> Any:
-        """Wait for a message below `min_overlap_bytes`, whose size all ranks have to
-        agree on: of all their rows.
+        """Wait if the message is smaller than `min_overlap_bytes`. The size counts all
+        ranks' rows, so that all ranks decide alike.
         """
         rows = self.call["hidden_states"]
         tokens = int(get_forward_context().dp_metadata.num_tokens_across_dp_cpu.sum())
@@ -263,7 +266,8 @@ class Exchange:
         return lambda: received
 
     def _take_kernel(self) -> None:
-        """Cut the kernel that vLLM made when weights were loaded, or made anew since."""
+        """Split the kernel that vLLM created when it loaded weights, or has created
+        since."""
         method = self.runner._quant_method
         kernel = method.moe_kernel
         if kernel is None or kernel.is_monolithic:

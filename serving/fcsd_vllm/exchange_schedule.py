@@ -1,22 +1,22 @@
-"""The schedule of a rewired layer whose experts are spread over data-parallel ranks:
-attention is this rank's own.
+"""The schedule of a rewired layer with experts sharded over data-parallel ranks; each
+rank computes its own attention.
 
     a | wait C of the layer before | router | start D | b | wait D | experts | start C | shared experts
 
-D is the dispatch of layer k, C its combine, a and b the parts of attention before and
-from its kernel on. So D runs beside b, and C beside the shared experts and a of layer
-k+1. The other cases are those of `docs/scale.md`:
+D is the dispatch of layer k, C its combine; a is attention up to its kernel, b the
+rest. So D runs beside b, and C beside the shared experts and a of layer k+1.
+`docs/scale.md` has the other cases:
 
-- Nothing is in flight when the layer begins: D begins before all of attention. Where C
-  may not outlast the layer, either (`attention: full`), D runs beside a, C beside b and
-  the shared experts.
-- The last layer of a run waits for its own C.
-- `mlp: full`, and attention without the one kernel to cut at: C runs beside all of
-  attention, D beside the shared experts.
+- If nothing is in flight when the layer begins, D starts before attention. If C must
+  also end with the layer (`attention: full`), D runs beside a, and C beside b and the
+  shared experts.
+- The last layer of a run waits for its C.
+- With `mlp: full`, or if attention has no single kernel at which to split, C runs
+  beside all of attention and D beside the shared experts.
 - A selected dense layer waits for C after its attention and exchanges nothing.
 
-The cut is made where the kernel is called, inside vLLM's own operator: a compiler sees
-a layer's two operators, and their data alone fix the order.
+Attention is split where its kernel is called, inside vLLM's operator: a compiler sees
+two operators per layer, and their data dependencies fix the order.
 """
 
 from collections.abc import Callable
@@ -33,32 +33,33 @@ from fcsd_vllm.schedule import Schedule
 
 @dataclass(eq=False)
 class ExchangeSchedule(Schedule):
-    """One rewired layer; what an operator may not take it keeps between its operators."""
+    """One rewired layer; between its operators it keeps what an operator cannot take as
+    an argument."""
 
     exchange: Exchange | None = None
     """None for a dense layer."""
     before: Exchange | None = None
-    """That of the layer before, where that is in flight when this one begins."""
+    """The exchange of the layer before, if it is in flight when this layer begins."""
     arrived: torch.Tensor | None = None
-    """The routed output of the layer before from another stage of a pipeline."""
+    """The previous layer's routed output, received from another pipeline stage."""
     base: torch.Tensor | None = None
     """The stream that attention reads."""
     stream: torch.Tensor | None = None
-    """The stream that the block reads, from the start of the dispatch on."""
+    """The stream that the block reads; set when the dispatch starts."""
     read: torch.Tensor | None = None
     """The same after the norm."""
     experts_ran: bool = False
 
     @property
     def in_flight(self) -> bool:
-        """Return False: beside C there is nothing."""
+        """Return False: nothing but C is in flight."""
         return False
 
     def layer_input(
         self, stream: torch.Tensor, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream that attention reads, and that after the norm; `routed` is
-        part of it if not received.
+        """Return the stream that attention reads, before and after the norm; it
+        includes `routed` unless that is still to be received.
         """
         self.stream, self.experts_ran = None, False
         self.arrived = routed if self.begins_stage else None
@@ -70,7 +71,7 @@ class ExchangeSchedule(Schedule):
         return self.base, self.layer.input_layernorm(self.base)
 
     def between(self) -> None:
-        """Run what comes directly before the kernel of attention."""
+        """Run directly before attention's kernel."""
         if not self.outdated or self.dense:
             return
         if self.stream is None:
@@ -81,8 +82,8 @@ class ExchangeSchedule(Schedule):
     def after_attention(
         self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the layer from the output of its attention on; return the stream and
-        the routed output.
+        """Compute the rest of the layer from its attention output; return the stream
+        and the routed output.
         """
         if self.dense:
             return self._dense_layer(attention)
@@ -101,8 +102,7 @@ class ExchangeSchedule(Schedule):
         self.base = self.stream = self.read = self.arrived = None
         if stream is base:
             stream = stream.clone()
-        # In flight the second is only what comes before the next layer: nothing is in
-        # it yet.
+        # In flight, the second output only marks the order: nothing is in it yet.
         return stream, (
             torch.empty_like(stream)
             if self.carries
@@ -110,14 +110,15 @@ class ExchangeSchedule(Schedule):
         )
 
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (stream, routed) of a layer that carries, complete: for the boundary
-        of a pipeline.
+        """Return the complete (stream, routed) of a layer that leaves sums in flight,
+        for a pipeline boundary.
         """
         assert self.exchange is not None
         return outputs[0].clone(), self.exchange.wait().contiguous()
 
     def _complete(self) -> torch.Tensor:
-        """Return the stream with the routed output of the layer before, waited for."""
+        """Wait for the previous layer's routed output, and return the stream with
+        it."""
         assert self.base is not None
         if not self.receives:
             return self.base
@@ -150,8 +151,8 @@ class ExchangeSchedule(Schedule):
 
 
 def call_before_kernel(attention: nn.Module, run: Callable[[], None]) -> bool:
-    """Let attention call `run` before its kernel; return False where it has no single
-    one, as linear attention.
+    """Make attention call `run` before its kernel; return False if it has no single
+    kernel, as in linear attention.
     """
     kernels = [
         part
@@ -171,6 +172,6 @@ def call_before_kernel(attention: nn.Module, run: Callable[[], None]) -> bool:
         run()
         return vars(forward)["kernel"](*args, **kwargs)
 
-    vars(forward)["kernel"] = kernel  # where it can be watched
+    vars(forward)["kernel"] = kernel  # here tests can observe it
     setattr(owner, name, forward)
     return True

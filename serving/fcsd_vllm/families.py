@@ -1,5 +1,5 @@
-"""The families that the plugin serves, a row each, in the spelling of vLLM and
-transformers. Standard library only.
+"""The families that the plugin serves, one per row, as vLLM and transformers spell
+them. Standard library only.
 """
 
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one family that differ between vLLM's model files; the rest is found in
-    the layer itself.
+    """The names by which one family's model file in vLLM differs from others; the rest
+    is read from the layer.
     """
 
     model_type: str
@@ -19,26 +19,28 @@ class Family:
     causal_lm: str
     """Architecture, in transformers and in vLLM; a converted checkpoint has `FarSkip` before it."""
     attention: tuple[str, ...] = ("self_attn",)
-    """Attributes of a layer that hold its attention; of a hybrid's layers each has one of them."""
+    """Attributes of a layer that hold its attention; each layer of a hybrid model has
+    one of them."""
     moe: str = "mlp"
-    """Attribute of a layer: MoE block, or the dense MLP of a dense layer."""
+    """Attribute of a layer that holds its MoE block, or the MLP of a dense layer."""
     arguments: tuple[str, ...] = ("positions", "hidden_states", "residual")
-    """What vLLM's model loop gives a layer by position."""
+    """Arguments that vLLM's model loop passes to a layer by position."""
     stack: str = "model"
     """Path from the model with its head to the module that holds the layers."""
     text_config: bool = False
-    """A multimodal wrapper: the fields of the stack are in the text config."""
+    """Whether it is a multimodal wrapper, with the decoder's fields in its text
+    config."""
     defaults: tuple[tuple[str, Any], ...] = ()
-    """Config fields that transformers' class does not write, because it has one way,
-    and that engines choose by.
+    """Config fields that engines need to choose a method, and that transformers does
+    not write because it has only one.
     """
     like: str = ""
-    """Family whose class in vLLM this one's is, with a gate on attention. transformers
-    and vLLM have none of its own: its regular checkpoints, and those that AMD
-    publishes, are the plugin's to load, too."""
+    """Family whose class in vLLM this family uses, with a gate on attention.
+    transformers and vLLM do not know this family, so the plugin also loads its regular
+    checkpoints and AMD's."""
     fp16_rescales: bool = False
-    """vLLM divides the residual stream by a factor in float16, in which the sums of two
-    connectivities cannot meet.
+    """In float16, vLLM divides the residual stream by a factor, so FarSkip's sums would
+    have different scales.
     """
 
     @property
@@ -58,7 +60,7 @@ class Family:
 
     @property
     def stock_type(self) -> str:
-        """Return the `model_type` by which vLLM chooses what it does for the base."""
+        """Return the base's `model_type`, by which vLLM chooses its behaviour."""
         return self.like or self.model_type
 
     @property

@@ -1,5 +1,5 @@
-"""Read the `farskip` field of a config, with the checks and the messages of fcsd's.
-Standard library only.
+"""Read the `farskip` field of a config, with fcsd's checks and messages. Standard
+library only.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class Field:
     partial: bool
     """Attention reads the stream without the routed output of a selected MoE layer before it."""
     outdated: frozenset[int]
-    """Layers of which MLP or MoE block read the stream before attention of their layer."""
+    """Layers whose MLP or MoE block reads the stream before that layer's attention."""
 
 
 def read_field(
@@ -32,10 +32,10 @@ def read_field(
     """Return a checked field.
 
     Args:
-        value: what the config has under `farskip`.
-        num_layers: decoder layers of the model; None leaves indices beyond them to a
-            later call.
-        where: begins the messages about the field as a whole.
+        value: the config's value of `farskip`.
+        num_layers: decoder layers of the model; None leaves the check of the largest
+            index to a later call.
+        where: prefix of messages about the whole field.
 
     Raises:
         FieldError: another version, a malformed field, an unknown side, an index that
@@ -89,17 +89,18 @@ PUBLISHED = (
     "attn_only_farskip",
     "mlp_only_farskip",
 )
-"""AMD's keys for the same connectivity; fcsd's `connectivity/aliases.py` says what they mean."""
+"""AMD's keys for the same connectivity; fcsd's `connectivity/aliases.py` defines
+them."""
 
 
 def field_of(config: Any, num_layers: int) -> Field:
-    """Return the field of a config object that has fcsd's key or AMD's; none of them is
-    a regular model.
+    """Return the field of a config object with fcsd's key or AMD's; without either, the
+    model is regular.
 
     Raises:
-        FieldError: as `read_field`; a key of AMD's kind that nobody has described; a
-            range of AMD's that begins with both sides after a regular MoE layer, which
-            hands on another stream there.
+        FieldError: as in `read_field`; an unknown key of AMD's kind; one of AMD's
+            ranges that rewires both sides from a layer after a regular MoE layer, which
+            hands on another stream in AMD's file.
     """
     if isinstance(getattr(config, "farskip", None), Mapping):
         return read_field(config.farskip, num_layers)
@@ -119,12 +120,12 @@ def field_of(config: Any, num_layers: int) -> Field:
         return Field((), True, frozenset())
     first_moe = config.first_k_dense_replace
     if start > first_moe and attention_only:
-        start -= 1  # of AMD's regular MoE layers the routed output is in flight, too
+        start -= 1  # in AMD's file, regular MoE layers also leave their routed output in flight
     elif start > first_moe and not mlp_only:
         raise FieldError(
-            f"config.json: farskip_start_idx: {start} follows a regular MoE layer,"
-            " whose routed output AMD's file leaves in flight, too; allowed: 0 to"
-            f" {first_moe}, or mlp_only_farskip or attn_only_farskip with it"
+            f"config.json: farskip_start_idx: layer {start} follows a regular MoE "
+            f"layer, whose routed output AMD's file also leaves in flight; use 0 to "
+            f"{first_moe}, or set mlp_only_farskip or attn_only_farskip"
         )
     layers = tuple(range(start, end + 1))
     return Field(layers, not mlp_only, frozenset(() if attention_only else layers))

@@ -1,5 +1,5 @@
 """Instella-MoE's gate, which vLLM's DeepSeek lacks: o_proj(y * sigmoid(gate_proj(x))),
-x what attention reads.
+where x is the input of attention.
 """
 
 import functools
@@ -15,7 +15,7 @@ from fcsd_vllm.weights import GATE
 
 
 def add_gates(stack: Any, config: Any, quant_config: Any, version: str) -> None:
-    """Give every attention of this rank its gate, before weights are loaded.
+    """Add its gate to every attention module of this rank, before weights are loaded.
 
     Raises:
         EngineError: attention has no place for a gate.
@@ -43,8 +43,8 @@ def add_gates(stack: Any, config: Any, quant_config: Any, version: str) -> None:
 
 
 class _Gated:
-    """An attention module as its own forward sees it, with a gate before the matmul
-    behind the heads.
+    """Stands in for an attention module in its own forward, and applies the gate before
+    the output projection.
     """
 
     def __init__(self, attention: Any, gate: torch.Tensor) -> None:
@@ -75,12 +75,12 @@ def _forward(
 def renamed(
     weights: Iterable[tuple[str, torch.Tensor]], model: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the gates of a checkpoint the names that they have in vLLM's model, whose
-    loader would take them for parts of an MLP's `gate_up_proj`.
+    """Rename a checkpoint's gates to the names in vLLM's model, whose loader would
+    otherwise read them as parts of an MLP's `gate_up_proj`.
 
     Raises:
-        Refused: a gate of a model or layer that has none; vLLM passes over a name that
-            it does not know.
+        Refused: a gate for a model or layer without one; vLLM itself skips unknown
+            names.
     """
     config = model.config
     ours = ".self_attn.mla_attn.g_proj." if model.farskip_mla else ".self_attn.g_proj."
@@ -89,7 +89,7 @@ def renamed(
         place, gate, kind = name.partition(GATE)
         if gate and int(place.rpartition(".")[2]) >= gates:
             raise Refused(
-                f"fcsd-serving: {name} belongs to no parameter: config.json has"
-                f" gated_attention for {gates} layers"
+                f"fcsd-serving: {name} matches no parameter: config.json has "
+                f"gated_attention for {gates} layers"
             )
         yield (place + ours + kind if gate else name), tensor

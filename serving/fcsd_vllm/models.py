@@ -1,5 +1,5 @@
-"""The model classes that vLLM loads: a stock class each, whose layers are rewired
-before weights are loaded.
+"""The model classes that vLLM loads: stock classes whose layers are rewired before
+weights are loaded.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from fcsd_vllm.versions import check_sources, needed_functions
 
 
 def _stock_class(name: str) -> Any:
-    """Return vLLM's own class of an architecture."""
+    """Return vLLM's stock class of an architecture."""
     from vllm.model_executor.models.registry import (
         _MULTIMODAL_MODELS,
         _TEXT_GENERATION_MODELS,
@@ -31,8 +31,8 @@ def _stock_class(name: str) -> Any:
 
 
 def forwards() -> Iterator[Callable[..., Any]]:
-    """Yield the forwards of all that the families' files name; the layers of a wrapper
-    are those of its text model.
+    """Yield the forwards of all classes that the families name; a wrapper's layers are
+    those of its text model.
     """
     rooms = ("vllm.model_executor.models.", "vllm.model_executor.layers.mamba.")
     for family in FAMILIES.values():
@@ -122,7 +122,7 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
 
 
 def _chosen(vllm_config: Any) -> Settings:
-    """Return the settings with a back end."""
+    """Return the settings with the back end chosen."""
     from vllm import envs
     from vllm.logger import init_logger
     from vllm.platforms import current_platform
@@ -144,7 +144,9 @@ def _chosen(vllm_config: Any) -> Settings:
 
 
 def __getattr__(name: str) -> Any:
-    """Make a model class when it is first asked for, so that no other family's file is imported."""
+    """Create a model class when it is first needed, so that no other family's file is
+    imported.
+    """
     family = next((row for row in FAMILIES.values() if row.architecture == name), None)
     if family is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

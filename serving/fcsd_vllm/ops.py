@@ -1,9 +1,10 @@
 """The parts of a rewired layer as opaque custom ops, with start and wait inside.
 
-Inductor sees data dependencies only. Traced starts and waits it moves: a wait is fused
-with norms and so hoisted to its start, and on CPUs buffers were read before an in-place
-sum had written them (log-probabilities off by 2.9). An op that returns memory of its
-own and takes what has to come before it as an argument can be neither moved nor fused.
+Inductor sees data dependencies only, and moves traced starts and waits: it fuses a wait
+with norms and so hoists it to its start, and on CPUs it read buffers before an in-place
+sum had written them (log-probabilities off by 2.9). It can neither move nor fuse an op
+that returns newly allocated memory and takes everything that must precede it as
+arguments.
 """
 
 from collections.abc import Callable
@@ -21,13 +22,13 @@ _LIBRARY = Library("fcsd", "FRAGMENT")
 
 
 def _schedule(name: str) -> Any:
-    """Return the layer that this engine knows by a name; two engines in a process have
-    a table each.
+    """Return the layer with this name in this engine; each engine in a process has a
+    table.
 
     Raises:
-        Refused: a piecewise graph is captured, which would end with sums in flight.
-            vLLM chooses the kind of its graphs once more when it knows its attention
-            kernels, after `keep_whole_graphs`.
+        Refused: vLLM captures a piecewise graph, which would end with sums in flight.
+            It chooses the kind of graph again once it knows its attention kernels,
+            after `keep_whole_graphs`.
     """
     context = get_forward_context()
     schedule = context.no_compile_layers[name]
@@ -35,8 +36,8 @@ def _schedule(name: str) -> Any:
     if context.cudagraph_runtime_mode is CUDAGraphMode.PIECEWISE and not at_once:
         raise Refused(
             "fcsd-serving: vLLM captures piecewise graphs, which end where FarSkip has"
-            " sums in flight (its attention kernels, or speculation, have no whole"
-            ' ones); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
+            " sums in flight (its attention kernels or speculation do not support full"
+            ' graphs); use --compilation-config \'{"cudagraph_mode": "NONE"}\''
         )
     return schedule
 
@@ -44,8 +45,8 @@ def _schedule(name: str) -> Any:
 def attention_input(
     stream: torch.Tensor, flight: torch.Tensor | None, routed: torch.Tensor, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Schedule.attention_input`; `routed` is in flight and only says that its
-    start comes before.
+    """See `Schedule.attention_input`; `routed` is in flight, and only marks that its
+    start comes first.
     """
     return _schedule(layer).attention_input(stream, flight)
 
@@ -60,7 +61,9 @@ def layer_input(
 def after_attention(
     attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None, layer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Schedule.after_attention`, with nothing but a routed output in flight at its end."""
+    """See `Schedule.after_attention`, with only a routed output in flight at its
+    end.
+    """
     return _schedule(layer).after_attention(attention, base, routed)
 
 
@@ -84,7 +87,9 @@ def finish(
 
 
 def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """Return what a compiler sees of an operator: so many outputs like its argument at a place."""
+    """Return an operator's fake implementation for compilers: `count` outputs like one
+    of its arguments.
+    """
     return lambda *given: tuple(torch.empty_like(given[place]) for _ in range(number))
 
 

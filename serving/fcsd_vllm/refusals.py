@@ -1,5 +1,5 @@
-"""What of vLLM cannot be had with FarSkip layers, told before weights are loaded.
-Standard library only.
+"""Features of vLLM that FarSkip layers do not support, refused before weights are
+loaded. Standard library only.
 """
 
 from collections.abc import Callable
@@ -10,15 +10,17 @@ from fcsd_vllm.settings import read_settings
 
 
 class Refused(ValueError):
-    """A feature of the engine that FarSkip layers do not have; the message is one line."""
+    """FarSkip layers do not support a feature of the engine; the message is one
+    line.
+    """
 
 
 MONOLITHIC = (
-    "routes and computes in one call, out of which no exchange can be cut; choose"
-    " another --moe-backend"
+    "routes and computes in one call, so its exchange cannot be split; choose another "
+    "--moe-backend"
 )
 SPLITTABLE = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
-"""Back ends (`--all2all-backend`) that begin and end an exchange apart."""
+"""Back ends (`--all2all-backend`) that start and end an exchange in separate calls."""
 SPLIT = (
     f"use --all2all-backend {', '.join(SPLITTABLE)}, the last two with comm: stream; or"
     " comm: blocking"
@@ -68,8 +70,8 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
         _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
         (
-            "with data parallelism, tensor parallelism scatters the stream over the"
-            " ranks or sums beside the exchange; use --tensor-parallel-size 1, or"
+            "with data parallelism, tensor parallelism scatters the stream over ranks "
+            "or adds sums beside the exchange; use --tensor-parallel-size 1, or"
             " --data-parallel-size 1 and start one server per replica"
         ),
     ),
@@ -78,53 +80,53 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
             lambda config: config.parallel_config.pipeline_parallel_size > 1
         ),
         (
-            "data parallelism over the stages of a pipeline was never run; use"
-            " --pipeline-parallel-size 1"
+            "data parallelism with pipeline stages is untested; use "
+            "--pipeline-parallel-size 1"
         ),
     ),
     (
         _data_parallel(_unsplit),
         (
-            "this exchange of data-parallel ranks cannot be begun and waited for"
-            f" apart; {SPLIT}"
+            "the start and the end of this exchange of data-parallel ranks cannot be "
+            f"separated; {SPLIT}"
         ),
     ),
     (
         _data_parallel(lambda config: config.lora_config is not None),
         (
-            "with data parallelism adapters travel with the tokens, which FarSkip's"
-            " exchange does not do; merge them"
+            "with data parallelism, FarSkip's exchange does not send LoRA adapters "
+            "along with the tokens; merge them into the weights"
         ),
     ),
     (
-        # vLLM 0.32 has it on GPUs alone: on CPUs its ids of experts are not mapped to
-        # where the experts are.
+        # vLLM 0.32 has it only on GPUs: on CPUs expert ids are not mapped to the
+        # experts' places.
         _data_parallel(
             lambda config: getattr(config.parallel_config, "enable_eplb", False)
         ),
         (
-            "with data parallelism, the load balancer (--enable-eplb) moves experts"
-            " between the ranks from a thread and through communicators of its own,"
-            " which was never run beside FarSkip's exchange; leave it off"
+            "with data parallelism, the load balancer (--enable-eplb) moves experts "
+            "between ranks in a separate thread and communicators, which is untested "
+            "beside FarSkip's exchange; leave it off"
         ),
     ),
     (
         _above_one("prefill_context_parallel_size"),
-        "context-parallel prefill splits the sums of a layer; leave it off",
+        "context-parallel prefill splits a layer's sums; leave it off",
     ),
     (
         _above_one("decode_context_parallel_size"),
         (
-            "context-parallel decoding (--decode-context-parallel-size) moves queries"
-            " and sums between the ranks within attention, beside the sums in flight;"
-            " leave it off"
+            "context-parallel decoding (--decode-context-parallel-size) exchanges "
+            "queries and sums within attention, while FarSkip has sums in flight; "
+            "leave it off"
         ),
     ),
     (
         _parallel("enable_elastic_ep"),
         (
-            "elastic expert parallelism (--enable-elastic-ep) changes the groups of"
-            " ranks of a running server; leave it off"
+            "elastic expert parallelism (--enable-elastic-ep) changes a running "
+            "server's process groups; leave it off"
         ),
     ),
     (
@@ -136,7 +138,7 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     ),
     (
         _float16,
-        "vLLM rescales the stream of this family in float16; use --dtype bfloat16",
+        "vLLM rescales this family's residual stream in float16; use --dtype bfloat16",
     ),
 )
 

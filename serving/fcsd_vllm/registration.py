@@ -1,5 +1,5 @@
-"""What `register` does in each process of vLLM: configs to transformers, architectures
-and config hooks to vLLM.
+"""Register configs with transformers, and architectures and config hooks with vLLM, in
+each process of vLLM.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from fcsd_vllm.weights import check_gates, check_weights
 
 
 def register_all() -> None:
-    """Register every family; a family that this transformers does not have is left out."""
+    """Register every family that this transformers has."""
     import transformers
     import vllm
     from transformers import AutoConfig
@@ -52,8 +52,8 @@ def register_all() -> None:
 
 
 def _add_hook(family: Family, architecture: str) -> None:
-    """Let vLLM ask us, after what it does for the base's architecture, when an engine
-    is configured.
+    """Make vLLM call the plugin when an engine is configured, after its hook for the
+    base's architecture.
     """
     from vllm.model_executor.models.config import (
         MODELS_CONFIG_MAP,
@@ -89,7 +89,9 @@ def _add_hook(family: Family, architecture: str) -> None:
 
 
 def check_latent(vllm_config: Any, family: Family) -> None:
-    """Raise Refused for a latent cache of a size that the attention back end has no kernel for."""
+    """Raise Refused if the attention back end has no kernel for the size of the latent
+    cache.
+    """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -101,18 +103,18 @@ def check_latent(vllm_config: Any, family: Family) -> None:
     if current_platform.is_cpu():
         chosen = AttentionBackendEnum.CPU_MLA
     if chosen is None or chosen.get_class().supports_head_size(latent):
-        return  # vLLM takes the first back end that has the size
+        return  # vLLM takes the first back end that supports the size
     others = "" if current_platform.is_cpu() else "--attention-backend TRITON_MLA, or "
     raise Refused(
-        f"fcsd-serving: {family.causal_lm}: its latent cache has {latent} channels, for"
-        f" which {chosen.name} has no kernel; use {others}VLLM_MLA_DISABLE=1 in the"
-        " environment (a cache of whole heads)"
+        f"fcsd-serving: {family.causal_lm}: {chosen.name} has no kernel for its latent "
+        f"cache of {latent} channels; use {others}VLLM_MLA_DISABLE=1 in the "
+        f"environment (caches whole heads)"
     )
 
 
 def _add_warning() -> None:
-    """Let vLLM's Transformers backend, which runs a checkpoint's own
-    `modeling_farskip.py`, say what it does not do.
+    """Make vLLM's Transformers backend, which runs a checkpoint's
+    `modeling_farskip.py`, warn that it overlaps nothing.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.models.config import (
@@ -125,8 +127,8 @@ def _add_warning() -> None:
         config = vllm_config.model_config.hf_config
         if getattr(config, "farskip", None) is not None:
             init_logger("vllm.fcsd").warning_once(
-                "FarSkip: %s runs in vLLM's Transformers backend: its all-reduces are"
-                " blocking, nothing is overlapped. They are overlapped for: %s",
+                "FarSkip: %s runs in vLLM's Transformers backend, which overlaps no "
+                "all-reduce. The plugin overlaps them for: %s",
                 config.model_type,
                 ", ".join(FAMILIES),
             )
@@ -146,8 +148,8 @@ def keep_whole_graphs(compilation_config: Any) -> None:
     """Capture whole decode steps, and run prefill without graphs.
 
     A piecewise graph ends at attention, where the sums that FarSkip hides behind
-    attention are in flight: a stream that leaves a capture has to come back before it
-    ends.
+    attention are in flight; but a stream that leaves a capture must return before the
+    capture ends.
     """
     from vllm.config import CUDAGraphMode
     from vllm.logger import init_logger
@@ -156,6 +158,6 @@ def keep_whole_graphs(compilation_config: Any) -> None:
     kept = CUDAGraphMode.FULL_DECODE_ONLY if mode is None else mode.without_piecewise()
     if kept != mode:
         init_logger("vllm.fcsd").info_once(
-            "FarSkip: no piecewise graphs, cudagraph_mode is %s", kept.name
+            "FarSkip: cudagraph_mode is set to %s, without piecewise graphs", kept.name
         )
     compilation_config.cudagraph_mode = kept

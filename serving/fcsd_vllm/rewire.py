@@ -1,5 +1,5 @@
 """Rewire the layers of a vLLM model before weights are loaded: loaders, kernels, caches
-and LoRA see the stock one.
+and LoRA see the stock model.
 """
 
 import functools
@@ -35,16 +35,16 @@ def rewire(
     """Rewire the selected layers that this rank holds, in place.
 
     Args:
-        stack: the module with `layers`; those of other pipeline stages are stand-ins
-            without attention.
-        table: where the custom ops look layers up by name.
-        version: of vLLM, for the message about an internal that it lacks.
+        stack: the module with `layers`; layers of other pipeline stages are
+            placeholders without attention.
+        table: the dict in which the custom ops look up layers by name.
+        version: vLLM's version, for messages about a missing internal.
 
     Returns:
         The indices of the rewired layers.
 
     Raises:
-        Refused: a layer has what the schedule cannot express.
+        Refused: the schedule cannot express a layer.
         EngineError: an internal of vLLM is missing.
     """
     layers: list[Any] = list(stack.layers)  # type: ignore[arg-type]
@@ -87,7 +87,9 @@ def rewire(
 def used_functions(
     stack: nn.Module, family: Family, rewired: list[int]
 ) -> list[Callable[..., Any]]:
-    """Return the forwards that rewired layers replace or call, and that of the loop around them."""
+    """Return the forwards that rewired layers replace or call, and the forward that
+    loops over the layers.
+    """
     layers: list[Any] = [stack.layers[k] for k in rewired]  # type: ignore[index]
     parts = [
         part
@@ -98,22 +100,19 @@ def used_functions(
 
 
 def _check_forward(layer: nn.Module, k: int) -> None:
-    """Refuse a layer whose forward is wrapped: what the wrapper does, such as to fetch
-    weights, would be left out.
+    """Refuse a layer with a wrapped forward: FarSkip would skip the wrapper's work,
+    such as fetching weights.
     """
     if (wrapper := vars(layer).get("forward")) is not None:
         raise Refused(
-            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has put a"
-            " forward of its own in the layer's place, which FarSkip layers would"
-            " leave out; switch that off (offloading of weights: --cpu-offload-gb,"
-            " --offload-group-size)"
+            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has replaced "
+            f"the layer's forward, which FarSkip layers would skip; switch it off (for "
+            f"offloaded weights: --cpu-offload-gb, --offload-group-size)"
         )
 
 
 def _attention(layer: nn.Module, family: Family) -> Any:
-    """Return the module of a layer that is its attention; None for a layer of another
-    pipeline stage.
-    """
+    """Return a layer's attention module; None for a layer of another pipeline stage."""
     return next(
         (
             module
@@ -125,15 +124,15 @@ def _attention(layer: nn.Module, family: Family) -> Any:
 
 
 def _runner(block: nn.Module) -> MoERunner | None:
-    """Return what runs the experts of an MoE block; None for a dense MLP."""
+    """Return the module that runs an MoE block's experts; None for a dense MLP."""
     return next(
         (module for module in block.modules() if isinstance(module, MoERunner)), None
     )
 
 
 def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None:
-    """Let attention, the block and the shared experts of a layer give this rank's part
-    of their sums.
+    """Make attention, block and shared experts of a layer return this rank's part of
+    their sums.
     """
     where = f"layer {schedule.index}"
     _check_layer(schedule)
@@ -150,8 +149,8 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     kernel = getattr(runner._quant_method, "moe_kernel", None)
     if kernel is not None and kernel.output_is_reduced():
         raise Refused(
-            f"{where}: {type(kernel).__name__} sums the outputs of its ranks itself;"
-            " choose another MoE back end"
+            f"{where}: {type(kernel).__name__} sums over ranks itself; choose another "
+            f"MoE back end"
         )
     runner.moe_config.skip_final_all_reduce = True
     _take_shared(schedule, runner)
@@ -160,7 +159,7 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
 def _exchanging(
     parts: dict[str, Any], before: Exchange | None, family: Family, version: str
 ) -> ExchangeSchedule:
-    """Return the schedule of a layer whose experts are spread over data-parallel ranks."""
+    """Return the schedule of a layer with experts sharded over data-parallel ranks."""
     schedule = ExchangeSchedule(**parts, before=before)
     _check_layer(schedule)
     if not schedule.dense:
@@ -188,16 +187,18 @@ def _exchanging(
 
 
 def _take_shared(schedule: Schedule, runner: Any) -> None:
-    """Let the schedule run the shared experts, and the block give the routed output alone."""
+    """Make the schedule run the shared experts, and the block return only the routed
+    output.
+    """
     if runner._shared_experts is not None:
         schedule.shared = runner._shared_experts._layer
         runner._shared_experts = None
-        # which asked whether there are shared experts
+        # the overlap that asked whether there are shared experts
         runner._forward_entry = runner._select_forward()
 
 
 def _row(module: nn.Module, what: str, version: str) -> Any:
-    """Return the one matmul of a module whose output is summed over the ranks."""
+    """Return the only matmul of a module whose output is summed over ranks."""
     rows = [part for part in module.modules() if isinstance(part, RowParallelLinear)]
     if len(rows) != 1 or not hasattr(rows[0], "reduce_results"):
         raise missing(
@@ -210,9 +211,8 @@ def _row(module: nn.Module, what: str, version: str) -> Any:
 def _check_layer(schedule: Schedule) -> None:
     if getattr(schedule.layer, "layer_scale", False):
         raise Refused(
-            f"layer {schedule.index}: layer_scale multiplies the sums of this layer,"
-            " which FarSkip layers do not do; serve the model that it was converted"
-            " from"
+            f"layer {schedule.index}: FarSkip layers do not support layer_scale, which "
+            f"multiplies this layer's sums; serve the original model"
         )
 
 
@@ -234,13 +234,13 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
         )
     if getattr(block, "replicate_shared_expert", False):
         raise Refused(
-            f"{where}: its shared expert is replicated on every rank; use a tensor"
-            " parallel size that divides it"
+            f"{where}: its shared expert is replicated on every rank; use a "
+            f"tensor-parallel size that divides its width"
         )
     if getattr(runner, "routed_output_transform", None) is not None:
         raise Refused(
-            f"{where}: its routed output is transformed after the sum over the ranks,"
-            " which must not be delayed; serve the model that it was converted from"
+            f"{where}: its routed output is transformed after the sum over ranks, so "
+            f"that sum cannot be delayed; serve the original model"
         )
 
 

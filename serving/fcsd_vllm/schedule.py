@@ -1,22 +1,21 @@
-"""The schedule of a rewired layer: what is computed, and between which two points a
-collective runs.
+"""The schedule of a rewired layer: its computation, and where each collective starts
+and ends.
 
     A_k = sum over ranks of attn_k + shared_k     begun before the routed experts of k, waited for before attention k+1
     R_k = sum over ranks of routed_k              begun after them, waited for before the MoE block of k+1
 
-so that A_k is hidden behind routed experts and R_k behind attention. The two
-collectives of a layer are as many as the regular model has. The other cases of
-`fcsd.Connectivity`:
+so that routed experts hide A_k, and attention hides R_k. As in the regular model, a
+layer has two collectives. The other cases of `fcsd.Connectivity`:
 
 - A selected dense layer: one collective, of attn_k + mlp_k; nothing is in flight after
   it.
-- `mlp: full`: A_k is of attn_k only and waited for before the MoE block, which reads
-  the stream after attention. Where attention of k+1 reads the stream without routed_k,
-  shared_k takes a third collective, beside the routed experts.
+- `mlp: full`: A_k sums attn_k only and ends before the MoE block, which reads the
+  stream after attention. If attention of k+1 reads the stream without routed_k,
+  shared_k needs a third collective, beside the routed experts.
 - `attention: full`, and the last layer of a run: A_k and R_k end with the layer.
 
-The stream o_k travels between layers as vLLM's pair (hidden_states, residual), whose
-sum it is: hidden_states is routed_k, residual the rest. In flight, residual is (stream,
+The stream o_k passes between layers as the sum of vLLM's pair (hidden_states,
+residual): hidden_states is routed_k, residual the rest. In flight, residual is (stream,
 A_k): after both waits o_k = routed_k + stream + A_k.
 """
 
@@ -32,7 +31,7 @@ from fcsd_vllm.field import Field
 
 @dataclass(eq=False)
 class Schedule:
-    """One rewired layer: its parts, and what is in flight when it begins and when it ends."""
+    """One rewired layer: its parts, and the sums in flight when it begins and ends."""
 
     index: int
     name: str
@@ -45,15 +44,17 @@ class Schedule:
     dense: bool
     outdated: bool
     incoming: str
-    """What the second collective sums that the layer before may have in flight, as `flight`."""
+    """The content of the second collective that the previous layer may have in flight,
+    named as in `flight`.
+    """
     receives: bool
-    """Routed output of the layer before is given apart from the stream, in flight but
-    for `begins_stage`.
+    """The previous layer's routed output comes apart from the stream, in flight unless
+    `begins_stage`.
     """
     carries: bool
     """So is the own."""
     begins_stage: bool
-    """In a pipeline, what the layer before had in flight is complete."""
+    """First layer of a pipeline stage: the previous layer's sums are complete."""
     ends_stage: bool
     communication: Communication
 
@@ -64,13 +65,15 @@ class Schedule:
 
     @property
     def flight(self) -> str:
-        """Return what that collective sums: attention with shared experts, or these alone."""
+        """Return the content of that collective: attention with shared experts, or
+        shared experts alone.
+        """
         return _flight(self.outdated)
 
     def attention_input(
         self, stream: torch.Tensor, flight: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the stream without the routed output of the layer before, and that
+        """Return the stream without the previous layer's routed output, before and
         after the norm.
         """
         base = (
@@ -83,15 +86,15 @@ class Schedule:
     def after_attention(
         self, attention: torch.Tensor, base: torch.Tensor, routed: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        """Compute the layer from the output of its attention on.
+        """Compute the rest of the layer from its attention output.
 
         Args:
-            attention: of this rank, not summed.
+            attention: this rank's output, not summed.
             base: the stream that attention read.
-            routed: what it did not read: the routed output of the layer before.
+            routed: the previous layer's routed output, which attention did not read.
 
         Returns:
-            stream, routed output, and in flight A_k (or the shared output of `mlp:
+            stream, routed output, and A_k in flight (or the shared output with `mlp:
             full`).
         """
         early = (
@@ -159,7 +162,7 @@ class Schedule:
             return stream, self._start(self.block(read), "routed"), *flight
         shared = (
             None if self.shared is None else self.shared(read)
-        )  # first: experts may write into what they read
+        )  # first, because experts may write into their input
         out = self.block(read)
         if shared is not None:
             out = out + shared
@@ -177,8 +180,8 @@ class Schedule:
         )
 
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return (stream, routed) of a layer that carries, complete: for the boundary
-        of a pipeline.
+        """Return the complete (stream, routed) of a layer that leaves sums in flight,
+        for a pipeline boundary.
         """
         stream, routed, *flight = outputs
         stream = (
@@ -188,10 +191,9 @@ class Schedule:
 
 
 def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[str, Any]:
-    """Return what the place of a selected layer says of its schedule, by the names of
-    its fields.
+    """Return the fields of a selected layer's schedule that follow from its position.
 
-    here: the layers of this stage of a pipeline.
+    here: the layers of this pipeline stage.
     """
     begins_stage = k > 0 and not here[k - 1]
     return {
@@ -210,8 +212,8 @@ def place(field: Field, k: int, here: list[bool], is_moe: list[bool]) -> dict[st
 
 
 def _flight(outdated: bool) -> str:
-    """Return what a layer's second collective sums: attention with shared experts, or
-    these alone.
+    """Return the content of a layer's second collective: attention with shared experts,
+    or shared experts alone.
     """
     return "attention" if outdated else "shared"
 
@@ -224,7 +226,7 @@ def layer_name(k: int) -> str:
 def pair(
     schedule: Schedule, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[torch.Tensor, Any]:
-    """Return what the layer hands on in vLLM's loop: (hidden_states, residual)."""
+    """Return the layer's output in vLLM's loop: (hidden_states, residual)."""
     stream, routed, *flight = outputs
     if schedule.carries and not schedule.ends_stage:
         return routed, (stream, flight[0] if flight else None)

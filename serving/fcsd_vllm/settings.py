@@ -1,4 +1,6 @@
-"""What a user chooses: `--additional-config '{"fcsd": {"comm": …}}'`. Standard library only."""
+"""The user's settings: `--additional-config '{"fcsd": {"comm": …}}'`. Standard library
+only.
+"""
 
 import difflib
 from collections.abc import Mapping
@@ -9,13 +11,13 @@ BACK_ENDS = ("blocking", "stream", "c10d", "timed")
 
 
 class SettingsError(ValueError):
-    """A setting is unknown or has no meaning; the message is one line."""
+    """A setting is unknown or has no effect; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How collectives run. vLLM hashes these into the key of its compile cache, with
-    the plugin's version.
+    """How collectives run. vLLM hashes these settings and the plugin's version into the
+    key of its compile cache.
     """
 
     comm: str = ""
@@ -23,16 +25,16 @@ class Settings:
     own (the default on GPUs); c10d: functional collectives (the default on CPUs);
     timed: a thread that also emulates a network."""
     min_overlap_bytes: int = 0
-    """Messages below this size are reduced at once by the engine's own all-reduce,
-    which is faster for small ones.
+    """The engine's all-reduce, which is faster for small messages, reduces messages
+    below this size at once.
     """
     latency_ms: float = 0.0
     """The delay of a collective in an emulated network; only `timed`."""
     bandwidth_gb_per_s: float = 0.0
     """The rate of an emulated network, 0 for none; only `timed`."""
     looked_at: str = ""
-    """Digest of the changed functions of vLLM that a user has looked at; the refusal of
-    an engine names it.
+    """Digest of the changed functions of vLLM that a user has reviewed; the refusal
+    prints it.
     """
 
 
@@ -89,8 +91,8 @@ def read_settings(additional_config: Any) -> Settings:
 
 
 def with_version(additional_config: Mapping[str, Any], version: str) -> dict[str, Any]:
-    """Return an additional config that tells the plugin's version too: other code must
-    not find its compiled graphs.
+    """Return an additional config with the plugin's version, so that other versions do
+    not reuse its compiled graphs.
     """
     chosen = {**additional_config.get("fcsd", {}), "version": version}
     return {**additional_config, "fcsd": chosen}

@@ -1,12 +1,12 @@
-"""What a verified engine's code is: a digest of each function that FarSkip layers
-replace or call.
+"""Digests of a verified engine's code, one per function that FarSkip layers replace or
+call.
 
-A release may change what such a function does and keep its name. `sources.json` has the
-digests by verified version:
+A release may change such a function and keep its name. `sources.json` has the digests
+of each verified version:
 
     python -m fcsd_vllm.write_sources
 
-adds those of the installed vLLM, after its models were compared with fcsd's
+adds those of the installed vLLM; first compare its models with fcsd's
 (`serving/tests`). Standard library only.
 """
 
@@ -22,13 +22,13 @@ from typing import Any
 FILE = Path(__file__).with_name("sources.json")
 SOURCES: dict[str, dict[str, str]] = json.loads(FILE.read_text(encoding="utf-8"))
 """Version that was verified or read -> function -> digest."""
-# not in every Python's syntax trees
+# absent from some Pythons' syntax trees
 _VERSIONED = ("kind", "type_comment", "type_params")
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """Return 16 hex digits of what a function does: comments, docstrings, layout and
-    Python's version do not count.
+    """Return 16 hex digits that identify a function's code, without comments,
+    docstrings, layout and Python's version.
     """
     try:
         text = inspect.getsource(inspect.unwrap(function))
@@ -38,7 +38,7 @@ def digest(function: Callable[..., Any]) -> str:
 
 
 def digests(functions: Iterable[Callable[..., Any]]) -> dict[str, str]:
-    """Return module and name -> digest, without what the plugin has defined itself."""
+    """Return module and name -> digest, without the plugin's own functions."""
     named = {f"{each.__module__}.{each.__qualname__}": each for each in functions}
     return {
         name: digest(each)
@@ -57,7 +57,9 @@ def changed(installed: Mapping[str, str]) -> dict[str, str]:
 
 
 def seal(changes: Mapping[str, str]) -> str:
-    """Return one digest of several, by which a user says that these changes were looked at."""
+    """Return one digest of several, with which a user confirms that these changes were
+    reviewed.
+    """
     return _hash(sorted(changes.items()))[:12]
 
 
@@ -66,7 +68,7 @@ def _hash(value: Any) -> str:
 
 
 def _plain(node: Any) -> Any:
-    """Return a syntax tree as tuples, without docstrings and what is empty."""
+    """Return a syntax tree as tuples, without docstrings and empty fields."""
     if isinstance(node, list):
         return tuple(_plain(each) for each in node)
     if not isinstance(node, ast.AST):

@@ -1,12 +1,14 @@
-"""Exchanges of rows between data-parallel ranks, begun in one place and waited for in
-another, by several back ends.
+"""Exchanges of rows between data-parallel ranks that start in one place and end in
+another, with several back ends.
 
     gather    every rank's rows, in the order of ranks: the dispatch of `allgather_reducescatter`
-    scatter   of rows of all ranks the sum over ranks of the own ones: its combine
+    scatter the sum over ranks of this rank's rows: the combine of
+    `allgather_reducescatter`
 
-Ranks may have different numbers of rows, `sizes`, and none. Both return what waits; the
-memory given to `scatter` is read until then. A tag names an exchange of the model, such
-as `dispatch.3`, and is the same on every rank and in every step.
+Ranks may have different numbers of rows (`sizes`), also none. Both return a function
+that waits; until it returns, the input of `scatter` is being read. A tag names an
+exchange of the model, such as `dispatch.3`, and is the same on every rank and in every
+step.
 """
 
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from fcsd_vllm.settings import Settings
 def gather_rows(
     x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True
 ) -> tuple[torch.Tensor, Any]:
-    """Return all ranks' rows, and the work to wait for; gloo gathers only equal
+    """Return all ranks' rows, and the work to wait for. gloo gathers only equal
     numbers, so every rank sends to all.
     """
     rows = x.new_empty((sum(sizes), *x.shape[1:]))
@@ -36,8 +38,8 @@ def gather_rows(
 def scatter_rows(
     x: torch.Tensor, sizes: list[int], group: Any, wait: bool = True
 ) -> tuple[torch.Tensor, Any]:
-    """Return what every rank has of this rank's rows, (ranks, rows, …), and the work to
-    wait for.
+    """Return every rank's version of this rank's rows, (ranks, rows, …), and the work
+    to wait for.
     """
     own = sizes[dist.get_rank(group)]
     parts = x.new_empty((len(sizes) * own, *x.shape[1:]))
@@ -48,19 +50,19 @@ def scatter_rows(
 
 
 class Transport:
-    """A back end: torch.distributed on the group of the device, gloo on CPUs, NCCL or
-    RCCL elsewhere.
+    """A back end: torch.distributed on the device's group, gloo on CPUs, NCCL or RCCL
+    elsewhere.
     """
 
     def __init__(self, group: Any, settings: Settings) -> None:
         self.group = group.device_group
         self.settings = settings
-        self.at_once = settings.comm == "blocking"  # then nothing comes here
+        self.at_once = settings.comm == "blocking"  # then nothing arrives here
 
     def gather(
         self, tensors: list[torch.Tensor], sizes: list[int], tag: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begin to gather the rows of several tensors, which have as many."""
+        """Start to gather the rows of several tensors with equal numbers of rows."""
         begun = [gather_rows(x, sizes, self.group, wait=False) for x in tensors]
 
         def wait() -> list[torch.Tensor]:
@@ -73,7 +75,7 @@ class Transport:
     def scatter(
         self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
     ) -> Callable[[], object]:
-        """Begin to sum into `output`."""
+        """Start to sum into `output`."""
         parts, work = scatter_rows(x, sizes, self.group, wait=False)
 
         def wait() -> None:
@@ -86,7 +88,7 @@ class Transport:
 def _giving(
     rows: list[torch.Tensor], end: Callable[[], object]
 ) -> Callable[[], list[torch.Tensor]]:
-    """Return what waits for the end and gives the rows that are there by then."""
+    """Return a function that waits for the end and returns the rows."""
 
     def wait() -> list[torch.Tensor]:
         end()
@@ -107,7 +109,7 @@ class TimedTransport(Transport):
     def gather(
         self, tensors: list[torch.Tensor], sizes: list[int], tag: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """Put one turn in the queue; its bytes are those of all ranks' rows."""
+        """Queue one message; its bytes count all ranks' rows."""
         gathered: list[torch.Tensor] = []
 
         def run() -> None:
@@ -122,7 +124,7 @@ class TimedTransport(Transport):
     def scatter(
         self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
     ) -> Callable[[], object]:
-        """Put one turn in the queue."""
+        """Queue one message."""
 
         def run() -> None:
             torch.sum(scatter_rows(x, sizes, self.group)[0], 0, out=output)
@@ -131,7 +133,7 @@ class TimedTransport(Transport):
 
 
 class StreamTransport(Transport):
-    """NCCL or RCCL with a communicator and a stream of its own."""
+    """NCCL or RCCL with a separate communicator and stream."""
 
     def __init__(self, group: Any, settings: Settings) -> None:
         super().__init__(group, settings)
@@ -140,7 +142,7 @@ class StreamTransport(Transport):
     def gather(
         self, tensors: list[torch.Tensor], sizes: list[int], tag: str
     ) -> Callable[[], list[torch.Tensor]]:
-        """Begin when the computing stream has made the tensors."""
+        """Start when the computing stream has written the tensors."""
         tensors = [x.contiguous() for x in tensors]
         gathered = [x.new_empty((sum(sizes), *x.shape[1:])) for x in tensors]
 
@@ -157,7 +159,7 @@ class StreamTransport(Transport):
     def scatter(
         self, x: torch.Tensor, output: torch.Tensor, sizes: list[int], tag: str
     ) -> Callable[[], object]:
-        """Begin when the computing stream has made `x`."""
+        """Start when the computing stream has written `x`."""
         x = x.contiguous()
 
         def run(communicator: Any, stream: Any) -> None:

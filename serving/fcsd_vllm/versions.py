@@ -1,4 +1,6 @@
-"""Which engines the plugin was verified with, and what it needs of one. Standard library only."""
+"""The engines that the plugin was verified with, and the internals that it needs.
+Standard library only.
+"""
 
 import importlib
 import inspect
@@ -9,8 +11,8 @@ from typing import Any
 from fcsd_vllm.sources import SOURCES, changed, digests, seal
 
 READ = ("0.33.0",)
-"""Versions of vLLM in which every function that has changed was read, and the plugin
-adapted, but which have not run FarSkip models: there is no build for CPUs.
+"""Versions of vLLM whose changed functions were read and the plugin adapted to, but
+which have not run FarSkip models because they have no CPU build.
 """
 VERIFIED = tuple(version for version in SOURCES if version not in READ)
 """Versions of vLLM whose models were compared with fcsd's: ids, log-probabilities,
@@ -21,8 +23,8 @@ order of collectives.
 _MOE = "vllm.model_executor.layers.fused_moe"
 _RUNNER = f"{_MOE}.runner.moe_runner"
 _ATTENTION = "vllm.model_executor.layers.attention"
-# What experts over data-parallel ranks are cut out of: steps that `exchange.py` takes
-# apart or does itself.
+# Functions for experts over data-parallel ranks, whose steps `exchange.py` splits or
+# replaces.
 EXCHANGE = (
     (_RUNNER, "MoERunner._sequence_parallel_context"),
     (_RUNNER, "MoERunner._apply_quant_method"),
@@ -76,8 +78,8 @@ NEEDED = (
     ("vllm.distributed.parallel_state", "get_tp_group"),
     ("vllm.utils.torch_utils", "direct_register_custom_op"),
 )
-"""Module and name of each internal of vLLM that is used; functions are known by their
-source, too.
+"""Module and name of each internal of vLLM that the plugin uses; functions are also
+identified by their source.
 """
 
 _WRAPPED = (
@@ -99,8 +101,8 @@ def release(version: str) -> str:
 
 
 def unverified(version: str) -> str | None:
-    """Return the sentence to warn with about an engine that is not on the list; None
-    for one that is.
+    """Return the warning about an engine that is not verified; None for a verified
+    engine.
     """
     if release(version) in VERIFIED:
         return None
@@ -115,8 +117,8 @@ def unverified(version: str) -> str | None:
 def missing(version: str, what: str) -> EngineError:
     """Return the error for an internal that this engine lacks."""
     return EngineError(
-        f"fcsd-serving: vLLM {version} has no {what}, which FarSkip layers are made of;"
-        f" install a verified version: vllm=={', '.join(VERIFIED)}"
+        f"fcsd-serving: vLLM {version} has no {what}, which FarSkip layers need; "
+        f"install a verified version: vllm=={', '.join(VERIFIED)}"
     )
 
 
@@ -128,7 +130,7 @@ def check_internals(version: str) -> None:
 
 
 def needed_functions() -> list[Callable[..., Any]]:
-    """Return those of `NEEDED` that are functions, and what else is wrapped."""
+    """Return the functions in `NEEDED`, and the others that the plugin wraps."""
     return [
         each
         for module, name in (*NEEDED, *_WRAPPED)
@@ -149,12 +151,11 @@ def _internal(module: str, name: str) -> Any:
 def check_sources(
     functions: Iterable[Callable[..., Any]], version: str, looked_at: str = ""
 ) -> None:
-    """Raise EngineError if a function is not what it was in a verified version.
+    """Raise EngineError if a function differs from every verified version.
 
     Args:
-        functions: what a model's layers replace and call.
-        looked_at: the digest of the changes by which a user says that they were looked
-            at.
+        functions: the functions that a model's layers replace and call.
+        looked_at: the digest with which a user confirms that the changes were reviewed.
     """
     new = changed(digests(functions))
     if not new or looked_at == seal(new):
@@ -162,8 +163,8 @@ def check_sources(
     names = ", ".join(".".join(name.split(".")[-2:]) for name in new)
     setting = json.dumps({"fcsd": {"looked_at": seal(new)}})
     raise EngineError(
-        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions whose"
-        f" source nobody has compared: {names}; install vllm=={', '.join(VERIFIED)}, or"
-        " read what changed, compare the log-probabilities of a few prompts with"
-        f" load_model(...), and say so: --additional-config '{setting}'"
+        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions that "
+        f"changed and were not reviewed: {names}; install vllm=={', '.join(VERIFIED)}, "
+        f"or review the changes, compare the log-probabilities of a few prompts with "
+        f"load_model(...), and pass --additional-config '{setting}'"
     )

@@ -1,5 +1,5 @@
-"""What the headers of a checkpoint's safetensors files tell before weights load.
-Standard library only.
+"""Check the headers of a checkpoint's safetensors files before weights load. Standard
+library only.
 """
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from fcsd_vllm.refusals import Refused
 
 GATE = ".self_attn.gate_proj."
-"""Instella-MoE's attention gate in the names of a checkpoint."""
+"""Name of Instella-MoE's attention gate in a checkpoint."""
 _FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
@@ -16,7 +16,7 @@ def check_weights(folder: str) -> None:
     """Raise Refused for a local checkpoint with an FP8 weight that has no scale
     (`NAME_scale…`) beside it.
 
-    An engine would read that weight as if its scale were 1, and serve another model.
+    An engine would read that weight with a scale of 1, and serve a different model.
     """
     types = dict(
         entry
@@ -27,15 +27,15 @@ def check_weights(folder: str) -> None:
     for name, dtype in sorted(types.items()):
         if dtype in _FP8 and "_scale" not in name and name not in scaled:
             raise Refused(
-                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale"
-                f" or {name}_scale_inv), without which its values are not known;"
-                " convert the original again with its scales, or a bfloat16 one"
+                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale "
+                f"or {name}_scale_inv), so its values are unknown; convert the "
+                f"original again with its scales, or convert a bfloat16 checkpoint"
             )
 
 
 def check_gates(folder: str, layers: int) -> None:
-    """Raise Refused for a local checkpoint that lacks the gate of one of its layers,
-    which vLLM would not miss.
+    """Raise Refused for a local checkpoint in which a layer's gate is missing, which
+    vLLM would not notice.
     """
     names = {
         name for file in Path(folder).glob("*.safetensors") for name, _ in _types(file)
@@ -43,15 +43,15 @@ def check_gates(folder: str, layers: int) -> None:
     for index in range(layers if names else 0):
         if not any(name.startswith(f"model.layers.{index}{GATE}") for name in names):
             raise Refused(
-                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing,"
-                " which config.json's gated_attention needs; download or convert the"
-                " checkpoint again"
+                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing, "
+                f"but config.json has gated_attention; download or convert the "
+                f"checkpoint again"
             )
 
 
 def _types(file: Path) -> list[tuple[str, str]]:
-    """Return name and dtype of each tensor; nothing for what is no such file, which the
-    engine says itself.
+    """Return name and dtype of each tensor; nothing for a file in another format, which
+    the engine reports.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -94,7 +94,7 @@ def test_settings_and_features_are_refused_by_the_engine_that_is_configured(
         folder("qwen3_moe-all"), additional_config={"fcsd": {"com": "blocking"}}
     )
     assert (
-        "vLLM rescales the stream of this family in float16; use --dtype bfloat16"
+        "vLLM rescales this family's residual stream in float16; use --dtype bfloat16"
         in refusal(folder("deepseek_v2-all"), dtype="float16", attention_backend=None)
     )
 
@@ -104,12 +104,12 @@ def test_settings_and_features_are_refused_by_the_engine_that_is_configured(
     [
         (
             {"pipeline_parallel_size": 2},
-            "was never run; use --pipeline-parallel-size 1",
+            "pipeline stages is untested; use --pipeline-parallel-size 1",
         ),
         (
             {"enable_lora": True},
             (
-                "adapters travel with the tokens, which FarSkip's exchange does not do;"
+                "FarSkip's exchange does not send LoRA adapters along with the tokens;"
                 " merge them"
             ),
         ),
@@ -183,14 +183,10 @@ def test_a_gate_that_is_missing_and_one_too_many_are_errors(
     tensors["model.layers.2.self_attn.gate_proj.weight"] = gate
     tensors["model.layers.4.self_attn.gate_proj.weight"] = gate.clone()
     save_file(tensors, place / "model.safetensors")
-    assert "layers.4.self_attn.gate_proj.weight belongs to no parameter" in refusal(
-        place
-    )
+    assert "layers.4.self_attn.gate_proj.weight matches no parameter" in refusal(place)
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"gated_attention": False}))
-    assert "layers.0.self_attn.gate_proj.weight belongs to no parameter" in refusal(
-        place
-    )
+    assert "layers.0.self_attn.gate_proj.weight matches no parameter" in refusal(place)
 
 
 def test_amds_keys_that_cannot_be_served_are_refused(folder: Any) -> None:
@@ -257,7 +253,7 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
     engine.inspect_here("qwen3_moe")
     said = refusal(folder("qwen3_moe-all"))
     assert (
-        "functions whose source nobody has compared: Qwen3MoeDecoderLayer.forward;"
+        "functions that changed and were not reviewed: Qwen3MoeDecoderLayer.forward;"
         " install vllm==0.32.0" in said
     )
     name = f"{stock.__module__}.{stock.__qualname__}"
@@ -280,9 +276,7 @@ def test_a_layer_in_whose_place_another_forward_stands_is_refused() -> None:
     stack.layers = nn.ModuleList([layer])
     with pytest.raises(
         Refused,
-        match=(
-            "layer 0: test_refusals has put a forward of its own in the layer's place"
-        ),
+        match=("layer 0: test_refusals has replaced the layer's forward"),
     ):
         rewire.rewire(
             stack,
@@ -347,12 +341,12 @@ class Summing:
         (
             {},
             {"replicate_shared_expert": True},
-            "use a tensor parallel size that divides it",
+            "use a tensor-parallel size that divides its width",
         ),
         (
             {"routed_output_transform": 1},
             {},
-            "serve the model that it was converted from",
+            "serve the original model",
         ),
         (
             {"_quant_method": SimpleNamespace(moe_kernel=Summing())},
@@ -424,7 +418,7 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
         return 2 * exchange.output
 
     refused(
-        "out of which no exchange can be cut; choose another --moe-backend",
+        "so its exchange cannot be split; choose another --moe-backend",
         is_monolithic=True,
     )
     refused(
@@ -432,7 +426,7 @@ def test_experts_whose_exchange_cannot_be_cut_out_are_refused_with_what_to_do() 
         " allgather_reducescatter, deepep_high"
     )
     refused(
-        "without the kernel that is cut; use --data-parallel-size 1",
+        "without the kernel that FarSkip splits; use --data-parallel-size 1",
         lambda _, read: read,
         "blocking",
     )

@@ -233,7 +233,8 @@ def test_another_version_is_refused_by_its_name() -> None:
     check_version(VERSION)
     check_version(f"{VERSION}+cpu")
     with pytest.raises(
-        EngineError, match=r"SGLang 0\.5\.24 is refused: .* install sglang==0\.5\.23"
+        EngineError,
+        match=r"SGLang 0\.5\.24 is not supported: .* install sglang==0\.5\.23",
     ) as refused:
         check_version("0.5.24")
     assert "\n" not in str(refused.value)
@@ -317,7 +318,7 @@ def test_a_farskip_config_is_refused_in_another_version(
     tmp_path: Path, stack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fcsd_sglang.configs.installed", lambda: "0.5.24")
-    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is not supported"):
         read(tmp_path)
 
 
@@ -328,7 +329,7 @@ def test_no_class_is_made_in_another_version(
 
     models.classes.cache_clear()
     monkeypatch.setattr(models, "installed", lambda: "0.5.24")
-    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is refused"):
+    with pytest.raises(EngineError, match=r"SGLang 0\.5\.24 is not supported"):
         _ = models.EntryClass
     models.classes.cache_clear()
 
@@ -369,7 +370,7 @@ def test_without_the_plugin_sglang_refuses_the_folder(models: Path) -> None:
         ({"attn_cp_size": 2}, "context parallelism"),
         ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
         ({"enable_two_batch_overlap": True}, "two-batch overlap"),
-        ({"enable_layernorm_sp": True}, "scattered over the ranks"),
+        ({"enable_layernorm_sp": True}, "residual stream on every rank"),
         ({"enable_nvidia_megakernel": True}, "monokernels"),
         (
             {"enable_fused_moe_sum_all_reduce": True},

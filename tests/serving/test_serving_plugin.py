@@ -450,7 +450,7 @@ def test_a_source_is_known_by_what_it_does_and_a_change_is_refused_until_a_user_
     plugin.versions.check_sources([first, same], "0.33.0")
     with pytest.raises(plugin.versions.EngineError) as refused:
         plugin.versions.check_sources([other], "0.33.0")
-    assert "compared: engine.forward; install vllm==0.32.0" in str(refused.value)
+    assert "reviewed: engine.forward; install vllm==0.32.0" in str(refused.value)
     looked_at = plugin.sources.seal(plugin.sources.digests([other]))
     assert f'"looked_at": "{looked_at}"' in str(refused.value)
     plugin.versions.check_sources([other], "0.33.0", looked_at)

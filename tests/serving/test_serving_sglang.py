@@ -53,7 +53,7 @@ def test_another_version_of_sglang_is_refused_in_a_line_that_names_it(
     for other in ("0.5.22", "0.5.23.post1", "0.6.0"):
         with pytest.raises(package.versions.EngineError) as refused:
             package.versions.check_version(other)
-        assert f"SGLang {other} is refused" in str(refused.value)
+        assert f"SGLang {other} is not supported" in str(refused.value)
         assert "install sglang==0.5.23" in str(refused.value)
         assert "\n" not in str(refused.value)
 
@@ -119,7 +119,8 @@ def test_the_distribution_names_the_plugin_of_sglang() -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen, message", [("looked_at", "of vLLM"), ("comm", "must be one of c10d")]
+    "chosen, message",
+    [("looked_at", "applies to vLLM only"), ("comm", "must be one of c10d")],
 )
 def test_a_setting_of_vllms_plugin_alone_is_refused(
     chosen: str, message: str, package: Any, monkeypatch: pytest.MonkeyPatch

@@ -893,14 +893,14 @@ def other(place: Place, name: str, **changes: Any) -> None:
 
 BAD = {
     "MODEL is not converted": lambda p: other(p, "model"),
-    "--against is converted, too": lambda p: other(p, "original", **CONVERTED),
-    "is not what": lambda p: other(p, "original", model_type="mixtral"),
+    "--against is also converted": lambda p: other(p, "original", **CONVERTED),
+    "was converted from 'qwen2_moe'": lambda p: other(p, "original", model_type="mixtral"),
     "hidden_size is 128, but 64 in": lambda p: other(p, "original", hidden_size=128),
-    "make 520 tokens; the context of": lambda p: [
+    "make 520 tokens, more than the context of": lambda p: [
         other(p, "model", **CONVERTED, max_position_embeddings=256),
         other(p, "original", max_position_embeddings=256),
     ],
-    "holds no tokenizer, which a server needs even with dummy weights": lambda p: (
+    "has no tokenizer, which a server needs even with dummy weights": lambda p: (
         p.without_weights().folder / "model/tokenizer.json"
     ).unlink(),
     "no such program": lambda p: (p.bin / "vllm").unlink(),
@@ -938,8 +938,8 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
         ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
         ("--rows=stock,stok", "rows"),
         ("--rounds=0", "rounds"),
-        ("--nodes=here", "--nodes: 1 machines cannot have as many of 2 ranks each"),
-        ("--nodes=a,b,c", "--nodes: 3 machines cannot have as many of 2 ranks each"),
+        ("--nodes=here", "--nodes: 2 ranks on 1 machine(s): give two or more"),
+        ("--nodes=a,b,c", "--nodes: 2 ranks on 3 machine(s): give two or more"),
     ],
 )
 def test_an_option_without_a_meaning_is_one_line(
