@@ -1,19 +1,19 @@
-"""FarSkip models in Megatron-Core: layers, models of converted checkpoints, and weights
-there and back.
+"""FarSkip models in Megatron-Core: rewired layers, models of converted checkpoints, and
+loading and saving of their weights.
 
     model = build_model(CHECKPOINT, params_dtype=torch.bfloat16, bf16=True)   # after initialize_model_parallel
     load_weights(model, CHECKPOINT)
     …                                                                         # Megatron's own training
     save_weights(model, OUT, like=CHECKPOINT)
 
-`source`, `settings`, `plans`, `names`, `refusals`, `versions` are without Megatron;
-`layer` computes the equations, `spec` puts layers into Megatron's specs, `model`
-builds, `weights` reads and writes.
+`source`, `settings`, `plans`, `names`, `refusals` and `versions` do not import
+Megatron; `layer` computes the equations, `spec` puts layers into Megatron's specs,
+`model` builds models, `weights` loads and saves.
 
-Not covered: exchanges beside computation (layers are blocking), tensor, pipeline and
-context parallelism, layers of Transformer Engine, activation recomputation, CUDA
-graphs, Megatron's inference; models other than qwen3_moe and deepseek_v3. Nothing was
-run on a GPU.
+Not covered: overlapped exchanges (layers are blocking), tensor, pipeline and context
+parallelism, Transformer Engine's layers, activation recomputation, CUDA graphs,
+Megatron's inference; models other than qwen3_moe and deepseek_v3. Nothing was run on a
+GPU.
 """
 
 import importlib

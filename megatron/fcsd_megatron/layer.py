@@ -1,13 +1,13 @@
-"""FarSkip connectivity as a layer of Megatron-Core: blocking, the exchanges of the MoE
-block are waited for at once.
+"""FarSkip connectivity as a layer of Megatron-Core. It is blocking: it waits for the
+MoE block's exchanges at once.
 
     o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
 
 `a` and `m` are as in `fcsd.model.connectivity.spec.Connectivity`. The stream without
-the routed output in flight rides from layer to layer as the `context` that Megatron's
-block hands on beside the stream; models without cross-attention have no other. o_k -
-routed_k is summed up without routed_k, never subtracted. Modules and parameters are
-those of Megatron's layer, and so are the names in its state dict.
+the routed output in flight passes from layer to layer as the `context` of Megatron's
+block, which is otherwise unused in models without cross-attention. o_k - routed_k is a
+sum without routed_k; nothing is subtracted. Modules, parameters and the names in the
+state dict are those of Megatron's layer.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from fcsd_megatron.plans import LayerPlan
 from fcsd_megatron.refusals import check_options
 
 Branch = tuple[torch.Tensor, torch.Tensor | None]
-"""What attention and MLPs of Megatron return: output and bias, or None."""
+"""The return value of Megatron's attention and MLPs: output, and bias or None."""
 
 
 class FarSkipTransformerLayer(TransformerLayer):
     """A rewired layer. `plan` comes from the spec (`fcsd_megatron.spec.with_farskip`),
-    all else from Megatron.
+    all other arguments from Megatron.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class FarSkipTransformerLayer(TransformerLayer):
         super().__init__(config, *args, **options)
         if not isinstance(self.cross_attention, IdentityOp):
             raise UserError(
-                "fcsd-megatron: cross-attention reads the context in which FarSkip"
-                " layers hand on a stream"
+                "fcsd-megatron: cross-attention is not supported: it reads the"
+                " context, in which FarSkip layers pass on a stream"
             )
         self.plan = plan
 
@@ -52,22 +52,21 @@ class FarSkipTransformerLayer(TransformerLayer):
         inference_context: Any = None,
         **arguments: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return o_k, and o_k - routed_k where the next layer's attention reads it.
+        """Return o_k, and o_k - routed_k if the next layer's attention reads it.
 
         Args:
             hidden_states: o_{k-1}, (T, B, D).
-            context: o_{k-1} - routed_{k-1} where that is in flight, else None.
-            padding_mask: (B, T), True for padding, which Megatron's balance loss leaves
-                out.
-            arguments: of attention, passed on.
+            context: o_{k-1} - routed_{k-1} if routed_{k-1} is in flight, else None.
+            padding_mask: (B, T), True for padding, which Megatron's balance loss
+                excludes.
+            arguments: attention's arguments, passed on.
 
         Raises:
-            UserError: in Megatron's inference engines.
+            UserError: the layer runs in Megatron's inference engines.
         """
         if inference_context is not None:
             raise UserError(
-                "fcsd-megatron: inference in Megatron-Core was not compared with fcsd;"
-                " serve with vLLM"
+                "fcsd-megatron: inference in Megatron-Core is untested; serve with vLLM"
             )
         a = hidden_states if context is None else context
         attention = self.self_attention(
@@ -95,7 +94,7 @@ class FarSkipTransformerLayer(TransformerLayer):
     def branches(
         self, m: torch.Tensor, padding_mask: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return what shared experts, None without them, and routed experts put out:
+        """Return the outputs of shared experts (None without them) and routed experts:
         `MoELayer.forward` in steps.
         """
         moe = self.mlp

@@ -1,5 +1,5 @@
-"""A Megatron-Core model of a checkpoint: local layers, the checkpoint's sizes, router
-and connectivity.
+"""Build a Megatron-Core model of a checkpoint: local layers with the checkpoint's
+sizes, router and connectivity.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from fcsd_megatron.versions import check_version
 
 
 def transformer_config(source: Source, **options: Any) -> TransformerConfig:
-    """Return Megatron's config of a checkpoint, in the parallel groups that Megatron
+    """Return Megatron's config of a checkpoint, for the parallel groups that Megatron
     has initialised.
 
     Args:
@@ -26,13 +26,13 @@ def transformer_config(source: Source, **options: Any) -> TransformerConfig:
             `moe_token_dispatcher_type`, …).
 
     Raises:
-        UserError: an option that the checkpoint decides, or that FarSkip layers do not
-            go with.
+        UserError: an option that the checkpoint determines, or that FarSkip layers do
+            not support.
     """
     if decided := sorted(options.keys() & source.settings.keys() - _FREE):
         raise UserError(
-            f"{source.checkpoint.folder}: {decided[0]} is the checkpoint's,"
-            f" {source.settings[decided[0]]!r}; leave it out"
+            f"{source.checkpoint.folder}: {decided[0]} comes from the checkpoint"
+            f" ({source.settings[decided[0]]!r}); leave it out"
         )
     groups = {
         "tensor_model_parallel_size": (
@@ -67,8 +67,8 @@ _FREE = {
     "moe_router_load_balancing_type",
     "moe_router_bias_update_rate",
 }
-"""Fields that a training chooses: they do not change what the checkpoint's model
-computes in evaluation.
+"""Fields that a training may choose: they do not change the model's outputs in
+evaluation.
 """
 
 
@@ -77,12 +77,12 @@ def build_model(path: str | Path, **options: Any) -> GPTModel:
     `load_weights` fills in the checkpoint's.
 
     Args:
-        path: local folder, or `owner/name` of a Hub repository; its connectivity is the
-            model's.
+        path: local folder, or `owner/name` of a Hub repository; the model gets its
+            connectivity.
         options: further fields of TransformerConfig.
 
     Raises:
-        UserError: another release of megatron-core; as `read_source` and
+        UserError: an unsupported release of megatron-core; as in `read_source` and
             `transformer_config`.
     """
     check_version()

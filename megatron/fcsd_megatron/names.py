@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint make which of Megatron's local layers, and back. torch
-alone, no Megatron in here.
+"""Map a checkpoint's tensors to those of Megatron's local layers, and back. Imports
+torch, but not Megatron.
 
-Names of Megatron are those of a model on one rank: experts are numbered over the whole
-model (`own_name` has a rank's).
+Megatron's names are those of a model on one rank: experts are numbered over the whole
+model (`own_name` returns a rank's names).
 """
 
 import re
@@ -19,7 +19,9 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of Megatron: the tensors of the checkpoint that it is made of, and how."""
+    """One tensor of Megatron: the checkpoint's tensors from which it is made, and
+    how.
+    """
 
     sources: tuple[str, ...]
     join: Callable[[Tensors], torch.Tensor] = lambda tensors: tensors[0]
@@ -27,8 +29,8 @@ class Piece:
 
 
 def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
-    """Return Megatron's name of each tensor of a model -> its piece; every tensor of
-    the checkpoint is in one piece.
+    """Return the name of each Megatron tensor of a model -> its piece; every tensor of
+    the checkpoint is in exactly one piece.
 
     Args:
         config: config object of transformers of a family of
@@ -66,8 +68,8 @@ _EXPERT = re.compile(r"(?<=\.mlp\.experts\.local_experts\.)\d+(?=\.)")
 
 
 def own_name(name: str, first: int, count: int) -> str | None:
-    """Return the name of a tensor on a rank with `count` experts from number `first`
-    on; None on other ranks.
+    """Return a tensor's name on the rank that has `count` experts from number `first`
+    on; None if that rank lacks it.
     """
     if (match := _EXPERT.search(name)) is None:
         return name
@@ -80,8 +82,8 @@ def own_name(name: str, first: int, count: int) -> str | None:
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a tensor of Megatron belongs to a routed expert, so that ranks have
-    different ones.
+    """Tell whether a Megatron tensor belongs to a routed expert, so that it differs
+    between ranks.
     """
     return _EXPERT.search(name) is not None
 
@@ -109,8 +111,8 @@ def _experts(config: Any) -> dict[str, Piece]:
 
 
 def _qwen3_attention(config: Any) -> dict[str, Piece]:
-    """Map grouped attention: Megatron has the rows of one tensor by groups, each its
-    queries, its key, its value.
+    """Map grouped attention: Megatron orders the rows of one tensor by group, each with
+    queries, key and value.
     """
     groups, head = config.num_key_value_heads, config.head_dim
     queries = config.num_attention_heads // groups * head

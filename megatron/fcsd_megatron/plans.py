@@ -1,4 +1,4 @@
-"""What each layer of a checkpoint reads: its connectivity, layer by layer. No Megatron in here."""
+"""The connectivity of a checkpoint, layer by layer. Does not import Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,25 +8,25 @@ from fcsd.extension.checkpoints import Connectivity, resolve_layers
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one rewired layer does; `fcsd.model.connectivity.spec.Connectivity` has the
-    equations.
+    """The inputs of one rewired layer; `fcsd.model.connectivity.spec.Connectivity` has
+    the equations.
     """
 
     outdated: bool
     """The MLP side reads the stream without this layer's attention; otherwise with it."""
     carry: bool
     """The next layer's attention reads the stream without this layer's routed output,
-    so both are handed on.
+    so both are passed on.
     """
 
 
 def layer_plans(
     connectivity: Connectivity | None, mask: Sequence[bool]
 ) -> list[LayerPlan | None]:
-    """Return a plan a layer, None for one that stays Megatron's own.
+    """Return one plan per layer; None for a layer that remains Megatron's.
 
     Args:
-        connectivity: of the checkpoint; None for a regular one.
+        connectivity: the checkpoint's; None for a regular checkpoint.
         mask: one entry per layer, True for an MoE layer.
     """
     selected = set(resolve_layers(connectivity.layers, mask)) if connectivity else set()

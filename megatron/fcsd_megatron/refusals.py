@@ -1,5 +1,5 @@
-"""Options of Megatron-Core that rewired layers do not go with, told before a layer is
-built. No Megatron in here.
+"""Options of Megatron-Core that rewired layers do not support, refused before a layer
+is built. Does not import Megatron.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "pipeline_model_parallel_size": (
         _more_than_one,
-        "hands on one tensor from stage to stage, a rewired layer two; use expert parallelism",
+        "passes one tensor from stage to stage, but a rewired layer passes two; use expert parallelism",
     ),
     "sequence_parallel": (bool, "belongs to tensor parallelism; leave it off"),
     "mtp_num_layers": (
@@ -32,7 +32,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "recompute_granularity": (
         bool,
-        "runs parts of a regular layer again; leave it None",
+        "recomputes parts of a regular layer; leave it None",
     ),
     "cpu_offloading": (bool, "moves what a regular layer keeps; leave it off"),
     "fine_grained_activation_offloading": (
@@ -47,7 +47,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "external_cuda_graph": (bool, "captures a regular layer; leave it off"),
     "overlap_moe_expert_parallel_comm": (
         bool,
-        "takes regular layers apart; leave it off",
+        "splits regular layers; leave it off",
     ),
     "moe_shared_expert_overlap": (
         bool,
@@ -74,9 +74,9 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_options(config: Any) -> None:
     """Raise UserError for the first option of a TransformerConfig that rewired layers
-    do not go with.
+    do not support.
 
-    A field that this release does not have is off.
+    A field that this release lacks is off.
     """
     for name, (refused, reason) in RULES.items():
         if refused(value := getattr(config, name, None)):

@@ -1,4 +1,6 @@
-"""A checkpoint's config in the fields of Megatron's TransformerConfig. No Megatron in here."""
+"""Translate a checkpoint's config to fields of Megatron's TransformerConfig. Does not
+import Megatron.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,22 +26,22 @@ _COMMON: dict[str, Any] = {
 
 
 def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig that compute what transformers computes
-    with this config.
+    """Return the fields of a TransformerConfig with which Megatron computes the same as
+    transformers.
 
     Args:
         config: config object of transformers, with its defaults filled in.
         mask: one entry per layer, True for an MoE layer.
-        where: what an error names.
+        where: the checkpoint's name in errors.
 
     Raises:
-        UserError: a family or a setting without its like in Megatron's local layers.
+        UserError: a family or a setting that Megatron's local layers do not have.
     """
     family = base_model_type(config.model_type)
     if family not in FAMILIES:
         raise UserError(
-            f"{where}: model type '{family}' is not mapped to Megatron-Core;"
-            f" {' and '.join(FAMILIES)} are"
+            f"{where}: model type '{family}' is not supported in Megatron-Core;"
+            f" supported: {' and '.join(FAMILIES)}"
         )
     _check(config, where, _SAME)
     settings = {
@@ -61,8 +63,8 @@ def settings_of(config: Any, mask: Sequence[bool], where: str) -> dict[str, Any]
 
 
 def rotary_of(config: Any) -> dict[str, Any]:
-    """Return the arguments of GPTModel for rotary positions; latent attention makes its
-    own and leaves them alone.
+    """Return GPTModel's arguments for rotary positions; latent attention ignores them
+    and computes its own.
     """
     return {
         "position_embedding_type": "rope",
@@ -72,31 +74,34 @@ def rotary_of(config: Any) -> dict[str, Any]:
 
 _Rule = tuple[Callable[[Any], bool], str]
 _SAME: dict[str, _Rule] = {
-    "hidden_act": (lambda value: value == "silu", "silu is mapped alone"),
+    "hidden_act": (lambda value: value == "silu", "only silu is supported"),
     "tie_word_embeddings": (
         lambda value: not value,
-        "embeddings and head have one tensor each in the mapping",
+        "tied embeddings are not supported",
     ),
     "attention_bias": (
         lambda value: not value,
-        "attention without biases is mapped alone",
+        "only attention without biases is supported",
     ),
     "attention_dropout": (
         lambda value: not value,
-        "attention without dropout is mapped alone",
+        "only attention without dropout is supported",
     ),
     "quantization_config": (
         lambda value: value is None,
-        "weights in whole numbers are not mapped; dequantise first",
+        "quantised weights are not supported; run `fcsd dequantize` first",
     ),
 }
 _QWEN3_MOE: dict[str, _Rule] = {
-    "use_sliding_window": (lambda value: not value, "windows are not mapped"),
+    "use_sliding_window": (
+        lambda value: not value,
+        "sliding windows are not supported",
+    ),
 }
 _DEEPSEEK_V3: dict[str, _Rule] = {
     "rope_interleave": (
         bool,
-        "Megatron's latent attention rotates interleaved pairs alone",
+        "Megatron's latent attention rotates only interleaved pairs",
     ),
     "norm_topk_prob": (bool, "Megatron normalises the weights of a sigmoid router"),
 }
@@ -116,8 +121,8 @@ def _qwen3_moe(config: Any, where: str) -> dict[str, Any]:
         or rope.get("rope_type", "default") != "default"
     ):
         raise UserError(
-            f"{where}: rope_parameters: {rope!r} is not mapped; rope_type default with"
-            " rope_theta is"
+            f"{where}: rope_parameters: {rope!r} is not supported; supported:"
+            " rope_type default with rope_theta"
         )
     return {
         "num_query_groups": config.num_key_value_heads,
@@ -150,16 +155,16 @@ def _deepseek_v3(config: Any, where: str) -> dict[str, Any]:
 
 
 def _groups(config: Any, where: str) -> dict[str, Any]:
-    """Return how experts are chosen by groups. transformers adds up the best two of a
-    group, Megatron the best K/g.
+    """Return how experts are chosen by groups. transformers scores a group by its best
+    two experts, Megatron by its best K/g.
     """
     if config.n_group in (None, 1) or config.topk_group == config.n_group:
         return {}
     if config.num_experts_per_tok // config.topk_group != 2:
         raise UserError(
-            f"{where}: topk_group: {config.topk_group} of {config.num_experts_per_tok}"
-            " experts per token: Megatron would choose groups by another number of"
-            " experts than two"
+            f"{where}: topk_group: {config.topk_group} with"
+            f" {config.num_experts_per_tok} experts per token: Megatron would not score"
+            " groups by two experts, as transformers does"
         )
     return {
         "moe_router_num_groups": config.n_group,
@@ -191,9 +196,9 @@ def _latent_rotary(rope: dict[str, Any], where: str) -> dict[str, Any]:
     others = rope.keys() - _YARN - _YARN_SCALES
     if kind != "yarn" or others or len(scales) == 1:
         raise UserError(
-            f"{where}: rope_parameters: {rope!r} is not mapped; default and yarn are,"
-            f" the latter with {', '.join(sorted(_YARN))}, and mscale and"
-            " mscale_all_dim both or neither"
+            f"{where}: rope_parameters: {rope!r} is not supported; supported: default,"
+            f" and yarn with {', '.join(sorted(_YARN))}, and with both or neither of"
+            " mscale and mscale_all_dim"
         )
     return {
         **common,

@@ -1,5 +1,5 @@
-"""A checkpoint that a Megatron model is made from, read and checked by fcsd. No
-Megatron in here.
+"""Read and check the checkpoint from which a Megatron model is built. Does not import
+Megatron.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from fcsd_megatron.settings import settings_of
 
 @dataclass(frozen=True)
 class Source:
-    """What a checkpoint says, and what Megatron is to make of it."""
+    """A checkpoint's config, and its translation to Megatron."""
 
     checkpoint: Checkpoint
     config: Any
@@ -28,15 +28,15 @@ class Source:
 
 
 def read_source(path: str | Path) -> Source:
-    """Read a regular or FarSkip checkpoint of qwen3_moe or deepseek_v3; no weights are
-    read.
+    """Read a regular or FarSkip checkpoint of qwen3_moe or deepseek_v3, without its
+    weights.
 
     Args:
         path: local folder, or `owner/name` of a Hub repository.
 
     Raises:
-        UserError: as `fcsd.load_model`; what `settings_of` refuses; a tensor that the
-            mapping does not know.
+        UserError: as in `fcsd.load_model` and `settings_of`; a tensor without a
+            counterpart in Megatron.
     """
     checkpoint = read_checkpoint(find_folder(path))
     config, cls = config_and_class(checkpoint)
@@ -49,8 +49,8 @@ def read_source(path: str | Path) -> Source:
     if unknown := sorted(checkpoint.shapes.keys() - known):
         raise UserError(
             f"{path}: {len(unknown)} tensors have no place in Megatron, the first is"
-            f" '{unknown[0]}'; a checkpoint of decoder layers with an expert a tensor,"
-            " as save_pretrained writes it, is needed"
+            f" '{unknown[0]}'; give a checkpoint of a language model with one tensor"
+            " per expert, as save_pretrained writes it"
         )
     return Source(
         checkpoint, config, settings, layer_plans(checkpoint.connectivity, mask), pieces

@@ -1,5 +1,5 @@
-"""Specs of Megatron-Core: rewired layers in the place of its own, and the local layers
-that a checkpoint needs.
+"""Specs for Megatron-Core: with rewired layers instead of its own, and with the local
+layers that a checkpoint needs.
 """
 
 import copy
@@ -23,20 +23,20 @@ from fcsd_megatron.plans import LayerPlan
 def with_farskip(
     block: TransformerBlockSubmodules, plans: Sequence[LayerPlan | None]
 ) -> TransformerBlockSubmodules:
-    """Return a block's spec with `FarSkipTransformerLayer` where there is a plan; all
-    else is the block's.
+    """Return a block's spec with `FarSkipTransformerLayer` in the layers that have a
+    plan.
 
-    Any spec of `TransformerLayer`s is taken. Those of local layers were compared with
-    fcsd, those of Transformer Engine were not.
+    It accepts any spec of `TransformerLayer`s. Only specs of local layers were compared
+    with fcsd, not those of Transformer Engine.
 
     Raises:
-        UserError: another number of layers than plans, or layers of another class.
+        UserError: different numbers of layers and plans, or layers of another class.
     """
     specs = list(block.layer_specs)
     if len(specs) != len(plans):
         raise UserError(
-            f"fcsd-megatron: {len(plans)} plans for a spec of {len(specs)} layers; a"
-            " layer needs one each"
+            f"fcsd-megatron: {len(plans)} plans for a spec of {len(specs)} layers;"
+            " give one plan per layer"
         )
     for k, plan in enumerate(plans):
         if plan is None:
@@ -44,7 +44,7 @@ def with_farskip(
         if specs[k].module is not TransformerLayer:
             raise UserError(
                 f"fcsd-megatron: layer {k} is a {specs[k].module.__name__}; FarSkip"
-                " layers replace TransformerLayer"
+                " layers can only replace TransformerLayer"
             )
         specs[k] = ModuleSpec(
             FarSkipTransformerLayer,
@@ -55,11 +55,10 @@ def with_farskip(
 
 
 def local_block(config: Any) -> TransformerBlockSubmodules:
-    """Return Megatron's own spec of local layers; latent attention as transformers
-    computes it.
+    """Return Megatron's spec of local layers, with latent attention as in transformers.
 
     Raises:
-        UserError: queries without a latent in a release that has no local layer for
+        UserError: queries without a latent, in a release that has no local layer for
             them.
     """
     if (
@@ -69,7 +68,7 @@ def local_block(config: Any) -> TransformerBlockSubmodules:
     ):
         raise UserError(
             "fcsd-megatron: q_lora_rank null: megatron-core 0.19.2 normalises such"
-            " queries in Transformer Engine alone; install megatron-core==0.16.1"
+            " queries only with Transformer Engine; install megatron-core==0.16.1"
         )
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
@@ -89,11 +88,11 @@ def local_block(config: Any) -> TransformerBlockSubmodules:
 
 
 class LatentAttention(DotProductAttention):
-    """Megatron's local attention with values of another size than keys, which latent
-    attention has.
+    """Megatron's local attention for latent attention, whose values and keys differ in
+    size.
 
-    `DotProductAttention` of 0.16.1 and 0.19.2 refuses the two sizes; what it computes
-    does not depend on them, but for the shape of its output.
+    `DotProductAttention` of 0.16.1 and 0.19.2 refuses different sizes, although only
+    its output's shape depends on them.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class LatentAttention(DotProductAttention):
 
 
 class LatentNorm:
-    """A norm of latents: its epsilon is 1e-6 in transformers and in DeepSeek's code,
+    """A norm of latents: transformers and DeepSeek's code use an epsilon of 1e-6,
     whatever the config says.
     """
 

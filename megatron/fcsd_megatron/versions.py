@@ -1,9 +1,9 @@
-"""Which megatron-core the package is verified with; any other is refused. Standard
-library only.
+"""The releases of megatron-core that the package supports; it refuses all others.
+Standard library only.
 
-A rewired layer calls the steps of Megatron's MoE layer one by one. What a step does and
-hands on may change between releases without notice, and an output that is added twice
-or not at all raises nothing.
+A rewired layer calls the steps of Megatron's MoE layer one by one. Releases may change
+a step or its outputs without notice, and no error shows an output that is added twice
+or not at all.
 """
 
 from importlib.metadata import version
@@ -17,13 +17,13 @@ VERSIONS = ("0.16.1", "0.19.2")
 
 
 def check_version(installed: str | None = None) -> None:
-    """Raise UserError for another release than those of `VERSIONS`; None looks the
-    installed one up.
+    """Raise UserError unless the release is in `VERSIONS`; None: check the installed
+    one.
     """
     installed = installed or version("megatron-core")
     if installed.partition("+")[0] not in VERSIONS:
         raise UserError(
-            f"fcsd-megatron: megatron-core {installed} is refused:"
-            f" {' and '.join(VERSIONS)} were compared; install"
+            f"fcsd-megatron: megatron-core {installed} is not supported, only"
+            f" {' and '.join(VERSIONS)}; install"
             f" megatron-core=={VERSIONS[-1]}, or {VERSIONS[0]} for Python before 3.12"
         )

@@ -1,5 +1,5 @@
-"""Weights of a checkpoint in a Megatron model, and back. Each rank reads and writes its
-own experts.
+"""Load a checkpoint's weights into a Megatron model, and save them. Each rank reads and
+writes its experts.
 """
 
 import contextlib
@@ -35,16 +35,17 @@ from fcsd_megatron.source import Source, read_source
 
 @torch.no_grad()
 def load_weights(model: Any, path: str | Path) -> None:
-    """Copy a checkpoint's weights into a model of it, in the model's dtypes and on its
+    """Copy a checkpoint's weights into its model, in the model's dtypes and on its
     devices.
 
     Args:
-        model: of `build_model`, or of the same spec, also inside DDP or Float16Module.
-        path: the checkpoint that it was built from, or another with the same config.
+        model: from `build_model` or with the same spec, possibly inside DDP or
+        Float16Module. path: the checkpoint that it was built from, or another with the
+        same config.
 
     Raises:
-        UserError: as `read_source`; a model with other tensors or another connectivity
-            than the checkpoint's.
+        UserError: as in `read_source`; the model's tensors or connectivity differ from
+            the checkpoint's.
     """
     source = read_source(path)
     tensors = _own_tensors(model, source)
@@ -63,23 +64,22 @@ def load_weights(model: Any, path: str | Path) -> None:
             )
             if value.shape != tensor.shape:
                 raise UserError(
-                    f"{path}: '{name}' has shape {list(value.shape)}, in the model"
-                    f" {list(tensor.shape)}"
+                    f"{path}: '{name}' has shape {list(value.shape)}, but"
+                    f" {list(tensor.shape)} in the model"
                 )
             tensor.copy_(value)
 
 
 def save_weights(model: Any, folder: str | Path, like: str | Path) -> None:
-    """Write a model as the checkpoint that it came from: its config, tokenizer, files
-    and dtypes. All ranks call it.
+    """Write a model in the format of its checkpoint, with that one's config, tokenizer,
+    files and dtypes. All ranks call this.
 
-    The files of `like` are copied and the tensors that differ written over theirs, rank
-    after rank, so `folder` is on a file system that all ranks share. If any differs,
-    the config says that a FarSkip model was trained.
+    It copies the files of `like` and overwrites the tensors that differ, rank after
+    rank, so all ranks must share the file system of `folder`. If any tensor differs,
+    the config records that a FarSkip model was trained.
 
     Raises:
-        UserError: as `load_weights`; `folder` exists and is not an empty folder, or
-            cannot be written.
+        UserError: as in `load_weights`; `folder` is not empty or cannot be written.
     """
     source = read_source(like)
     tensors = _own_tensors(model, source)
@@ -123,8 +123,8 @@ def _own_tensors(model: Any, source: Source) -> dict[str, torch.Tensor]:
     where = source.checkpoint.folder
     if [getattr(layer, "plan", None) for layer in model.decoder.layers] != source.plans:
         raise UserError(
-            f"{where}: the model has another connectivity than this checkpoint; build"
-            " it from this one"
+            f"{where}: the model's connectivity differs from this checkpoint's; build"
+            " the model from this checkpoint"
         )
     state = {
         name: value
@@ -149,8 +149,8 @@ def _own_tensors(model: Any, source: Source) -> dict[str, torch.Tensor]:
         )
         raise UserError(
             f"{where}: the model {side} '{wrong[0]}' ({len(wrong)} tensors differ);"
-            " local layers with one expert a module are mapped, as build_model makes"
-            " them"
+            " only local layers with one module per expert are supported, as"
+            " build_model creates them"
         )
     return {names[own]: value for own, value in state.items()}
 
@@ -158,8 +158,8 @@ def _own_tensors(model: Any, source: Source) -> dict[str, torch.Tensor]:
 def _written(
     source: Source, tensors: dict[str, torch.Tensor], ranks: Ranks
 ) -> dict[str, torch.Tensor]:
-    """Return what this rank writes, by names of the checkpoint: the first replica of
-    its experts; rank 0 all else.
+    """Return the tensors that this rank writes, by checkpoint name: the first replica
+    of its experts, and on rank 0 all others.
     """
     experts = parallel_state.get_expert_data_parallel_rank() == 0
     written: dict[str, torch.Tensor] = {}
@@ -173,7 +173,7 @@ def _written(
 
 
 def _copy(stack: contextlib.ExitStack, checkpoint: Checkpoint, folder: Path) -> Path:
-    """Begin a folder with copies of a checkpoint's files; it has its name when the
+    """Start a folder with copies of a checkpoint's files; it gets its name when the
     stack is closed.
     """
     place = stack.enter_context(new_folder(folder, replaces=False))

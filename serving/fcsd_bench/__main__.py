@@ -10,10 +10,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The engine's environment also has this distribution, and cannot have fcsd.
     if importlib.util.find_spec("fcsd") is None:
         print(
-            f"fcsd-bench: error: {sys.prefix} has no fcsd: install this distribution "
-            f"in fcsd's environment as well (pip install SERVING, where SERVING is the "
-            f"folder serving/ of fcsd's repository); --vllm and --sglang name the "
-            f"engine's environment",
+            f"fcsd-bench: error: {sys.prefix} has no fcsd: install this distribution"
+            " in fcsd's environment as well (pip install SERVING, where SERVING is the"
+            " folder serving/ of fcsd's repository); --vllm and --sglang name the"
+            " engine's environment",
             file=sys.stderr,
         )
         return 2

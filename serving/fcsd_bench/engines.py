@@ -277,9 +277,9 @@ def find_program(name: EngineName, path: str, comm: Mapping[str, Any]) -> Progra
     # package's.
     if facts["plugin"] is None:
         raise UserError(
-            f"--{name} {program}: its environment lacks the plugin that serves "
-            f"converted models: `{python} -m pip install SERVING`, where SERVING is "
-            f"the folder serving/ of fcsd's repository"
+            f"--{name} {program}: its environment lacks the plugin that serves"
+            f" converted models: `{python} -m pip install SERVING`, where SERVING is"
+            " the folder serving/ of fcsd's repository"
         )
     # The variable restricts the plugins that the engine loads, and servers inherit it.
     named = os.environ.get(engine.plugins_variable)
@@ -347,7 +347,7 @@ def _python_of(name: EngineName, program: Path) -> str:
         first = file.readline(1024).decode(errors="replace")
     if not first.startswith("#!") or "python" not in first:
         raise UserError(
-            f"--{name} {program}: was not installed by pip: there is no `python` next "
-            f"to it or in its first line"
+            f"--{name} {program}: was not installed by pip: there is no `python` next"
+            " to it or in its first line"
         )
     return first[2:].split()[0]

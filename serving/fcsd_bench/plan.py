@@ -32,13 +32,13 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
         )
     if base.startswith(PREFIX):
         raise UserError(
-            f"{original.where}: --against is also converted; give the original of "
-            f"{benchmark.model}"
+            f"{original.where}: --against is also converted; give the original of"
+            f" {benchmark.model}"
         )
     if base_model_type(converted) != base:
         raise UserError(
-            f"{original.where}: model_type '{base}', but {benchmark.model} was "
-            f"converted from '{base_model_type(converted)}'"
+            f"{original.where}: model_type '{base}', but {benchmark.model} was"
+            f" converted from '{base_model_type(converted)}'"
         )
     # Equal sizes do not prove that it is the original, but another size proves that it
     # is not.
@@ -56,8 +56,8 @@ def check_models(benchmark: Benchmark) -> dict[str, Any]:
     if context is not None and longest > context:
         raise UserError(
             f"--prompt-tokens {max(benchmark.prompt_tokens)} and --output-tokens"
-            f" {benchmark.output_tokens} make {longest} tokens, more than the context "
-            f"of {benchmark.model}: {context}; shorten one of them"
+            f" {benchmark.output_tokens} make {longest} tokens, more than the context"
+            f" of {benchmark.model}: {context}; shorten one of them"
         )
     return ours
 
@@ -80,9 +80,9 @@ def with_dummies(benchmark: Benchmark) -> Benchmark:
         )
     if not has_tokenizer(folder):
         raise UserError(
-            f"{benchmark.model}: has no tokenizer, which a server needs even with "
-            f"dummy weights; copy the original's tokenizer.json and "
-            f"tokenizer_config.json into it"
+            f"{benchmark.model}: has no tokenizer, which a server needs even with"
+            " dummy weights; copy the original's tokenizer.json and"
+            " tokenizer_config.json into it"
         )
     words = [*benchmark.serve_args, LOAD_FORMAT, DUMMY]
     return benchmark.model_copy(update={"serve_args": words})

@@ -211,8 +211,8 @@ def measure(
     }
     if missing := [name for name in FIGURES if figures.get(name) is None]:
         raise UserError(
-            f"the benchmark of {engine.title} {program.version} did not report "
-            f"{missing[0]}; use a verified version"
+            f"the benchmark of {engine.title} {program.version} did not report"
+            f" {missing[0]}; use a verified version"
         )
     return {name: figures[name] for name in FIGURES}
 

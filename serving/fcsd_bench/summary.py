@@ -159,9 +159,9 @@ def table(result: Mapping[str, Any]) -> str:
         (
             f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving"
             f" {versions['fcsd-serving']}, {where}, {_layout(result)};"
-            f" {settings['requests']} requests at once, {settings['output_tokens']} "
-            f"tokens each for the time between tokens. Median of {rounds} "
-            f"{'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
+            f" {settings['requests']} requests at once, {settings['output_tokens']}"
+            f" tokens each for the time between tokens. Median of {rounds}"
+            f" {'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
             " without warm-up; x is the speed-up over stock in the same round."
         ),
         _conditions(result),

@@ -27,10 +27,10 @@ these have no such indices.
 
 REFUSED = {
     "instella_moe": (
-        "fcsd-serving: instella_moe: SGLang does not support its attention gate; serve "
-        "it with vLLM and this plugin, or with AMD's fork of SGLang "
-        "(github.com/AMD-AGI/FarSkip-Collective), which loads AMD's checkpoints and "
-        "those of `fcsd convert --format amd`"
+        "fcsd-serving: instella_moe: SGLang does not support its attention gate; serve"
+        " it with vLLM and this plugin, or with AMD's fork of SGLang"
+        " (github.com/AMD-AGI/FarSkip-Collective), which loads AMD's checkpoints and"
+        " those of `fcsd convert --format amd`"
     )
 }
 """Family that is not served -> the message about it."""

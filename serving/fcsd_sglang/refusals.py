@@ -36,8 +36,8 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _above_one("attn_dp_size", "moe_dp_size", "dwdp_size"),
         (
-            "data-parallel attention and experts exchange tokens where FarSkip sums "
-            "them; start one server per replica"
+            "data-parallel attention and experts exchange tokens where FarSkip sums"
+            " them; start one server per replica"
         ),
     ),
     (
@@ -51,46 +51,46 @@ _RULES: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         _set("enable_two_batch_overlap", "enable_single_batch_overlap", "enable_pdmux"),
         (
-            "two-batch overlap, single-batch overlap and PD multiplexing split the "
-            "step that FarSkip overlaps; leave them off"
+            "two-batch overlap, single-batch overlap and PD multiplexing split the"
+            " step that FarSkip overlaps; leave them off"
         ),
     ),
     (
         _set("enable_attn_tp_input_scattered", "enable_layernorm_sp"),
         (
-            "FarSkip needs the whole residual stream on every rank; leave "
-            "--enable-attn-tp-input-scattered and sequence parallelism off"
+            "FarSkip needs the whole residual stream on every rank; leave"
+            " --enable-attn-tp-input-scattered and sequence parallelism off"
         ),
     ),
     (
         _set("enable_nvidia_megakernel", "enable_amd_monokernel"),
         (
-            "mega- and monokernels replace the layers with the stock model; leave them "
-            "off"
+            "mega- and monokernels replace the layers with the stock model; leave them"
+            " off"
         ),
     ),
     (
         _set("enable_fused_moe_sum_all_reduce"),
         (
-            "--enable-fused-moe-sum-all-reduce sums routed experts inside their "
-            "kernel, which FarSkip cannot delay; leave it off"
+            "--enable-fused-moe-sum-all-reduce sums routed experts inside their"
+            " kernel, which FarSkip cannot delay; leave it off"
         ),
     ),
     (
         _set("enable_torch_compile"),
-        "--enable-torch-compile may move the end of an all-reduce to its start; leave "
-        "it off",
+        "--enable-torch-compile may move the end of an all-reduce to its start; leave"
+        " it off",
     ),
     (
         _set("enable_lora", "lora_paths"),
-        "LoRA gets its rows from layer_boundary, which FarSkip bypasses; merge the "
-        "adapter into the weights",
+        "LoRA gets its rows from layer_boundary, which FarSkip bypasses; merge the"
+        " adapter into the weights",
     ),
     (
         _reads_between_layers,
         (
-            "draft models read the stream between layers, where FarSkip has sums in "
-            "flight; use --speculative-algorithm NGRAM"
+            "draft models read the stream between layers, where FarSkip has sums in"
+            " flight; use --speculative-algorithm NGRAM"
         ),
     ),
 )

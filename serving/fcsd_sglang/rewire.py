@@ -83,8 +83,8 @@ def _take_apart(schedule: Schedule) -> None:
     parts: list[Any] = [layer.self_attn]
     if getattr(layer.self_attn, "use_dsa", False):
         raise Refused(
-            f"{where}: sparse attention passes indices from layer to layer; serve with "
-            f"vLLM"
+            f"{where}: sparse attention passes indices from layer to layer; serve with"
+            " vLLM"
         )
     if schedule.dense:
         parts.append(block)
@@ -102,8 +102,8 @@ def _take_apart(schedule: Schedule) -> None:
         if getattr(block, "shared_experts", None) is not None:
             if hasattr(block, "forward_cpu") and is_cpu() and cpu_has_amx_support():
                 raise Refused(
-                    f"{where}: SGLang's AMX kernels add shared to routed experts; "
-                    f"serve with vLLM"
+                    f"{where}: SGLang's AMX kernels add shared to routed experts;"
+                    " serve with vLLM"
                 )
             parts.append(block.shared_experts)
             schedule.shared = block._forward_shared_experts
@@ -139,8 +139,8 @@ def _check_partial(part: nn.Module, where: str) -> None:
         or rows[0].input_size != rows[0].input_size_per_partition * ranks
     ):
         raise Refused(
-            f"{where}: {type(part).__name__} is not summed over all {ranks} ranks; "
-            f"leave off options that replicate or regroup projections"
+            f"{where}: {type(part).__name__} is not summed over all {ranks} ranks;"
+            " leave off options that replicate or regroup projections"
         )
 
 
@@ -159,8 +159,8 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
             or given.get("capture_output") is not None
         ):
             raise Refused(
-                f"layer {schedule.index}: SGLang reads the stream after this layer, "
-                f"where FarSkip has sums in flight"
+                f"layer {schedule.index}: SGLang reads the stream after this layer,"
+                " where FarSkip has sums in flight"
             )
         batch = given["forward_batch"]
         base, routed, read = _enter(schedule, given["hidden_states"], batch)

@@ -39,7 +39,7 @@ def settings() -> Settings:
         )
     if chosen.looked_at:
         raise SettingsError(
-            f"{VARIABLE}.looked_at: applies to vLLM only; leave it out, because SGLang "
-            f"is supported in one version"
+            f"{VARIABLE}.looked_at: applies to vLLM only; leave it out, because SGLang"
+            " is supported in one version"
         )
     return chosen if chosen.comm else replace(chosen, comm=BACK_ENDS[0])

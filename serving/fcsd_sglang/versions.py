@@ -19,9 +19,9 @@ def check_version(version: str) -> None:
     """Raise EngineError unless the version is `VERSION`."""
     if version.partition("+")[0] != VERSION:
         raise EngineError(
-            f"fcsd-serving: SGLang {version} is not supported: FarSkip layers bypass "
-            f"layer_boundary, which was reviewed in {VERSION} only; install "
-            f"sglang=={VERSION}, or serve with vLLM"
+            f"fcsd-serving: SGLang {version} is not supported: FarSkip layers bypass"
+            f" layer_boundary, which was reviewed in {VERSION} only; install"
+            f" sglang=={VERSION}, or serve with vLLM"
         )
 
 

@@ -170,16 +170,16 @@ class Exchange:
         where = f"layer {self.index}: {type(self.runner._quant_method).__name__}"
         if self.output is None:
             raise Refused(
-                f"{where} runs experts without the kernel that FarSkip splits; use "
-                f"--data-parallel-size 1"
+                f"{where} runs experts without the kernel that FarSkip splits; use"
+                " --data-parallel-size 1"
             )
         if (
             self.routed.untyped_storage().data_ptr()
             != self.output.untyped_storage().data_ptr()
         ):
             raise Refused(
-                f"{where}: its block computes with the routed output, which is still "
-                f"in flight then; use --data-parallel-size 1"
+                f"{where}: its block computes with the routed output, which is still"
+                " in flight then; use --data-parallel-size 1"
             )
 
     def experts(self) -> None:

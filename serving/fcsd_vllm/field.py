@@ -123,9 +123,9 @@ def field_of(config: Any, num_layers: int) -> Field:
         start -= 1  # in AMD's file, regular MoE layers also leave their routed output in flight
     elif start > first_moe and not mlp_only:
         raise FieldError(
-            f"config.json: farskip_start_idx: layer {start} follows a regular MoE "
-            f"layer, whose routed output AMD's file also leaves in flight; use 0 to "
-            f"{first_moe}, or set mlp_only_farskip or attn_only_farskip"
+            f"config.json: farskip_start_idx: layer {start} follows a regular MoE"
+            " layer, whose routed output AMD's file also leaves in flight; use 0 to"
+            f" {first_moe}, or set mlp_only_farskip or attn_only_farskip"
         )
     layers = tuple(range(start, end + 1))
     return Field(layers, not mlp_only, frozenset(() if attention_only else layers))

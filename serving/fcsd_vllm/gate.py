@@ -89,7 +89,7 @@ def renamed(
         place, gate, kind = name.partition(GATE)
         if gate and int(place.rpartition(".")[2]) >= gates:
             raise Refused(
-                f"fcsd-serving: {name} matches no parameter: config.json has "
-                f"gated_attention for {gates} layers"
+                f"fcsd-serving: {name} matches no parameter: config.json has"
+                f" gated_attention for {gates} layers"
             )
         yield (place + ours + kind if gate else name), tensor

@@ -16,8 +16,8 @@ class Refused(ValueError):
 
 
 MONOLITHIC = (
-    "routes and computes in one call, so its exchange cannot be split; choose another "
-    "--moe-backend"
+    "routes and computes in one call, so its exchange cannot be split; choose another"
+    " --moe-backend"
 )
 SPLITTABLE = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
 """Back ends (`--all2all-backend`) that start and end an exchange in separate calls."""
@@ -70,8 +70,8 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
         _data_parallel(lambda config: config.parallel_config.tensor_parallel_size > 1),
         (
-            "with data parallelism, tensor parallelism scatters the stream over ranks "
-            "or adds sums beside the exchange; use --tensor-parallel-size 1, or"
+            "with data parallelism, tensor parallelism scatters the stream over ranks"
+            " or adds sums beside the exchange; use --tensor-parallel-size 1, or"
             " --data-parallel-size 1 and start one server per replica"
         ),
     ),
@@ -80,22 +80,22 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
             lambda config: config.parallel_config.pipeline_parallel_size > 1
         ),
         (
-            "data parallelism with pipeline stages is untested; use "
-            "--pipeline-parallel-size 1"
+            "data parallelism with pipeline stages is untested; use"
+            " --pipeline-parallel-size 1"
         ),
     ),
     (
         _data_parallel(_unsplit),
         (
-            "the start and the end of this exchange of data-parallel ranks cannot be "
-            f"separated; {SPLIT}"
+            "the start and the end of this exchange of data-parallel ranks cannot be"
+            f" separated; {SPLIT}"
         ),
     ),
     (
         _data_parallel(lambda config: config.lora_config is not None),
         (
-            "with data parallelism, FarSkip's exchange does not send LoRA adapters "
-            "along with the tokens; merge them into the weights"
+            "with data parallelism, FarSkip's exchange does not send LoRA adapters"
+            " along with the tokens; merge them into the weights"
         ),
     ),
     (
@@ -105,9 +105,9 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
             lambda config: getattr(config.parallel_config, "enable_eplb", False)
         ),
         (
-            "with data parallelism, the load balancer (--enable-eplb) moves experts "
-            "between ranks in a separate thread and communicators, which is untested "
-            "beside FarSkip's exchange; leave it off"
+            "with data parallelism, the load balancer (--enable-eplb) moves experts"
+            " between ranks in a separate thread and communicators, which is untested"
+            " beside FarSkip's exchange; leave it off"
         ),
     ),
     (
@@ -117,16 +117,16 @@ _RULES: tuple[tuple[Callable[[Any, Family], bool], str], ...] = (
     (
         _above_one("decode_context_parallel_size"),
         (
-            "context-parallel decoding (--decode-context-parallel-size) exchanges "
-            "queries and sums within attention, while FarSkip has sums in flight; "
-            "leave it off"
+            "context-parallel decoding (--decode-context-parallel-size) exchanges"
+            " queries and sums within attention, while FarSkip has sums in flight;"
+            " leave it off"
         ),
     ),
     (
         _parallel("enable_elastic_ep"),
         (
-            "elastic expert parallelism (--enable-elastic-ep) changes a running "
-            "server's process groups; leave it off"
+            "elastic expert parallelism (--enable-elastic-ep) changes a running"
+            " server's process groups; leave it off"
         ),
     ),
     (

@@ -106,9 +106,9 @@ def check_latent(vllm_config: Any, family: Family) -> None:
         return  # vLLM takes the first back end that supports the size
     others = "" if current_platform.is_cpu() else "--attention-backend TRITON_MLA, or "
     raise Refused(
-        f"fcsd-serving: {family.causal_lm}: {chosen.name} has no kernel for its latent "
-        f"cache of {latent} channels; use {others}VLLM_MLA_DISABLE=1 in the "
-        f"environment (caches whole heads)"
+        f"fcsd-serving: {family.causal_lm}: {chosen.name} has no kernel for its latent"
+        f" cache of {latent} channels; use {others}VLLM_MLA_DISABLE=1 in the"
+        " environment (caches whole heads)"
     )
 
 
@@ -127,8 +127,8 @@ def _add_warning() -> None:
         config = vllm_config.model_config.hf_config
         if getattr(config, "farskip", None) is not None:
             init_logger("vllm.fcsd").warning_once(
-                "FarSkip: %s runs in vLLM's Transformers backend, which overlaps no "
-                "all-reduce. The plugin overlaps them for: %s",
+                "FarSkip: %s runs in vLLM's Transformers backend, which overlaps no"
+                " all-reduce. The plugin overlaps them for: %s",
                 config.model_type,
                 ", ".join(FAMILIES),
             )

@@ -105,9 +105,9 @@ def _check_forward(layer: nn.Module, k: int) -> None:
     """
     if (wrapper := vars(layer).get("forward")) is not None:
         raise Refused(
-            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has replaced "
-            f"the layer's forward, which FarSkip layers would skip; switch it off (for "
-            f"offloaded weights: --cpu-offload-gb, --offload-group-size)"
+            f"layer {k}: {getattr(wrapper, '__module__', 'something')} has replaced"
+            " the layer's forward, which FarSkip layers would skip; switch it off (for"
+            " offloaded weights: --cpu-offload-gb, --offload-group-size)"
         )
 
 
@@ -149,8 +149,8 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     kernel = getattr(runner._quant_method, "moe_kernel", None)
     if kernel is not None and kernel.output_is_reduced():
         raise Refused(
-            f"{where}: {type(kernel).__name__} sums over ranks itself; choose another "
-            f"MoE back end"
+            f"{where}: {type(kernel).__name__} sums over ranks itself; choose another"
+            " MoE back end"
         )
     runner.moe_config.skip_final_all_reduce = True
     _take_shared(schedule, runner)
@@ -211,8 +211,8 @@ def _row(module: nn.Module, what: str, version: str) -> Any:
 def _check_layer(schedule: Schedule) -> None:
     if getattr(schedule.layer, "layer_scale", False):
         raise Refused(
-            f"layer {schedule.index}: FarSkip layers do not support layer_scale, which "
-            f"multiplies this layer's sums; serve the original model"
+            f"layer {schedule.index}: FarSkip layers do not support layer_scale, which"
+            " multiplies this layer's sums; serve the original model"
         )
 
 
@@ -234,13 +234,13 @@ def _check_runner(schedule: Schedule, runner: Any, version: str) -> None:
         )
     if getattr(block, "replicate_shared_expert", False):
         raise Refused(
-            f"{where}: its shared expert is replicated on every rank; use a "
-            f"tensor-parallel size that divides its width"
+            f"{where}: its shared expert is replicated on every rank; use a"
+            " tensor-parallel size that divides its width"
         )
     if getattr(runner, "routed_output_transform", None) is not None:
         raise Refused(
-            f"{where}: its routed output is transformed after the sum over ranks, so "
-            f"that sum cannot be delayed; serve the original model"
+            f"{where}: its routed output is transformed after the sum over ranks, so"
+            " that sum cannot be delayed; serve the original model"
         )
 
 

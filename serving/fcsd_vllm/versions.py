@@ -117,8 +117,8 @@ def unverified(version: str) -> str | None:
 def missing(version: str, what: str) -> EngineError:
     """Return the error for an internal that this engine lacks."""
     return EngineError(
-        f"fcsd-serving: vLLM {version} has no {what}, which FarSkip layers need; "
-        f"install a verified version: vllm=={', '.join(VERIFIED)}"
+        f"fcsd-serving: vLLM {version} has no {what}, which FarSkip layers need;"
+        f" install a verified version: vllm=={', '.join(VERIFIED)}"
     )
 
 
@@ -163,8 +163,8 @@ def check_sources(
     names = ", ".join(".".join(name.split(".")[-2:]) for name in new)
     setting = json.dumps({"fcsd": {"looked_at": seal(new)}})
     raise EngineError(
-        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions that "
-        f"changed and were not reviewed: {names}; install vllm=={', '.join(VERIFIED)}, "
-        f"or review the changes, compare the log-probabilities of a few prompts with "
-        f"load_model(...), and pass --additional-config '{setting}'"
+        f"fcsd-serving: vLLM {version}: FarSkip layers replace or call functions that"
+        f" changed and were not reviewed: {names}; install vllm=={', '.join(VERIFIED)},"
+        " or review the changes, compare the log-probabilities of a few prompts with"
+        f" load_model(...), and pass --additional-config '{setting}'"
     )

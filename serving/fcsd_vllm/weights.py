@@ -27,9 +27,9 @@ def check_weights(folder: str) -> None:
     for name, dtype in sorted(types.items()):
         if dtype in _FP8 and "_scale" not in name and name not in scaled:
             raise Refused(
-                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale "
-                f"or {name}_scale_inv), so its values are unknown; convert the "
-                f"original again with its scales, or convert a bfloat16 checkpoint"
+                f"fcsd-serving: {folder}: {name} is FP8 and has no scale ({name}_scale"
+                f" or {name}_scale_inv), so its values are unknown; convert the"
+                " original again with its scales, or convert a bfloat16 checkpoint"
             )
 
 
@@ -43,9 +43,9 @@ def check_gates(folder: str, layers: int) -> None:
     for index in range(layers if names else 0):
         if not any(name.startswith(f"model.layers.{index}{GATE}") for name in names):
             raise Refused(
-                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing, "
-                f"but config.json has gated_attention; download or convert the "
-                f"checkpoint again"
+                f"fcsd-serving: {folder}: model.layers.{index}{GATE}weight is missing,"
+                " but config.json has gated_attention; download or convert the"
+                " checkpoint again"
             )
 
 

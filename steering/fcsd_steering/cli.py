@@ -88,8 +88,8 @@ def _bias(arguments: Namespace) -> None:
         print(f"exchanges, mean over layers and this text: {change}")
         if facts.get("left"):
             print(
-                "layers that no bias brings into their windows, and that have none:"
-                f" {facts['left']}"
+                "layers left without a bias, because none brings them into their"
+                f" windows: {facts['left']}"
             )
         print(arguments.out)
 
@@ -204,8 +204,8 @@ def _from_nccl_tests(arguments: Namespace) -> None:
     for option in ("max_bytes", "check"):
         if getattr(arguments, option):
             raise UserError(
-                f"--{option.replace('_', '-')} has no meaning with --nccl-tests:"
-                " nothing is measured"
+                f"--{option.replace('_', '-')} has no effect with --nccl-tests, which"
+                " measures nothing; leave it out"
             )
     from fcsd.extension.network import read_links, write_links
     from fcsd_steering.network.measure import describe
@@ -216,8 +216,8 @@ def _from_nccl_tests(arguments: Namespace) -> None:
     write_links(arguments.links, links)
     print(describe(links))
     print(
-        "nccl-tests times all edges together: all have the same latency and rate here,"
-        " and no port is known"
+        "nccl-tests times all edges together: the file has the same latency and rate"
+        " for all, and no shared ports"
     )
 
 

@@ -16,7 +16,7 @@ SIGMA_FLOOR = 0.05
 
 
 class Steered(NamedTuple):
-    """A model of the report: which model of the run, and how its routers are steered."""
+    """A model of the report: a model of the run, and how its routers are steered."""
 
     model: str
     kind: Swept
@@ -26,35 +26,38 @@ class Steered(NamedTuple):
 class SteeringStudy(Strict):
     """Evaluate models of a run with their routers steered, from their own traffic.
 
-    Each kind and strength is a model of the report: KIND-STRENGTH of the original,
-    MODEL-KIND-STRENGTH of another. A strength is CAMoE's lambda; for `bottleneck` the
-    lambda of CAMoE whose time is the target. 0 is the model itself.
+    Each kind and strength is a model of the report: KIND-STRENGTH for the original,
+    MODEL-KIND-STRENGTH for other models. A strength is CAMoE's lambda; for
+    `bottleneck`, the lambda of CAMoE whose time is the target. 0 is the unsteered
+    model.
     """
 
-    recipe: str  # whose run has evaluated the models
+    recipe: str  # the recipe whose run has evaluated the models
     output_dir: str | None = None  # null: `steering` in the folder of the run
     links: str  # file of `fcsd-steer profile-network`
     models: list[str] = Field(
         default_factory=lambda: ["original"], min_length=1
-    )  # by their names in the report
+    )  # names as in the report
     kind: Swept | list[Swept] = "camoe"
     strengths: list[float] = Field(
         default_factory=lambda: list(CAMOE_STRENGTHS), min_length=1
     )
-    # that hold the experts; null: those of the links
+    # endpoints that hold the experts; null: those of the links
     endpoints: PositiveInt | None = None
-    placement: PlacedBy = option("contiguous", "which endpoint has which experts")
+    placement: PlacedBy = option(
+        "contiguous", "how experts are distributed over endpoints"
+    )
     selection: bool = option(False, "choose experts by the bias, weigh them without it")
     scale: Literal["logit_std"] | None = option(
         None, "count the strength in standard deviations of the layer's logits"
     )
     sigma_floor: float = option(
         SIGMA_FLOOR,
-        "least standard deviation of a source's times, as a part of their mean, by"
-        " which they are standardised; 0: as CAMoE prints it",
+        "lower bound of the standard deviation by which a source's times are divided,"
+        " as a fraction of their mean; 0: as in CAMoE's paper",
         ge=0,
     )
-    tokens: PositiveInt = 65_536  # of data.train, that the traffic is counted on
+    tokens: PositiveInt = 65_536  # tokens of data.train on which the traffic is counted
 
     @field_validator("strengths")
     @classmethod
@@ -64,7 +67,7 @@ class SteeringStudy(Strict):
         if len(set(value)) != len(value):
             raise ValueError("a strength is given twice")
         if not any(value):
-            raise ValueError("needs a strength above 0; 0 is the model itself")
+            raise ValueError("needs a strength above 0; 0 is the unsteered model")
         return value
 
     @field_validator("models")
@@ -118,8 +121,8 @@ class RoutingStudy(ModelStudy):
     )
     endpoints: int | None = option(
         None,
-        "endpoints that experts and batches are shared out over (default: those of the"
-        " links, or 8)",
+        "endpoints over which experts and batches are distributed (default: those of"
+        " the links, or 8)",
         gt=0,
     )
 
@@ -140,14 +143,17 @@ class BiasSettings(RoutingStudy):
     )
     kind: Kind = option(
         "camoe",
-        "camoe: pushes from all slow paths; bottleneck: from the slowest only, as far"
-        " as camoe's time; windows: each layer as far as its exchanges are hidden",
+        "camoe: move tokens off all slow paths; bottleneck: only off the slowest,"
+        " until camoe's time is reached; windows: in each layer, until its exchanges"
+        " are hidden",
     )
     strength: float | None = option(
-        None, "CAMoE's lambda; of bottleneck: the lambda whose time is the goal", ge=0
+        None, "CAMoE's lambda; for bottleneck, the lambda whose time is the goal", ge=0
     )
     windows: str | None = option(
-        None, "seconds beside each exchange, of `fcsd plan`", metavar="FILE"
+        None,
+        "seconds in which each exchange is hidden, from `fcsd plan --windows`",
+        metavar="FILE",
     )
     placement: PlacedBy = like(SteeringStudy, "placement")
     selection: bool = like(SteeringStudy, "selection")
@@ -156,20 +162,23 @@ class BiasSettings(RoutingStudy):
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> "BiasSettings":
-        # A file of windows replaces the strength: it says how far each layer has to be
+        # A file of windows replaces the strength: it tells how far each layer must be
         # pushed.
         if (self.kind == "windows") != (self.windows is not None):
-            raise ValueError("--windows FILE and --kind windows go together")
+            raise ValueError(
+                "--windows FILE and --kind windows need each other; give both"
+            )
         if (self.kind == "windows") == (self.strength is not None):
             raise ValueError(
                 f"--strength: {self.kind} "
                 + ("takes none" if self.strength is not None else "needs one")
             )
         if self.kind == "windows" and self.scale is not None:
-            raise ValueError("--scale: windows have no strength to scale")
+            raise ValueError(
+                "--scale: has no effect with --kind windows, which has no strength; leave it out"
+            )
         if self.kind == "windows" and "sigma_floor" in self.model_fields_set:
             raise ValueError(
-                "--sigma-floor: of CAMoE's standardised times, which windows do"
-                " without; leave it out"
+                "--sigma-floor: has no effect with --kind windows; leave it out"
             )
         return self

@@ -1,8 +1,7 @@
 """Evaluate a model whose routers are steered.
 
-Batch j of a task belongs to endpoint j mod N, as N ranks deal them, so that one process
-gives the scores of N ranks, and so do N ranks. Scores therefore depend on the batch
-size.
+Batch j of a task belongs to endpoint j mod N, as if N ranks dealt the batches, so one
+process gives the same scores as N ranks. Scores therefore depend on the batch size.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ def biased_routers(model: Any, tables: BiasTables) -> Iterator[Batches]:
         def begin(batch: int) -> None:
             steering.endpoint = batch % tables.num_endpoints
 
-        begin(0)  # a rank without a batch still runs along with the others
+        begin(0)  # a rank without a batch still runs with the others
         yield Batches(begin, {"router_bias": bias_name(tables)})
 
 
@@ -48,7 +47,7 @@ def bias_name(tables: BiasTables) -> str:
     """Return the name of a bias in results: tables of the same name give the same
     scores.
     """
-    # Not what they were made from.
+    # without the facts about their origin
     facts = [tables.selection, list(tables.layers), list(tables.tables.shape)]
     values = tables.tables.astype("<f4").tobytes()
     digest = hashlib.sha256(json.dumps(facts).encode() + b"\0" + values).hexdigest()
@@ -62,8 +61,8 @@ def bias_name(tables: BiasTables) -> str:
 class SteeredEvaluation:
     """One model on a suite under a bias, in a folder with a manifest.
 
-    name: of the model in the result. settings, inputs: what its result depends on
-    besides.
+    name: the model's name in the result. settings, inputs: the other things that its
+    result depends on.
     """
 
     name: str
@@ -84,14 +83,13 @@ class SteeredEvaluation:
         load: Callable[[], Any],
         measure: Callable[[BiasTables], dict[str, Any]] | None = None,
     ) -> None:
-        """Evaluate the model, unless that is finished; one that was cut off continues
-        with the next task. All ranks call this.
+        """Evaluate the model, unless that is finished; an interrupted evaluation
+        continues with the next task. All ranks call this.
 
         load: returns the model in memory. measure: returns more facts for the result.
 
         Raises:
-            UserError: a folder with another evaluation; a task or data set that is not
-                there.
+            UserError: a folder with another evaluation; a missing task or data set.
         """
         settings = {
             "suite": self.suite.model_dump(mode="json"),
@@ -170,19 +168,19 @@ class SteeredEvaluation:
 
 def model_inputs(model: ModelFolder, name: str = "model") -> dict[str, str]:
     """Return the fingerprints of a model: its weights, and the files beside them, which
-    alone know its connectivity.
+    define its connectivity.
     """
     files = configuration_fingerprint(model.folder)
     return {**model.fingerprints(name), f"{name}, its configuration": files}
 
 
 def check_model_type(tables: BiasTables, model_type: str) -> None:
-    """Raise UserError where tables are of another model type, before weights are read;
-    `router_bias` looks closer.
+    """Raise UserError if tables belong to another model type, before weights are read;
+    `router_bias` checks more.
     """
     if tables.model_type != base_model_type(model_type):
         raise UserError(
-            f"the tables are of a {tables.model_type}, and the model is a"
-            f" {base_model_type(model_type)}; `fcsd-steer bias` writes tables for a"
-            " model"
+            f"the tables belong to a {tables.model_type}, but the model is a"
+            f" {base_model_type(model_type)}; write tables for this model with"
+            " `fcsd-steer bias`"
         )

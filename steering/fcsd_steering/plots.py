@@ -17,7 +17,7 @@ def plot_steering(
     """Draw the output's KL and the mean of the tasks against the mean time of an
     exchange, with one curve for each kind of bias.
 
-    points: those of one model from `fcsd_steering.report.steering_points`; the first is
+    points: one model's points from `fcsd_steering.report.steering_points`; the first is
     without a bias.
     """
     unbiased, kinds = (

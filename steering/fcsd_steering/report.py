@@ -85,8 +85,8 @@ def write_report(study: SteeringStudy, layout: RunLayout, folder: Path) -> str:
 def steering_points(
     study: SteeringStudy, folder: Path, models: Mapping[str, Mapping[str, Any]]
 ) -> Points:
-    """Return a point for each steered model that has been evaluated, after one for the
-    same model without a bias; [] where there is none.
+    """Return a point for each steered model that has been evaluated, after a point for
+    the same model without a bias; [] if there is none.
 
     models: name -> {"result": …}. A point has name, model (whose routers are steered),
     kind (None: no bias), strength, exchange, routing, kl (of the output to the
@@ -150,9 +150,9 @@ def steering_parts(
         "Simulated time of one MoE layer's exchange (counts, dispatch, combine): mean"
         f" and 95th percentile over {exchange['num_exchanges']} exchanges of"
         f" {exchange['tokens']:,.0f} tokens at each endpoint. Output KL is KL(original"
-        " || steered) in nats per token; KL and avg_layer_kl are of the experts'"
-        " loads, routes moved the share of (token, expert) pairs that are others than"
-        " those of the same model without a bias."
+        " || steered) in nats per token; KL and avg_layer_kl compare the experts'"
+        " loads; `routes moved` is the share of (token, expert) pairs that differ from"
+        " the same model's without a bias."
     )
     parts = [text]
     for model_points in _by_model(points):
@@ -166,7 +166,7 @@ def steering_parts(
 
 
 def _equal_time(points: Points) -> list[str]:
-    """Return the table of both kinds at equal time; [] where none can be made."""
+    """Return the table of both kinds at equal time; [] if it cannot be computed."""
     parts = []
     if rows := at_equal_time(points):
         header = [
@@ -227,8 +227,8 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _table2(points: Points) -> str:
-    """Format CAMoE's table 2: how evenly experts are used, and how far the use differs
-    from that without a bias.
+    """Format CAMoE's table 2: how evenly experts are used, and how much that differs
+    from the model without a bias.
     """
     header = [
         "kind",

@@ -46,7 +46,7 @@ from fcsd_steering.sweep import Sweep
 
 
 def load_study(path: str | Path) -> SteeringStudy:
-    """Read the file of a study; its recipe and links may lie beside it.
+    """Read the file of a study; paths of its recipe and links may be relative to it.
 
     Raises:
         UserError: no such file, an unknown key, a value out of range.
@@ -93,13 +93,13 @@ def _check(study: SteeringStudy, run: Run) -> None:
         )
     if not isinstance(recipe.evaluation.batch_size, int):
         raise UserError(
-            f"{study.recipe}: evaluation.batch_size 'auto' decides by the memory which"
-            " endpoint an item belongs to; give a number"
+            f"{study.recipe}: evaluation.batch_size: with 'auto', an item's endpoint"
+            " would depend on the memory; give a number"
         )
     if recipe.evaluation.capacity_factor is not None:
         raise UserError(
-            f"{study.recipe}: evaluation.capacity_factor: steered models are evaluated"
-            " without a capacity; leave it out"
+            f"{study.recipe}: evaluation.capacity_factor: not supported for steered"
+            " models; leave it out"
         )
     for name in study.models:
         if name not in recipe.model_names:
@@ -116,8 +116,7 @@ def _check(study: SteeringStudy, run: Run) -> None:
 
 
 class _SteeredModel:
-    """One model of a study, which is loaded only once, and only if something is not
-    finished.
+    """One model of a study, loaded only once, and only if something is unfinished.
 
     reference: the original's distributions on the held-out text, read once for all
     models.
@@ -132,7 +131,9 @@ class _SteeredModel:
         folder: Path,
     ):
         self.study, self.run, self.folder = study, run, folder
-        self.batch_size: Any = run.recipe.evaluation.batch_size  # `_check` looked at it
+        self.batch_size: Any = (
+            run.recipe.evaluation.batch_size
+        )  # `_check` has checked it
         self.name, self.model, self.reference = model, run.model(model), reference
         self.names = study.names_of(model)
         self.links, self.launch = links_of(study), run.launch.for_evaluation()
@@ -290,10 +291,9 @@ class _SteeredModel:
         # Traffic is counted per endpoint, each of which needs at least one batch.
         if len(rows) < size * len(self.links.endpoints):
             raise UserError(
-                f"tokens: {self.study.tokens} tokens of"
-                f" data.train are {len(rows)} rows, and {len(self.links.endpoints)}"
-                f" endpoints need {size} each (evaluation.batch_size); raise it, or"
-                " lower the batch size"
+                f"tokens: {self.study.tokens} tokens of data.train make {len(rows)}"
+                f" rows, but {len(self.links.endpoints)} endpoints need {size} each"
+                " (evaluation.batch_size); raise it, or lower the batch size"
             )
         batches = []
         for batch in in_batches(rows, size):
@@ -313,7 +313,7 @@ class _SteeredModel:
 
 
 def links_of(study: SteeringStudy) -> LinkModel:
-    """Read the links of a study; UserError if there is no such file, or it has another
+    """Read the links of a study; raise UserError if the file is missing or has another
     number of endpoints than the study.
     """
     links = read_links(study.links)

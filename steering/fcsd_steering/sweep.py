@@ -43,19 +43,16 @@ from fcsd_steering.routing.metrics import (
 )
 
 Routes = dict[int, NDArray[np.int16]]
-"""The experts [L, T, K] that the tokens of this rank's rows chose, by the number of the
-row.
-"""
+"""The experts [L, T, K] chosen for the tokens of this rank's rows, by row number."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """A model of a run, loaded once and then asked under one bias after another.
+    """A model of a run, loaded once and then measured under one bias after another.
 
-    loaded: the model, as this rank holds it. original: the original's outputs on the
-    rows; None: the model is the original. rows: held-out text. placement: [L, E].
-    batch_size: rows of an endpoint in one exchange, and sequences in a batch of the
-    suite.
+    loaded: this rank's model. original: the original's outputs on the rows; None: the
+    model is the original. rows: held-out text. placement: [L, E]. batch_size: rows of
+    an endpoint in one exchange, and sequences in a batch of the suite.
     """
 
     loaded: PreTrainedModel
@@ -121,7 +118,7 @@ class Sweep:
                 if begin is not None:
                     begin(row)
                 yield
-                # Padding is routed, too, but is no text.
+                # Padding is also routed, but is not text.
                 mask = real_tokens(Collator()([self.rows[row]])).flatten()
                 experts = [routed.experts.cpu()[mask] for routed in recorded.take()]
                 routes[row] = torch.stack(experts).to(torch.int16).numpy()
@@ -129,8 +126,8 @@ class Sweep:
             yield routes, around
 
     def _measured(self, routes: Routes | None) -> dict[str, Any]:
-        """Return the time of exchanges, and how the routing differs from that without a
-        bias. All ranks call this.
+        """Return the time of exchanges, and the difference of the routing from that
+        without a bias. All ranks call this.
         """
         _, unbiased_routes = self._unbiased
         links, size = self.links, self.batch_size

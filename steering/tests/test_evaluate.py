@@ -147,7 +147,7 @@ def test_results_say_by_which_tables_and_batch_size_they_came(
     assert f"router bias: {biases[0]} (" in text
     capsys.readouterr()
     assert evaluated(place, tmp_path / "3", tmp_path / "none") == 2
-    missing = "none: no such file; `fcsd-steer bias` writes one"
+    missing = "none: no such file; write one with `fcsd-steer bias`"
     assert missing in capsys.readouterr().err
 
 
@@ -223,5 +223,5 @@ def test_tables_of_another_model_are_refused_before_weights_are_read(
     write_tables(tmp_path / "tables", other)
     monkeypatch.setattr("fcsd.extension.models.load_for_evaluation", None)
     assert evaluated(place, tmp_path / "out", tmp_path / "tables") == 2
-    message = "the tables are of a mixtral, and the model is a qwen3_moe;"
+    message = "the tables belong to a mixtral, but the model is a qwen3_moe;"
     assert message in capsys.readouterr().err

@@ -101,9 +101,9 @@ def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was
         (lambda text: text.replace("alltoall_perf", ""), r"names no test; the output of one run of alltoall_perf or"),
         (lambda text: text + "sendrecv_perf", r"is of alltoall_perf, sendrecv_perf"),
         (lambda text: re.sub(r".*Rank  [1-3].*\n", "", text), r"lists 1 ranks"),
-        (lambda text: re.sub(r".*  3200000.*\n", "", text), r"has 2 sizes, at least three"),
+        (lambda text: re.sub(r".*  3200000.*\n", "", text), r"has 2 sizes; at least three"),
         (lambda text: text.replace("100.00   32.00", "100.00   64.00"), r"line 11: 3200000 bytes in 100 us are not 64"),
-        (lambda text: text.replace("100.00   32.00", "Segfault"), r"line 11: no row of nccl-tests"),
+        (lambda text: text.replace("100.00   32.00", "Segfault"), r"line 11: not a row of nccl-tests"),
     ],
 )  # fmt: skip
 def test_output_that_is_none_is_refused(

@@ -134,11 +134,11 @@ def test_endpoints_that_do_not_divide_the_experts_and_links_of_another_world_are
 ):
     with pytest.raises(
         UserError,
-        match=r"^6 experts cannot be shared out evenly over 4 .*; allowed: 1, 2, 3, 6$",
+        match=r"^6 experts cannot be divided evenly among 4 .*; allowed: 1, 2, 3, 6$",
     ):
         contiguous(6, 4)
     with pytest.raises(
-        UserError, match="6 experts cannot be shared out evenly over 5 endpoints"
+        UserError, match="6 experts cannot be divided evenly among 5 endpoints"
     ):
         balanced(np.ones((2, 6)), 5)
     with pytest.raises(

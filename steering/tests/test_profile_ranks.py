@@ -142,12 +142,12 @@ def test_a_rank_that_dies_during_a_profile_ends_all_and_leaves_no_file(
         (
             [],
             (
-                r"links between ranks and was started as one; start it with `accelerate"
+                r"links between ranks, but was started as a single rank; start it with `accelerate"
                 r" launch"
             ),
         ),
         (["--nccl-tests", "nowhere.txt"], r"nowhere\.txt: no such file"),
-        (["--nccl-tests", "x", "--check"], r"--check has no meaning with --nccl-tests"),
+        (["--nccl-tests", "x", "--check"], r"--check has no effect with --nccl-tests"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -186,5 +186,5 @@ def test_a_rate_that_noise_hides_is_said_to_be_unknown() -> None:
         update={"beta_s_per_byte": [[0.0] * 3] * 3, "r2": [[0.5] * 3] * 3}
     )
     words = describe(links().model_copy(update={"dispatch": flat}))
-    assert "rate more than was seen to more than was seen" in words
+    assert "rate too fast to measure to too fast to measure" in words
     assert "Gb/s" not in words

@@ -314,10 +314,10 @@ def test_the_report_says_what_conversion_did_and_a_finished_study_is_not_run_aga
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--endpoints", "3"], "8 experts cannot be shared out evenly over 3 endpoints; allowed: 1, 2, 4, 8"),
+        (["--endpoints", "3"], "8 experts cannot be divided evenly among 3 endpoints; allowed: 1, 2, 4, 8"),
         (["--endpoints", "2", "--links", "{}/links.json"], "the links are between 4 endpoints, but 2 were requested"),
-        (["--batch-size", "7"], "20 rows in batches of 7 are 3 batches, fewer than the 8 endpoints that each need"),
-        (["--against", "{}/other"], "other: its tokenizer is not that of"),
+        (["--batch-size", "7"], "20 rows in batches of 7 make 3 batches, but each of the 8 endpoints needs one"),
+        (["--against", "{}/other"], "other: its tokenizer differs from that of"),
         (["--links", "{}/none.json"], "none.json"),
     ],
 )  # fmt: skip

@@ -395,9 +395,9 @@ def test_two_ranks_find_what_one_process_finds(
         ({"strength": [1]}, "strength: unknown key; did you mean 'strengths'"),
         ({"endpoints": 2}, "endpoints: 2, but .* has 4"),
         ({"links": "nowhere.json"}, "nowhere.json: no such file"),
-        ({"links": "three.json"}, "4 experts cannot be shared out evenly over 3 endpoints"),
+        ({"links": "three.json"}, "4 experts cannot be divided evenly among 3 endpoints"),
         ({"recipe": "nowhere.yaml"}, "nowhere.yaml: no such file"),
-        ({"tokens": 64}, "64 tokens of data.train are 4 rows, and 4 endpoints need 2 each"),
+        ({"tokens": 64}, "64 tokens of data.train make 4 rows, but 4 endpoints need 2 each"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_studied_is_refused(
@@ -415,8 +415,8 @@ def test_what_cannot_be_studied_is_refused(
     ("data", "evaluation", "message"),
     [
         ({"heldout": None}, {}, "has no data.heldout, the text on which time"),
-        ({}, {"batch_size": "auto"}, "evaluation.batch_size 'auto' decides by the memory"),
-        ({}, {"batch_size": 1, "capacity_factor": 1.0}, "evaluation.capacity_factor: steered models are"),
+        ({}, {"batch_size": "auto"}, "evaluation.batch_size: with 'auto', an item's"),
+        ({}, {"batch_size": 1, "capacity_factor": 1.0}, "evaluation.capacity_factor: not supported for steered"),
     ],
 )  # fmt: skip
 def test_a_recipe_that_no_study_can_be_of_is_refused(

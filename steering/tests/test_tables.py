@@ -349,7 +349,7 @@ def test_windows_of_other_ranks_are_refused_before_the_model_is_loaded(
         == 2
     )
     assert (
-        "windows of expert-parallel ranks 2, but the links have 4; write them"
+        "windows for expert-parallel ranks 2, but the links have 4; write them"
         in capsys.readouterr().err
     )
 
@@ -395,20 +395,20 @@ def test_bad_input_of_the_command_is_one_line(
             ["--strength", "0.1", "--text-examples", "0"],
             "--text-examples: Input should be greater than 0",
         ),
-        (["--kind", "windows"], "--windows FILE and --kind windows go together"),
+        (
+            ["--kind", "windows"],
+            "--windows FILE and --kind windows need each other; give both",
+        ),
         (
             ["--kind", "windows", "--windows", wrong],
             (
-                "--windows: of the MoE layers [0, 1], but the model has [0, 1, 2, 3];"
+                "--windows: for the MoE layers [0, 1], but the model has [0, 1, 2, 3];"
                 " write them with `fcsd plan MODEL"
             ),
         ),
         (
             ["--kind", "windows", "--windows", wrong, "--sigma-floor", "0.05"],
-            (
-                "--sigma-floor: of CAMoE's standardised times, which windows do"
-                " without; leave it out"
-            ),
+            ("--sigma-floor: has no effect with --kind windows; leave it out"),
         ),
         (
             ["--strength", "0.1", "--sigma-floor", "-1"],
@@ -432,21 +432,21 @@ def test_bad_input_of_the_command_is_one_line(
         (
             {"model_type": "mixtral"},
             (
-                "windows of model type mixtral, but the model has qwen3_moe; write them"
+                "windows for model type mixtral, but the model has qwen3_moe; write them"
                 " with `fcsd"
             ),
         ),
         (
             {"num_layers": 5},
             (
-                "windows of decoder layers 5, but the model has 4; write them with"
+                "windows for decoder layers 5, but the model has 4; write them with"
                 " `fcsd plan MODEL --ep 4"
             ),
         ),
         (
             {"expert_parallel": 8},
             (
-                "windows of expert-parallel ranks 8, but the links have 4; write them"
+                "windows for expert-parallel ranks 8, but the links have 4; write them"
                 " with `fcsd plan"
             ),
         ),
@@ -504,6 +504,6 @@ def test_endpoints_that_do_not_divide_the_experts_are_refused(
     tiny_tokenizer().save_pretrained(folder / "six")
     assert bias(folder, "--strength", "0.1", model="six") == 2
     assert (
-        "6 experts cannot be shared out evenly over 4 endpoints"
+        "6 experts cannot be divided evenly among 4 endpoints"
         in capsys.readouterr().err
     )

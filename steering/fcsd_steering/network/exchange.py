@@ -13,8 +13,8 @@ from fcsd.extension.network import Array, Collective
 
 
 class GroupExchange:
-    """Times the sending of bytes between the ranks of a group; all ranks call it.
-    device: of the bytes.
+    """Time the exchange of bytes between a group's ranks; all ranks call it. device:
+    where the bytes are.
 
     The clock starts after a barrier and stops when this rank has sent and received
     everything; the slowest rank counts.
@@ -66,9 +66,9 @@ class GroupExchange:
         return self._buffers[which][:num_bytes]
 
     def _together(self) -> None:
-        # A byte from everyone to everyone, twice: whoever came last to the first leaves
-        # the second with the others. The backends' barriers let ranks go a link's
-        # latency apart, which would be measured as that link's.
+        # Exchange a byte between all ranks, twice: the last rank to reach the first
+        # exchange leaves the second with the others. The backends' barriers release
+        # ranks a link's latency apart, which would be counted as the link's.
         single_bytes = [int(peer != self.rank) for peer in range(self.size)]
         for _ in range(2):
             self._exchange(

@@ -25,8 +25,7 @@ from fcsd_steering.network.exchange import GroupExchange
 from fcsd_steering.network.profile import REPEATS, num_exchanges, profile
 
 LARGEST_BYTES = {"cpu": 1 << 20}
-"""The largest size with which an edge is measured, by kind of device; 16 MiB on any
-other.
+"""The largest size with which an edge is measured, by device type; 16 MiB on any other.
 """
 
 
@@ -125,8 +124,9 @@ def profile_launch(
     ranks, device = launch.ranks, launch.device
     if ranks.size < 2:
         raise UserError(
-            "profile-network measures links between ranks and was started as one; start"
-            " it with `accelerate launch --num_processes N -m fcsd_steering profile-network"
+            "profile-network measures links between ranks, but was started as a single"
+            " rank; start it with `accelerate launch --num_processes N -m fcsd_steering"
+            " profile-network"
             " LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
         )
     largest = (
@@ -137,7 +137,8 @@ def profile_launch(
     # Smaller transfers take no longer than their latency.
     if largest < 1024:
         raise UserError(
-            f"--max-bytes {largest}: at least 1024; below, only the latency is seen"
+            f"--max-bytes {largest}: must be at least 1024; smaller messages show only"
+            " the latency"
         )
     # A path that cannot be written is refused before the measurement, not after it.
     ranks.from_first(lambda: check_file_place(path, read_links))
@@ -173,11 +174,11 @@ def profile_launch(
 
 
 def _rate(seconds_per_byte: float) -> str:
-    """Return a rate in Gb/s; no number where noise hides the time of the bytes."""
+    """Return a rate in Gb/s; no number if noise hides the time of the bytes."""
     return (
         f"{8e-9 / seconds_per_byte:.3g} Gb/s"
         if seconds_per_byte > 1e-13
-        else "more than was seen"
+        else "too fast to measure"
     )
 
 
@@ -197,8 +198,8 @@ def describe(links: LinkModel) -> str:
     ]
     refined = sum(map(sum, links.dispatch.refined))
     lines.append(
-        f"{refined} of {len(edges)} edges were measured under contention, too; the"
-        " others alone"
+        f"{refined} of {len(edges)} edges were also measured under contention; the"
+        " others only alone"
     )
     for direction in ("egress", "ingress"):
         for name, rate in zip(
@@ -208,7 +209,7 @@ def describe(links: LinkModel) -> str:
         ):
             if rate is not None:
                 lines.append(
-                    f"{name}: edges share its {direction}, {_rate(rate)} together"
+                    f"{name}: its edges share its {direction}, {_rate(rate)} in all"
                 )
     # A bad fit of a latency and a rate means that the times were disturbed.
     poor = [

@@ -37,18 +37,18 @@ def read_nccl_tests(path: Path) -> LinkModel:
     if len(supported) != 1:
         contents = f"is of {', '.join(sorted(names))}" if names else "names no test"
         raise UserError(
-            f"{path}: {contents}; the output of one run of {' or '.join(_TESTS)} is"
-            " needed, with the line of its command"
+            f"{path}: {contents}; give the output of one run of {' or '.join(_TESTS)},"
+            " including the line with its command"
         )
     ranks = {int(rank): f"{host}:{rank}" for rank, host in _RANK.findall(text)}
     if len(ranks) < 2 or sorted(ranks) != list(range(len(ranks))):
         raise UserError(
-            f"{path}: lists {len(ranks)} ranks ('#  Rank  0 … on HOST device 0'), at"
+            f"{path}: lists {len(ranks)} ranks ('#  Rank  0 … on HOST device 0'); at"
             " least two are needed"
         )
     num_bytes, seconds = _times(path, text)
     if supported == ["alltoall_perf"]:
-        # its size is what a rank sends to all, itself too
+        # its size is what a rank sends to all ranks, including itself
         num_bytes = num_bytes / len(ranks)
     return _same_everywhere(
         fit_line(num_bytes, seconds),
@@ -60,7 +60,7 @@ def read_nccl_tests(path: Path) -> LinkModel:
 
 def _times(path: Path, text: str) -> tuple[Any, Any]:
     """Return the sizes in bytes and the out-of-place times in seconds."""
-    # Keyed by size: of a size that is printed twice the last time counts.
+    # Keyed by size: if a size is printed twice, the last time counts.
     times: dict[int, float] = {}
     has_root = re.search(r"#\s+size\s+count.*\broot\b", text) is not None
     for number, line in enumerate(text.splitlines(), 1):
@@ -72,22 +72,22 @@ def _times(path: Path, text: str) -> tuple[Any, Any]:
         cells = cells[1:] if has_root else cells
         if len(cells) < 3 or not all(_is_number(cell) for cell in cells[:2]):
             raise UserError(
-                f"{path}, line {number}: no row of nccl-tests: {line.strip()[:80]}"
+                f"{path}, line {number}: not a row of nccl-tests: {line.strip()[:80]}"
             )
         microseconds, gb_s = float(cells[0]), float(cells[1])
         if size == 0 or microseconds == 0:
             continue
-        # The printed rate is a checksum: a column that is read wrongly does not fit it.
+        # The printed rate is a checksum: it does not fit if a column is read wrongly.
         if abs(size / microseconds / 1e3 - gb_s) > 0.01 + 0.02 * gb_s:
             raise UserError(
                 f"{path}, line {number}: {size} bytes in {microseconds:g} us are not"
-                f" {gb_s:g} GB/s"
+                f" {gb_s:g} GB/s, as printed"
             )
         times[size] = microseconds * 1e-6
     if len(times) < 3:
         raise UserError(
-            f"{path}: has {len(times)} sizes, at least three are needed; run with -b"
-            " 64K -e 64M -f 2"
+            f"{path}: has {len(times)} sizes; at least three are needed; run it with"
+            " -b 64K -e 64M -f 2"
         )
     return np.array(list(times), dtype=np.float64), np.array(list(times.values()))
 

@@ -1,10 +1,10 @@
 """Fit latency and rate of every edge and of shared ports from timed exchanges (CAMoE,
 algorithm 1, and equal finish).
 
-An exchange sends the bytes [N, N] from each endpoint to each and returns the seconds
-until the slowest rank has finished. The number is the same on all ranks, so that all
-choose the same next exchange. `fcsd_steering.network.exchange` implements it for a
-process group.
+An exchange sends the bytes [N, N] between all endpoints and returns the seconds until
+the slowest rank has finished. The number is the same on all ranks, so that all choose
+the same next exchange. `fcsd_steering.network.exchange` implements it for a process
+group.
 
 1. Alone: every edge by itself. In fcsd one collective carries counts, rows and
    returning rows alike (the routing weights travel with the rows), so this is measured
@@ -35,15 +35,19 @@ _Seconds = Callable[[Sequence[Array]], Array]
 NUM_SIZES = 5
 REPEATS = 3
 SHARED = 1.15
-"""Observed over predicted time of an equal finish from which on a port counts as shared."""
-_MIN_SIZES = 3  # of an edge in step 2
-_MOST = 16  # times the largest size that a fast edge gets in an equal finish
+"""Ratio of observed to predicted time of an equal finish, from which a port counts as
+shared.
+"""
+_MIN_SIZES = 3  # samples of an edge in step 2
+_MOST = (
+    16  # a fast edge gets at most this many times the largest size in an equal finish
+)
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds alpha, seconds a byte beta, and the share r2 of the times' variance that
-    the line explains.
+    """Seconds alpha, seconds per byte beta, and the share r2 of the times' variance
+    that the line explains.
     """
 
     alpha_s: float
@@ -55,8 +59,8 @@ def fit_line(num_bytes: Array, seconds: Array) -> Line:
     """Fit alpha, beta >= 0 by least squares of the relative errors.
 
     Errors are relative, since otherwise the largest transfer alone would decide, while
-    alpha shows in the smallest one. Without the bounds, a burst that a traffic shaper
-    lets through makes alpha negative.
+    alpha shows in the smallest. Without the bounds, a burst that a traffic shaper lets
+    through makes alpha negative.
     """
     # alpha and beta differ by five orders of magnitude, so both are solved for in units
     # of the data.
@@ -260,7 +264,7 @@ def _refine(
 def _port(
     seconds: _Seconds, sizes: Array, alone: _Edges, endpoint: int, outward: bool
 ) -> float | None:
-    """Return the seconds a byte of the port that an endpoint's edges share; None where
+    """Return the seconds per byte of the port that an endpoint's edges share; None if
     they finish as predicted.
     """
     edges = _edges_of(endpoint, len(alone.alpha), outward)

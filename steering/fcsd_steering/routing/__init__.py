@@ -1,4 +1,4 @@
-"""Measure where a model sends its tokens and the cost of that on given links, and steer
+"""Measure where a model sends its tokens and what that costs on given links, and steer
 routers away from slow links.
 
 Does not cover: routers that read no logits (hash routing), steering in servers whose

@@ -66,8 +66,9 @@ class BiasTables:
             num_experts,
         ):
             raise UserError(
-                f"bias tables: {len(self.layers)} layers, tables {self.tables.shape}"
-                f" and placement {self.placement.shape} do not belong together"
+                f"bias tables: {len(self.layers)} layers, tables of shape"
+                f" {self.tables.shape} and placement of shape {self.placement.shape} do"
+                " not match"
             )
         if self.strength < 0:
             raise UserError(
@@ -78,8 +79,8 @@ class BiasTables:
             raise UserError("bias tables: a value is not a finite number")
         if self.placement.min() < -1 or self.placement.max() >= num_endpoints:
             raise UserError(
-                "bias tables: the placement names an endpoint beyond the"
-                f" {num_endpoints} there are"
+                "bias tables: the placement has an endpoint beyond the last,"
+                f" {num_endpoints - 1}"
             )
 
     @property
@@ -120,7 +121,7 @@ def tables_for(
 
 class _Facts(Strict):
     version: Literal[1]
-    sha256: str | None = None  # tables of a former fcsd have none
+    sha256: str | None = None  # tables of an earlier fcsd have none
     kind: Kind
     strength: float
     selection: bool
@@ -142,8 +143,8 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
         "placement": tables.placement.astype(np.int64),
     }
     with writing(path), file_beside(path) as temporary:
-        # Not save_file: what safetensors 0.8 writes is for its owner alone, whatever
-        # the umask.
+        # Not save_file: safetensors 0.8 ignores the umask and writes files that only
+        # their owner can read.
         facts["sha256"] = arrays_fingerprint(arrays, facts)
         temporary.write_bytes(save(arrays, {"fcsd_bias": json.dumps(facts)}))
         temporary.replace(path)
@@ -151,7 +152,7 @@ def write_tables(path: str | Path, tables: BiasTables) -> None:
 
 def read_tables(path: str | Path) -> BiasTables:
     """Read a file of `write_tables`; raise UserError for any other file, or parts that
-    do not belong together.
+    do not match.
     """
     path = Path(path)
     check_regular(path)
@@ -170,8 +171,8 @@ def read_tables(path: str | Path) -> BiasTables:
         written = record.pop("sha256", None)
         if written is not None and written != arrays_fingerprint(arrays, record):
             raise UserError(
-                f"{path}: is damaged: its content differs from what was written;"
-                " `fcsd-steer bias` writes it again (in a recipe's run, remove its"
+                f"{path}: is damaged: its content differs from what was written; write"
+                " it again with `fcsd-steer bias` (in a recipe's run, remove its"
                 " stage's folder)"
             )
         try:
@@ -180,10 +181,12 @@ def read_tables(path: str | Path) -> BiasTables:
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file; `fcsd-steer bias` writes one") from None
+        raise UserError(
+            f"{path}: no such file; write one with `fcsd-steer bias`"
+        ) from None
     except (SafetensorError, OSError, KeyError, TypeError, ValueError):
         raise UserError(
-            f"{path}: no bias tables; `fcsd-steer bias` writes them"
+            f"{path}: not a file of bias tables; write them with `fcsd-steer bias`"
         ) from None
 
 
@@ -230,7 +233,7 @@ class Steering:
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):
                 raise UserError(
-                    f"bias tables: {name} {new}, but those in use have {old}"
+                    f"bias tables: {name} is {new}, but {old} in the tables in use"
                 )
         if tables.tables.shape != self._tables.tables.shape:
             raise UserError(
@@ -239,7 +242,8 @@ class Steering:
             )
         if not np.array_equal(tables.placement, self._tables.placement):
             raise UserError(
-                "bias tables: the experts are placed otherwise than in those in use"
+                "bias tables: the placement of experts differs from that of the tables"
+                " in use"
             )
         self._tables = tables
         if self._endpoint is not None:
@@ -253,14 +257,13 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
 
     The bias is added to the one linear in a router's forward that is at least E wide,
     to its first E columns, in the logits' precision or float32, whichever is wider, and
-    rounded once. Every rank of an expert-parallel group does this with an endpoint of
-    its own.
+    rounded once. Every rank of an expert-parallel group does this for its endpoint.
 
     Raises:
-        UserError: the tables are of another model; the model has no routers, or is
-            steered already; its ranks share their tokens. In the first forward pass: a
-            router has no such linear, or several; or makes its choice without a top-k
-            of its own where `selection` is asked for.
+        UserError: the tables belong to another model; the model has no routers, or is
+            already steered; its ranks share their tokens. In the first forward pass: a
+            router has no such linear, or several; or `selection` is set, and the router
+            chooses without a top-k of its own.
     """
     # Checked first, so that a refusal leaves the model as it was.
     routers = find_routers(model)
@@ -289,9 +292,7 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
 
 
 def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
-    """Raise UserError where tables do not fit a model, or its ranks share their
-    tokens.
-    """
+    """Raise UserError if tables do not fit a model, or its ranks share their tokens."""
     name, config = type(model).__name__, model.config
     for quantity, table_value, model_value in (
         ("model type", tables.model_type, base_model_type(config.model_type)),
@@ -305,21 +306,22 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
     ):
         if table_value != model_value:
             raise UserError(
-                f"bias tables: {quantity} {table_value}, but {name} has"
-                f" {model_value}; `fcsd-steer bias` writes tables for a model"
+                f"bias tables: {quantity} {table_value}, but {name} has {model_value};"
+                " write tables for this model with `fcsd-steer bias`"
             )
     if any(
         isinstance(getattr(vars(r.module).get("forward"), "__self__", None), _Biased)
         for r in routers
     ):
-        raise UserError(f"{name}: its routers are biased already")
+        raise UserError(f"{name}: its routers already have a bias")
     # Ranks that share their tokens would add different rows to the same token's logits.
     distributed = getattr(config, "distributed_config", None)
     if (getattr(distributed, "tp_size", None) or 1) > 1:
         raise UserError(
             f"{name}: its ranks share their tokens (tensor parallelism, experts summed"
-            " by all-reduce), so a token has no source endpoint, and ranks with biases"
-            " of their own would disagree; spread the experts by all-to-all"
+            " by all-reduce), so a token has no source endpoint, and ranks with"
+            " different biases would disagree; shard the experts with an all-to-all"
+            " (fcsd's expert parallelism)"
         )
     ranks = getattr(distributed, "ep_size", None)
     if (
@@ -328,7 +330,7 @@ def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
     ):
         raise UserError(
             "bias tables: made for another placement of the experts, but those of"
-            f" {name} are shared out in order over {ranks} ranks; make tables with"
+            f" {name} are distributed in order over {ranks} ranks; make tables with"
             " --placement contiguous"
         )
 
@@ -364,16 +366,16 @@ class _Biased:
             output = self.inner(*args, **kwargs)
         if biased.linears != 1:
             raise UserError(
-                f"router {self.name}: {biased.linears} linears at least"
-                f" {self.num_experts} wide in its forward, where its logits have to"
-                " come from exactly one; this model cannot be steered"
+                f"router {self.name}: its forward has {biased.linears} linears that"
+                f" are at least {self.num_experts} wide, but its logits must come from"
+                " exactly one; this model cannot be steered"
             )
         if not self.selection:
             return output
         if not biased.choices:
             raise UserError(
-                f"router {self.name}: no top-{self.top_k} of all experts in its"
-                " forward, so that a bias cannot choose experts without changing their"
+                f"router {self.name}: its forward has no top-{self.top_k} of all"
+                " experts, so a bias cannot choose experts without changing their"
                 " weights; leave selection off for this model"
             )
         # Weights come from a second, unbiased run, which is given the choices of the

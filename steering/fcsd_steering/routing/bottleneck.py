@@ -1,9 +1,9 @@
 """Make a bias that pushes tokens off the slowest paths only, as far as a goal requires.
 
-An exchange takes as long as its slowest path, so that a push anywhere else changes
-routes for nothing. Repeat: ask the model for its routes, simulate the exchanges, weigh
-each path by softmax(time / slowest time) for dispatch and for combine, and take a step
-from the logits of those (source, endpoint) pairs; stop at the goal.
+An exchange takes as long as its slowest path, so pushing tokens off other paths gains
+nothing. The search repeats these steps until the goal is reached: get the model's
+routes, simulate the exchanges, weigh each path by softmax(time / slowest time) for
+dispatch and combine, and lower the logits of those (source, endpoint) pairs.
 
 X exchanges, L MoE layers, N endpoints, E experts.
 
@@ -46,8 +46,8 @@ MAX_STEPS = 300
 @dataclass(frozen=True)
 class Push:
     """The result of a search. tables: float32 [L, N, E]. steps: number of steps taken.
-    left: layers (by position) that no push brings into their windows, and that get
-    none.
+    left: positions of layers that no push brings into their windows, and that therefore
+    get no bias.
     """
 
     tables: NDArray[np.float32]
@@ -90,7 +90,8 @@ def bottleneck(
 ) -> Push:
     """Push until exchanges take goal_s, mean over exchanges and layers.
 
-    logit_std: [L], of the layers' logits; the steps are parts of it. None: 2.4.
+    logit_std: [L], standard deviation of the layers' logits, the unit of steps. None:
+    2.4.
 
     Raises:
         UserError: the goal is out of reach.
@@ -192,7 +193,7 @@ def _step(
     weights = weights.sum(1)
     # The path with the largest weight gets a full step, all others a share of it.
     largest = weights.max((-2, -1), keepdims=True)
-    # Without a calibration a step is a part of 2.4 logits.
+    # Without a calibration the unit is 2.4 logits.
     unit = np.full(len(weights), 2.4) if logit_std is None else logit_std
     scaled = np.divide(weights, largest, out=np.zeros(weights.shape), where=largest > 0)
     return np.asarray(STEP * unit[:, None, None] * scaled)

@@ -35,8 +35,7 @@ def camoe(
     many equal links the printed z-score (floor 0) turns noise into large biases.
 
     Raises:
-        UserError: strength is negative; the links are between another number of
-            endpoints.
+        UserError: strength is negative; the links have another number of endpoints.
     """
     if strength < 0:
         raise UserError(

@@ -1,12 +1,12 @@
 """Choose the strength of a bias while a model runs, from the times of its exchanges.
 
 The controller has tables of rising strength and the traffic under each, so it can
-predict the time of each on the links as it knows them. Times that stay off the
-prediction mean that the links have changed: the controller measures the slowest edges
-again, one by one until they explain the times, predicts anew, and takes the weakest
-tables whose exchanges stay within the goal. Traffic does not show the recovery of a
-path that a bias avoids, so the slowest path without a bias is measured again now and
-then. Delays that no edge explains (a busy host) slow all tables alike.
+predict the time of each on the known links. If times keep deviating from the
+prediction, the links have changed: the controller measures the slowest edges again, one
+by one until they explain the times, predicts anew, and uses the weakest tables whose
+exchanges stay within the goal. Traffic does not show that a path has recovered if a
+bias avoids it, so the controller regularly measures the slowest unbiased path again.
+Delays that no edge explains (a busy host) slow all tables alike.
 
 Not covered: drifting traffic, which needs new tables.
 """
@@ -27,8 +27,8 @@ from fcsd_steering.routing.bias import BiasTables
 from fcsd_steering.routing.bottleneck import Deployment
 
 Probe = Callable[[Phase, int, int], tuple[float, float]]
-"""Given a phase, a source and a destination, returns the present latency and seconds a
-byte of the edge.
+"""Given a phase, a source and a destination, returns the edge's present latency and
+seconds per byte.
 """
 
 
@@ -58,7 +58,7 @@ def probe_by(exchange: GroupExchange, links: LinkModel, largest_bytes: int) -> P
 
 @dataclass(frozen=True)
 class Rung:
-    """Tables, and the pairs [X, L, N, E] of the calibration tokens with them."""
+    """Tables, and the pairs [X, L, N, E] of the calibration tokens under them."""
 
     tables: BiasTables
     counts: NDArray[Any]
@@ -75,7 +75,7 @@ class Controller:
     it avoids are measured again.
 
     Raises:
-        UserError: no rungs; rungs that are not of rising strength.
+        UserError: no rungs, or rungs without rising strength.
     """
 
     def __init__(
@@ -113,7 +113,9 @@ class Controller:
         return self._deployment.links
 
     def predicted_s(self, rung: int | None = None) -> float:
-        """Return the seconds of an exchange under the tables of a rung; None: those in use."""
+        """Return the seconds of an exchange under a rung's tables; None: the tables in
+        use.
+        """
         counts = self._rungs[self._current if rung is None else rung].counts
         return self._deployment.mean_time(counts) * self._unexplained
 

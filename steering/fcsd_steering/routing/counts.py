@@ -33,8 +33,8 @@ def read_batches(
     begin: called with the number of a batch before it is run. bar: name of the progress
     bar.
     """
-    # The logits of all tokens over the vocabulary would be the largest tensor of the
-    # run; nobody reads them.
+    # The logits over the vocabulary would be the largest tensor of the run, and are not
+    # needed.
     parameters: Any = inspect.signature(model.forward).parameters
     options = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     device = input_device(model)

@@ -16,8 +16,8 @@ Loads = NDArray[Any]
 
 EPSILON = 1e-6
 """Pairs added to every expert before a KL, so that an unused expert has a logarithm.
-CAMoE does not print its value: a KL in which one run leaves experts unused depends on
-it, so it is written beside every result.
+CAMoE does not give its value. If one run leaves experts unused, the KL depends on it,
+so it is written beside every result.
 """
 
 
@@ -30,7 +30,7 @@ def cv(loads: Loads) -> float:
 
 def layer_cv(loads: Loads) -> Array:
     """Return the coefficient of variation of loads [..., E]: shape [...] (equation 15);
-    0 without any pair.
+    0 without pairs.
     """
     mean = loads.mean(-1)
     return np.asarray(

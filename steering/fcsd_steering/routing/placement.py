@@ -25,7 +25,7 @@ from fcsd_steering.config import PlacedBy
 
 Placement = NDArray[np.int64]
 
-_SWEEPS = 20  # over all experts of a layer; A.3's links need 2 to 5
+_SWEEPS = 20  # sweeps over all experts of a layer; A.3's links need 2 to 5
 
 
 def placed(
@@ -44,12 +44,12 @@ def placed(
 
 def contiguous(num_experts: int, num_endpoints: int) -> Placement:
     """Return a placement [E] in order, with experts 0 to E/N - 1 at endpoint 0; raise
-    UserError where N does not divide E.
+    UserError if N does not divide E.
     """
     if num_endpoints < 1 or num_experts % num_endpoints:
         divisors = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
         raise UserError(
-            f"{num_experts} experts cannot be shared out evenly over {num_endpoints}"
+            f"{num_experts} experts cannot be divided evenly among {num_endpoints}"
             f" endpoints; allowed: {', '.join(divisors)}"
         )
     return np.arange(num_experts) // (num_experts // num_endpoints)
@@ -125,7 +125,7 @@ def _swapped(
             time, total = _cost(
                 links, traffic + moved * (to_endpoint - from_partner), payload
             )
-            # The fastest swap; of equally fast ones that with the smaller sum over
+            # The fastest swap; among equally fast swaps, that with the smaller sum over
             # edges.
             choice = int(np.lexsort((total, time))[0])
             if _less((time[choice], total[choice]), best):

@@ -38,9 +38,10 @@ def report(result: Mapping[str, Any]) -> str:
             _traffic(facts, result["num_endpoints"]) for facts in result["models"]
         ),
         "![traffic matrix](traffic.png)",
-        "## Capacity\n\nAn expert takes factor × K × tokens / experts of a batch; a"
-        " pair beyond that is dropped and gives zero. Times are those of what is"
-        " left.\n\n" + "\n\n".join(_capacity(facts) for facts in result["models"]),
+        "## Capacity\n\nAn expert accepts factor × K × tokens / experts pairs of a"
+        " batch; pairs beyond that are dropped and contribute zero. Times are those"
+        " of the remaining pairs.\n\n"
+        + "\n\n".join(_capacity(facts) for facts in result["models"]),
     ]
     # Without links there are no times to compare placements by.
     if first["placements"]:

@@ -27,8 +27,8 @@ FACTORS = (1.0, 1.25, 2.0, 4.0)
 class Routes:
     """The choices of L layers, T tokens in J batches, K of E experts each.
 
-    layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: of each
-    batch, [J]. probabilities: mean of softmax(logits) over the tokens, [L, E].
+    layers: indices of the MoE layers. experts: int16 [L, T, K]. num_tokens: tokens of
+    each batch, [J]. probabilities: mean of softmax(logits) over the tokens, [L, E].
     """
 
     layers: list[int]
@@ -108,7 +108,7 @@ def read_routes(
     ranks: Ranks = ALONE,
     bar: str | None = None,
 ) -> Routes:
-    """Run a model on batches and record its routers' choices for all tokens but the
+    """Run a model on batches and record its routers' choices for all tokens but
     padding; all ranks get the routes of one process.
     """
     routers = find_routers(model)

@@ -1,5 +1,5 @@
-"""Run the routing study: where a model sends the tokens of real text, the cost of that,
-and the change against another model.
+"""Run the routing study: where a model sends the tokens of real text, what that costs,
+and what changes against another model.
 
 Each of several ranks runs its share of the batches; the counts are those of one
 process.
@@ -34,7 +34,7 @@ from fcsd_steering.routing.report import report
 from fcsd_steering.routing.routes import FACTORS, Routes, read_routes
 
 SCHEMA_VERSION = 1
-_ENDPOINTS = 8  # of one machine, where neither links nor a number are given
+_ENDPOINTS = 8  # one machine, if neither links nor a number are given
 
 Rows = list[list[int]]
 
@@ -58,9 +58,9 @@ def study_routing(
     fingerprints of the text. device_map: see `fcsd.parallel.place.load_for_evaluation`.
 
     Raises:
-        UserError: endpoints that do not divide the experts, links of another number of
-            endpoints, a model without routers, models that cannot be compared, too
-            little text.
+        UserError: endpoints that do not divide the experts, links between another
+            number of endpoints, a model without routers, models that cannot be
+            compared, too little text.
     """
     launch = launch.for_evaluation()
     check_device_map(device_map, launch)
@@ -145,9 +145,9 @@ def batches_of(
     # The comparison is by token position, which needs equal ids.
     if any(against.get_vocab() != tokenizer.get_vocab() for against in tokenizers[1:]):
         raise UserError(
-            f"{models[1].config.path}: its tokenizer is not that of"
+            f"{models[1].config.path}: its tokenizer differs from that of"
             f" {models[0].config.path}; routes are compared token by token, so the"
-            " models must share one"
+            " models must share a tokenizer"
         )
     # Text first, then prompts; the order decides which endpoint gets which rows.
     rows = _text_rows(study, tokenizer, models[0]) + (
@@ -165,9 +165,9 @@ def batches_of(
     # Each endpoint needs a batch for one whole exchange.
     if len(batches) < num_endpoints:
         raise UserError(
-            f"{len(rows)} rows in batches of {study.batch_size} are {len(batches)}"
-            f" batches, fewer than the {num_endpoints} endpoints that each need one;"
-            " give more text, a smaller --batch-size, or fewer --endpoints"
+            f"{len(rows)} rows in batches of {study.batch_size} make {len(batches)}"
+            f" batches, but each of the {num_endpoints} endpoints needs one; give more"
+            " text, a smaller --batch-size, or fewer --endpoints"
         )
     return batches
 
@@ -234,7 +234,7 @@ def _result(
         "endpoints": None if network.links is None else network.links.endpoints,
         "num_batches": num_batches,
         "models": facts,
-        # The model is compared with what it is set against: that is the base of the KL.
+        # The model given by --against is the base of the KL.
         "comparison": (
             comparison(by_model[1], by_model[0], after_dropping[1], after_dropping[0])
             if len(by_model) == 2

@@ -45,7 +45,7 @@ from fcsd_steering.routing.study import Rows, batches_of, network_of
 
 
 class Calibration:
-    """A model and the batches that its traffic is counted on; batch j is at endpoint j
+    """A model and the batches on which its traffic is counted; batch j is at endpoint j
     mod N.
 
     N consecutive batches make one exchange. Each of several ranks runs its share of the
@@ -150,7 +150,7 @@ def make_tables(
     call this.
 
     scaled: the strength is in standard deviations of a layer's logits. windows: [L, 2]
-    seconds, for the kind `windows`. sigma_floor: of
+    seconds, for the kind `windows`. sigma_floor: see
     `fcsd_steering.routing.camoe.camoe`, for the other kinds.
     """
     logit_std = calibration.logit_std
@@ -178,8 +178,8 @@ def make_tables(
         facts |= {"steps": push.steps, "left": [layers[k] for k in push.left]}
         tables = wrapped(push.tables)
     else:
-        # CAMoE's tables are made once from the mean exchange, without asking the model
-        # again.
+        # CAMoE's tables are computed once from the mean exchange, without running the
+        # model again.
         mean = calibration.counts.mean(0)
         placed = deployment.links, deployment.payload, deployment.placement
         unit = logit_std if scaled else None
@@ -197,10 +197,11 @@ def make_tables(
 
 
 def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
-    """Read a file of `fcsd plan --windows`; raise UserError where it is of another
-    model or of other ranks.
+    """Read a file of `fcsd plan --windows`; raise UserError if it belongs to another
+    model or other ranks.
 
-    config: of the model; its weights are not needed yet. num_endpoints: of the links.
+    config: the model's config; its weights are not needed yet. num_endpoints: endpoints
+    of the links.
     """
     windows = read_windows_file(path)
     advice = f"write them with `fcsd plan MODEL --ep {num_endpoints} --windows {path}`"
@@ -225,20 +226,20 @@ def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
                 else "the model has"
             )
             raise UserError(
-                f"{path}: windows of {quantity} {planned}, but {having} {actual};"
+                f"{path}: windows for {quantity} {planned}, but {having} {actual};"
                 f" {advice}"
             )
     return windows
 
 
 def windows_by_layer(windows: Windows, model: nn.Module) -> Array:
-    """Return the windows [L, 2] of dispatch and combine, in seconds; raise UserError
-    where the model has other MoE layers.
+    """Return the windows [L, 2] of dispatch and combine, in seconds; raise UserError if
+    the model has other MoE layers.
     """
     layers = [router.layer for router in find_routers(model)]
     if windows.layers != layers:
         raise UserError(
-            f"--windows: of the MoE layers {windows.layers}, but the model has"
+            f"--windows: for the MoE layers {windows.layers}, but the model has"
             f" {layers}; write them with `fcsd plan MODEL --windows FILE`"
         )
     return np.array([windows.dispatch_s, windows.combine_s], dtype=np.float64).T
