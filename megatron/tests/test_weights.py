@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     assert "'decoder.layers.1.mlp.router.extra' (1 tensors differ)" in text(
         other_tensors, whole
     )
-    assert "hidden_size comes from the checkpoint 32" in text(
+    assert "hidden_size comes from the checkpoint (32)" in text(
         with_options, whole, {"hidden_size": 64}
     )
     for options, name in (
