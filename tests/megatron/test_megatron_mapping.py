@@ -105,7 +105,7 @@ def test_a_rank_has_its_own_experts_by_its_own_numbers(package: Any) -> None:
 @pytest.mark.parametrize(
     "family, field, value, message",
     [
-        ("olmoe", "hidden_act", "silu", "model type 'olmoe' is not supported in Megatron-Core; supported: qwen3_moe and deepseek_v3"),
+        ("olmoe", "hidden_act", "silu", "model type 'olmoe' is not supported in Megatron-Core; supported:"),
         ("qwen3_moe", "hidden_act", "gelu", "hidden_act: 'gelu'"),
         ("qwen3_moe", "tie_word_embeddings", True, "tie_word_embeddings: True"),
         ("qwen3_moe", "attention_bias", True, "attention_bias: True"),
