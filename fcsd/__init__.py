@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from fcsd.api.evaluation import Comparison, Evaluation, compare, evaluate_model
     from fcsd.api.models import calibrate, convert, convert_checkpoint, load, unconvert
     from fcsd.api.recipes import load_recipe, run_stage
+    from fcsd.api.trainer import FCSDTrainer
     from fcsd.base.errors import UserError
     from fcsd.model.connectivity.spec import Connectivity
     from fcsd.training.fcsd_config import FCSDConfig
-    from fcsd.training.fcsd_trainer import FCSDTrainer
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ _MODULES = {
     "fcsd.api.recipes": ("load_recipe", "run_stage"),
     "fcsd.model.connectivity.spec": ("Connectivity",),
     "fcsd.training.fcsd_config": ("FCSDConfig",),
-    "fcsd.training.fcsd_trainer": ("FCSDTrainer",),
+    "fcsd.api.trainer": ("FCSDTrainer",),
     "fcsd.base.errors": ("UserError",),
 }
 _WHERE = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,8 +1,9 @@
-"""The host memory that this process may still use.
+"""The host memory that this process may still use, and the release of unused memory.
 
 Not covered: systems without /proc (macOS), where it is unknown and counts as 0.
 """
 
+import gc
 from pathlib import Path
 
 _CGROUPS, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
@@ -59,3 +60,13 @@ def _room(folder: Path) -> int | None:
         )
         return None if text == "max" else int(text) - held + cached
     return None
+
+
+def free_memory() -> None:
+    """Release the memory of models that are no longer referenced."""
+    import torch
+
+    # The allocator releases only blocks whose tensors are gone, so collect cycles first.
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.memory.empty_cache()

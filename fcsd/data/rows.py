@@ -506,6 +506,22 @@ class PackedRows(torch.utils.data.Dataset):
         numbers = self._examples[self._first[row] : self._first[row + 1]]
         return [self._example(int(number)) for number in numbers]
 
+    def usage(self, are_read: np.ndarray, lost: str | None) -> list[str]:
+        """Describe in a line the fate of the examples when only the rows of a mask (N,)
+        are read; add warnings.
+
+        lost: why no epoch reads the others; None: the training merely ends before them.
+        """
+        counts, used = self.counts, self.num_examples(are_read)
+        behind = 0 if lost is None else self.num_examples() - used
+        sentence = counts.sentence(counts.usable - used)
+        if counts.usable - used > behind:
+            sentence += " (the training ends before them)"
+        warnings = [*counts.warnings(self.layout.max_length)]
+        if lost is not None and (warning := counts.warning(behind, lost)):
+            warnings.append(warning)
+        return [sentence, *warnings]
+
     def num_examples(self, chosen: np.ndarray | None = None) -> int:
         """Count the different examples in rows; chosen: (rows,) bool; None: all rows."""
         # An example that is drawn several times counts once.

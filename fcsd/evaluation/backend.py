@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from fcsd.base.errors import UserError
+from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.code.generate import (
@@ -32,7 +33,6 @@ from fcsd.evaluation.code.generate import (
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
-from fcsd.model.load import free_memory
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
 from fcsd.parallel.shard import gathered_once

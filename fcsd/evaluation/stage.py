@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
+from fcsd.base.memory import free_memory
 from fcsd.data.config import DataConfig, SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_rows
@@ -36,7 +37,7 @@ from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.checkpoint import read_config
-from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
+from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import refusal
 from fcsd.parallel.place import check_device_map, load_for_evaluation

@@ -1,5 +1,6 @@
 """Models in memory: their folders, families, routers, and the ranks that hold them."""
 
+from fcsd.base.memory import free_memory
 from fcsd.model.connectivity.export import carry_over, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.modeling import MODELING_FILE
@@ -8,7 +9,7 @@ from fcsd.model.families.capacity import capacity, kept_pairs
 from fcsd.model.families.choices import Routed, recording
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
-from fcsd.model.load import ModelFolder, find_model, free_memory, load_tokenizer
+from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.overlap.transport import AllToAll, SendReceive, Transport
 from fcsd.parallel.place import check_device_map, load_for_evaluation

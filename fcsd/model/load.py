@@ -1,6 +1,5 @@
 """Load what the stages work on: checkpoints, their configs and tokenizers."""
 
-import gc
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -157,14 +156,6 @@ def does_not_fit(name: str | Path, num_bytes: int, device: torch.device) -> User
         f" memory of {device}; free the device, or shard the weights over several"
         " (docs/evaluate.md, docs/scale.md)"
     )
-
-
-def free_memory() -> None:
-    """Release the memory of models that are no longer referenced."""
-    # The allocator releases only blocks whose tensors are gone, so collect cycles first.
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()
 
 
 def tokenizer_of(

@@ -340,31 +340,6 @@ def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> No
     config["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
-def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
-    """Return the configuration by which transformers shards a model while it loads it;
-    None: it does not, `fcsd.parallel.shard` does.
-
-    bf16: weights take part in computation in bfloat16, and their gradients are reduced
-    in float32.
-    """
-    if not engine.spreads_experts:
-        return None
-    from transformers.distributed import DistributedConfig
-
-    from fcsd.parallel.overlap import IMPLEMENTATIONS
-
-    return DistributedConfig(
-        fsdp_size=world,
-        ep_size=engine.expert_parallel,
-        ep_implementation=(
-            "all_to_all"
-            if engine.overlap == "off"
-            else IMPLEMENTATIONS[engine.overlap or "full"]
-        ),
-        fsdp_mixed_precision=bf16,
-    )
-
-
 def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
     """Return `train.gradient_checkpointing`; where it is null, whether the model has at
     least `CHECKPOINTING_FROM` parameters and supports it.

@@ -17,9 +17,9 @@ from fcsd.base.weights import weight_files
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
-from fcsd.parallel.engine import distributed_config
+from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap import attach_loaded, with_plan
+from fcsd.parallel.overlap import IMPLEMENTATIONS, attach_loaded, with_plan
 from fcsd.parallel.shard import shard_teacher
 
 
@@ -125,6 +125,29 @@ def load_for_launch(
     if spread is not None:
         attach_loaded(loaded, spread)
     return loaded
+
+
+def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any:
+    """Return the configuration by which transformers shards a model while it loads it;
+    None: it does not, `fcsd.parallel.shard` does.
+
+    bf16: weights take part in computation in bfloat16, and their gradients are reduced
+    in float32.
+    """
+    if not engine.spreads_experts:
+        return None
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(
+        fsdp_size=world,
+        ep_size=engine.expert_parallel,
+        ep_implementation=(
+            "all_to_all"
+            if engine.overlap == "off"
+            else IMPLEMENTATIONS[engine.overlap or "full"]
+        ),
+        fsdp_mixed_precision=bf16,
+    )
 
 
 def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:

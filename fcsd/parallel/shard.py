@@ -44,12 +44,11 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.base.memory import available_memory
+from fcsd.base.memory import available_memory, free_memory
 from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
 from fcsd.model.dtypes import kept_in_float32, kept_routers
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import head_and_body
-from fcsd.model.load import free_memory
 from fcsd.parallel.engine import Engine, Precision
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks

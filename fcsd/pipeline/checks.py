@@ -37,11 +37,10 @@ from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
 from fcsd.training.arguments import (
     check_reporters,
-    micro_batches,
     refuse_what_cannot_be_sharded,
 )
 from fcsd.training.calibration.checkpoint import calibratable
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import TrainConfig, micro_batches
 
 
 def check_run(run: Run) -> None:

@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, make_folder
+from fcsd.base.memory import free_memory
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families import family_of
-from fcsd.model.load import free_memory
 from fcsd.parallel.engine import checkpoints_activations
 from fcsd.parallel.overlap import attach, detach
 from fcsd.parallel.overlap.exchange import Record

@@ -25,7 +25,7 @@ from fcsd.training.checkpoints import (
     set_aside,
 )
 from fcsd.training.early_stopping import EarlyStopper, Score
-from fcsd.training.fcsd_trainer import FCSDTrainer
+from fcsd.training.fcsd_trainer import ReadyTrainer
 
 # folders in `best/` that a training has made: complete, damaged or half-written weights
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")
@@ -41,7 +41,7 @@ def best_folder(run: TrainingRun, step: int) -> Path:
     return run.folder / "best" / f"step-{step}"
 
 
-def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
+def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     """Write the weights as the best so far: all ranks write their shards to a temporary
     folder, which the first rank renames.
 
@@ -76,7 +76,7 @@ def keep_best(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
 
 
 def settle_best(
-    trainer: FCSDTrainer, run: TrainingRun, *, last_step: int | None = None
+    trainer: ReadyTrainer, run: TrainingRun, *, last_step: int | None = None
 ) -> None:
     """Make the stopper choose other weights where the best ones are damaged. All ranks
     call this.
@@ -118,14 +118,14 @@ def settle_best(
     )
 
 
-def drop_others(trainer: FCSDTrainer, run: TrainingRun, step: int) -> None:
+def drop_others(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     """Remove all weights but those of this step and those that a checkpoint names,
     since the run may go back to it.
     """
     _keep_only(trainer, run, [step])
 
 
-def _keep_only(trainer: FCSDTrainer, run: TrainingRun, steps: list[int]) -> None:
+def _keep_only(trainer: ReadyTrainer, run: TrainingRun, steps: list[int]) -> None:
     if not trainer.is_world_process_zero() or not (run.folder / "best").is_dir():
         return
     needed_folders = {best_folder(run, step) for step in steps}
@@ -160,7 +160,7 @@ class StopWhenScoreStalls(TrainerCallback):
 
     def __init__(
         self,
-        trainer: FCSDTrainer,
+        trainer: ReadyTrainer,
         run: TrainingRun,
         stopper: EarlyStopper,
         score: Scorer,

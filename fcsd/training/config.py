@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, option
 
 
@@ -189,6 +190,56 @@ class TrainConfig(Strict):
         """
         number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
         return math.ceil(number * max_steps) if number < 1 else int(number)
+
+
+def micro_batches(
+    train: TrainConfig, max_length: int, world_size: int
+) -> tuple[int, int]:
+    """Return the rows of a micro-batch and the micro-batches of one optimiser step, on
+    each rank.
+
+    A batch that is smaller than one forward pass of all ranks is one micro-batch with
+    fewer rows. UserError: the batch is no whole number of micro-batches over all ranks.
+    """
+    rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
+    if (
+        train.batch_size_tokens < rows * row_tokens
+        and train.batch_size_tokens % row_tokens == 0
+    ):
+        return train.batch_size_tokens // row_tokens, 1
+    if train.batch_size_tokens % (rows * row_tokens):
+        raise UserError(
+            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of"
+            f" {rows * row_tokens} (per_device_train_batch_size {rows} x"
+            f" data.max_length {max_length} x {world_size} processes);"
+            f" {_ways(train.batch_size_tokens, rows, max_length, world_size)}"
+        )
+    return rows, train.batch_size_tokens // (rows * row_tokens)
+
+
+def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
+    """Suggest settings that fit: fewer rows at once, the next larger batch, shorter
+    rows or fewer processes.
+    """
+    step = max_length * world_size
+    # The batch is whole rows for every rank: only the rows of a forward pass are too
+    # many, and 1 always fits.
+    if batch % step == 0:
+        fitting_rows = [k for k in range(1, rows) if batch % (k * step) == 0]
+        return f"possible: per_device_train_batch_size {max(fitting_rows)}"
+    alternatives = [f"a batch of {-(-batch // step) * step}"]
+    processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
+    # Lengths down to an eighth of the present one are tried.
+    lengths = [
+        k
+        for k in range(max_length // 8, max_length)
+        if k and batch % (k * world_size) == 0
+    ]
+    if lengths:
+        alternatives.append(f"data.max_length {max(lengths)}")
+    if processes:
+        alternatives.append(f"{max(processes)} processes")
+    return f"possible: {', or '.join(alternatives)}"
 
 
 MAY_CHANGE = (

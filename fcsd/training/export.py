@@ -20,7 +20,8 @@ from fcsd.base.temporary import beside
 from fcsd.model.connectivity.checkpoint import CONFIG
 from fcsd.model.connectivity.extra_tensors import keeping_extra_tensors
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.dtypes import FileDtypes, loaded_dtypes, real_tensors
+from fcsd.model.dtypes import loaded_dtypes, real_tensors
+from fcsd.model.saved_dtypes import FileDtypes
 from fcsd.parallel.engine import without_deepspeed
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import whole_model

@@ -19,12 +19,10 @@ from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.strict import Strict, validate
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig, ModelConfig
-from fcsd.model.connectivity import Connectivity
-from fcsd.model.connectivity.spec import connectivity_of
+from fcsd.model.connectivity.spec import Connectivity, connectivity_of
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
-from fcsd.training.arguments import micro_batches
-from fcsd.training.config import SafetyConfig, TrainConfig
+from fcsd.training.config import SafetyConfig, TrainConfig, micro_batches
 from fcsd.training.losses.objectives import (
     OBJECTIVES,
     KLObjectiveConfig,

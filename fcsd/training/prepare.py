@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
+from fcsd.model.families.structure import has_adapters
 from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
@@ -21,7 +22,6 @@ from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
-from fcsd.training.teachers.lora import has_adapters
 
 
 @dataclass(frozen=True)

@@ -10,32 +10,24 @@ Not covered: the initial weights of a student that was given in memory, because 
 continuation takes those of the checkpoint.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import nn
-
 from fcsd.base.artifact import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.fingerprints import write_sealed
-from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.dates import NOTED
-from fcsd.data.rows import PackedRows
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
 from fcsd.training.config import TrainConfig
 from fcsd.training.fcsd_config import FCSDConfig
 
 RECORD_FILE = "record.json"  # in each checkpoint
-_SAMPLED = 1024  # values of a parameter in its fingerprint
-_ROWS_AT_ONCE = 1000
 
 # fcsd's arguments that the weights do not depend on, or that the record has in another
 # form.
@@ -89,21 +81,6 @@ def _cut_settings(
         name = "micro-batches of a step, on which balance_loss_over 'batch' depends"
         settings[name] = args.gradient_accumulation_steps
     return settings
-
-
-def model_fingerprint(model: nn.Module) -> str:
-    """Return a hash of the name, the shape and some values of each parameter, which
-    takes seconds for a model of any size.
-    """
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        if not parameter.is_meta:
-            values = parameter.detach().flatten()[
-                :: max(1, parameter.numel() // _SAMPLED)
-            ]
-            digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
 
 
 class TrainingRecord:
@@ -199,27 +176,3 @@ class TrainingRecord:
                 " continue with those settings, or start another training in another"
                 " output folder"
             )
-
-
-def rows_fingerprint(rows: Any) -> str:
-    """Return a hash of the tokens, positions and labels of all rows in their order,
-    whatever container they are in.
-    """
-    digest = hashlib.sha256()
-    if isinstance(rows, PackedRows):
-        rows.add_to(digest)
-        return digest.hexdigest()
-    for row in _in_order(rows):
-        for name in sorted(ROW_FEATURES):
-            digest.update(np.asarray(row[name], np.int64).tobytes())
-    return digest.hexdigest()
-
-
-def _in_order(rows: Any) -> Iterator[Any]:
-    # A data set of `datasets` reads blocks much faster than single rows.
-    if hasattr(rows, "with_format"):
-        for block in rows.with_format("numpy").iter(_ROWS_AT_ONCE):
-            for number in range(len(block["input_ids"])):
-                yield {name: block[name][number] for name in ROW_FEATURES}
-    else:
-        yield from (rows[number] for number in range(len(rows)))

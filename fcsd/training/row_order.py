@@ -14,14 +14,13 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, Sampler, Subset
 
 from fcsd.base.errors import UserError
-from fcsd.data.counts import ExampleCounts
-from fcsd.data.rows import PackedRows
-from fcsd.data.show import check_number, print_rows
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object
+
+_WARNED = 0.05  # share of the rows
 
 
 class EpochRows(Sampler[int]):
@@ -103,35 +102,30 @@ class EpochRows(Sampler[int]):
 def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
     """Describe in a line the fate of the examples in a training of so many steps; add
     warnings.
+
+    rows: `PackedRows` know the examples that they were made from (`usage`); of others
+    the rows themselves are counted.
     """
-    are_read, unit = order.are_read(num_steps), "examples"
-    if isinstance(rows, PackedRows):
-        counts = rows.counts
-        in_rows = rows.num_examples()
-        used = rows.num_examples(are_read)
-        lines = [
-            counts.sentence(counts.usable - used),
-            *counts.warnings(rows.layout.max_length),
-        ]
-    else:  # the examples that these rows were made from are not known
-        counts = ExampleCounts(order.num_rows)
-        in_rows = order.num_rows
-        used = int(are_read.sum())
-        unit = "rows"
-        lines = [
-            f"{in_rows:,} rows that were packed already: {in_rows - used:,} never used"
-        ]
+    are_read, lost = order.are_read(num_steps), None
     # Rows that no epoch reaches are a loss of data; those that this training merely
     # ends before are not.
-    behind = in_rows - used if num_steps >= order.steps_of_an_epoch else 0
-    if counts.usable - used > behind:
-        lines[0] += " (the training ends before them)"
-    reason = (
-        f"are never used: {order.num_left_out} of {order.num_rows} rows do not fill a"
-        f" step of {order.rows_of_a_step}; train for two epochs, or with a smaller"
-        " batch"
-    )
-    return [*lines, *filter(None, [counts.warning(behind, reason, unit)])]
+    if num_steps >= order.steps_of_an_epoch:
+        lost = (
+            f"are never used: {order.num_left_out} of {order.num_rows} rows do not fill"
+            f" a step of {order.rows_of_a_step}; train for two epochs, or with a"
+            " smaller batch"
+        )
+    if hasattr(rows, "usage"):
+        lines: list[str] = rows.usage(are_read, lost)
+        return lines
+    unread = int((~are_read).sum())
+    line = f"{order.num_rows:,} rows that were packed already: {unread:,} never used"
+    if lost is None:
+        return [line + (" (the training ends before them)" if unread else "")]
+    share = f"{unread:,} of {order.num_rows:,} rows"
+    is_much = unread > _WARNED * order.num_rows
+    percent = f"{100 * unread / order.num_rows:.0f} %"
+    return [line, *([f"warning: {share} ({percent}) {lost}"] if is_much else [])]
 
 
 class ReadsWholeSteps(Trainer):
@@ -143,19 +137,6 @@ class ReadsWholeSteps(Trainer):
 
     row_order: EpochRows | None = None
     guarded: Any
-
-    def show_rows(self, number: int = 3) -> None:
-        """Print the text of the first `number` rows to train on. Tokens with loss are
-        in [[double brackets]], or in reverse video on a terminal; special tokens are
-        written out, and padding is left out.
-
-        Raises UserError: nothing to train on; a number below 1.
-        """
-        check_number(number, "show_rows")
-        if self.train_dataset is None:
-            raise UserError("train_dataset: is required for show_rows")
-        if self.is_world_process_zero():
-            print_rows(self.train_dataset, self.processing_class, number)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         rows = self.train_dataset if train_dataset is None else train_dataset

@@ -20,6 +20,7 @@ import signal
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import nats, progress_bar
 from fcsd.model.dtypes import cast
+from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
 from fcsd.training.arguments import (
     TrainingRun,
     check_reporters,
-    micro_batches,
     refuse_what_cannot_be_sharded,
 )
 from fcsd.training.best import (
@@ -48,10 +49,11 @@ from fcsd.training.best import (
     settle_best,
 )
 from fcsd.training.checkpoints import checkpoints, newest_usable
+from fcsd.training.config import micro_batches
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
+from fcsd.training.fcsd_trainer import ReadyTrainer, begin
 from fcsd.training.heldout import HeldoutKL
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import Ready
@@ -79,9 +81,15 @@ def train(run: TrainingRun) -> dict[str, Any]:
 def _train(run: TrainingRun) -> dict[str, Any]:
     stopping, bar = None, ProgressBar(run.description, run.remaining)
     try:
-        trainer = FCSDTrainer(
+        args = _arguments(run)
+        sections, record = begin(args, run.launch, of_recipe=True)
+        # Read before the student is cast to the dtype of the training.
+        dtypes = run.launch.ranks.from_first(partial(saved_dtypes, run.student))
+        trainer = ReadyTrainer(
             Ready(run.student, run.teacher, run.tokenizer, run.rows),
-            _arguments(run),
+            args,
+            sections=sections,
+            record=record,
             callbacks=[
                 *_tensorboard(run),
                 *([] if run.save_model else [NoCheckpointAtTheEnd()]),
@@ -97,9 +105,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
             run.score.set_teacher(
                 trainer.teacher, sharded=sharded, under_autocast=under_autocast
             )
-        run.launch.ranks.from_first(
-            lambda: _check_disk(run, trainer.saved_dtypes.declared)
-        )
+        run.launch.ranks.from_first(lambda: _check_disk(run, dtypes.declared))
         replace_output(trainer, bar)
         if run.stopper is not None and run.score is not None:
             stopping = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
@@ -138,7 +144,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
                 trainer.guarded.say(warning)
     # Last, because it casts the student to the dtype that is saved.
     if run.save_model:
-        _leave_model(trainer, run)
+        _leave_model(trainer, run, dtypes)
     # The next stage runs in the same process: release the device.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
@@ -221,7 +227,7 @@ def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
     return [callback]
 
 
-def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
+def _results(trainer: ReadyTrainer, run: TrainingRun) -> dict[str, Any]:
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
     results: dict[str, Any] = {"steps": trainer.state.global_step}
     if last:
@@ -237,7 +243,7 @@ def _results(trainer: FCSDTrainer, run: TrainingRun) -> dict[str, Any]:
 
 
 def _not_scored(
-    trainer: FCSDTrainer, run: TrainingRun, failure: ScoreFailure
+    trainer: ReadyTrainer, run: TrainingRun, failure: ScoreFailure
 ) -> BaseException:
     """Return the error that ends a run whose score failed; print the traceback of an
     unexpected error.
@@ -259,7 +265,7 @@ def _not_scored(
     )
 
 
-def _interrupted(trainer: FCSDTrainer, run: TrainingRun) -> Interrupted:
+def _interrupted(trainer: ReadyTrainer, run: TrainingRun) -> Interrupted:
     return Interrupted(
         f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step"
         f" {trainer.state.global_step} of {trainer.state.max_steps}; run the same"
@@ -275,7 +281,7 @@ def _last_kept(run: TrainingRun) -> str:
     return "the beginning (there is no checkpoint)"
 
 
-def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
+def _leave_model(trainer: ReadyTrainer, run: TrainingRun, dtypes: FileDtypes) -> None:
     """Write `folder/model`: the best weights if there was a score, else the last ones
     (or their average). All ranks call this.
     """
@@ -301,7 +307,7 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
         # in place, because the device may not hold both copies
-        cast(run.student, trainer.saved_dtypes.tensors)
+        cast(run.student, dtypes.tensors)
     with (
         new_folder(run.folder / "model") if first else nullcontext(run.folder)
     ) as folder:
@@ -309,8 +315,8 @@ def _leave_model(trainer: FCSDTrainer, run: TrainingRun) -> None:
             run.student,
             folder,
             tokenizer=run.tokenizer,
-            dtype=trainer.saved_dtypes.declared,
-            dtypes=trainer.saved_dtypes.tensors,
+            dtype=dtypes.declared,
+            dtypes=dtypes.tensors,
             launch=run.launch,
         )
 

@@ -25,7 +25,6 @@ from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
-from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.fcsd_config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
@@ -115,7 +114,8 @@ class DistillTrainer(Trainer):
         self.meters, self.teacher = self.step_loss.meters, teacher
         self.guard = Guard(sections.safety)
         self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
-        self.stopper: EarlyStopper | None = None
+        # `fcsd.training.early_stopping.EarlyStopper`, where a run stops by its scores
+        self.stopper: Any = None
         self.settings = sections.train
         self.average: WeightAverage | None = None
         if (decay := self.settings.ema_decay) is not None:
@@ -317,6 +317,15 @@ class DistillTrainer(Trainer):
             weights_only=True,
         )
         restore_beside(self, checkpoint)
+
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Do nothing within a checkpoint: its writer writes weights and optimiser
+        together.
+        """
+        if not self.checkpoint_writer.is_saving:
+            super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial: Any) -> str:
         # Only what belongs to a checkpoint goes to the temporary folder.

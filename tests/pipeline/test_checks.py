@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -19,7 +20,6 @@ from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.estimate import estimate
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.tiny import tiny_model
 from tests.support import Bench, run_of

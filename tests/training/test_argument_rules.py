@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import TrainingArguments
 
+from fcsd.api.trainer import FCSDTrainer
+from fcsd.api.trainer_inputs import TrainerInputs
 from fcsd.base.errors import UserError
 from fcsd.parallel.launch import join_launch
 from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
-from fcsd.training.trainer_inputs import TrainerInputs
 from tests.reference.tiny import tiny_model
 
 

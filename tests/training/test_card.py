@@ -15,11 +15,11 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 import fcsd
+from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.card.trainer import dataset_names
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.reference.tiny import tiny_model
 
 ROWS = [{"prompt": f"{n} + 1?", "response": f"{n + 1} it is"} for n in range(40)]

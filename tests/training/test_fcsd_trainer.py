@@ -25,12 +25,12 @@ from transformers import (
 )
 
 import fcsd
+from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model, unconvert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import TOKEN, Hub, running_hub
@@ -444,13 +444,13 @@ def test_the_time_of_evaluations_is_left_out_of_the_throughput_once(
     clock = [0.0]
     monkeypatch.setattr(meters.time, "perf_counter", lambda: clock[0])
     trainer = make(eval_dataset={"a": examples(4), "b": examples(4)}, max_steps=2)
-    measure = trainer._heldout
+    measure = trainer.heldout
 
     def slow(*args: Any, **options: Any) -> dict[str, float]:
         clock[0] += 100.0  # seconds of each data set
         return measure(*args, **options)
 
-    trainer._heldout = slow  # type: ignore[assignment]
+    trainer.heldout = slow  # type: ignore[assignment]
     trainer.meters.reset()
     trainer.meters.num_tokens = 50
     trainer.evaluate()

@@ -13,14 +13,15 @@ import datasets
 import pytest
 import torch
 
+from fcsd.api.trainer import FCSDTrainer
+from fcsd.api.trainer_inputs import rows_fingerprint
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.data import dates
 from fcsd.data.dataset import given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
-from fcsd.training.record import RECORD_FILE, rows_fingerprint
+from fcsd.training.record import RECORD_FILE
 from tests.reference.tiny import tiny_model
 
 SETTINGS: dict[str, Any] = {

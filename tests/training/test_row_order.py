@@ -18,6 +18,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
+from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
@@ -26,7 +27,6 @@ from fcsd.data.dataset import given_rows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
 from fcsd.training.row_order import EpochRows
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model

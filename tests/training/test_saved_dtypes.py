@@ -17,8 +17,9 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.dtypes import loaded_dtypes, real_tensors, saved_dtypes, to_dtype
+from fcsd.model.dtypes import loaded_dtypes, real_tensors, to_dtype
 from fcsd.model.families import FAMILIES
+from fcsd.model.saved_dtypes import saved_dtypes
 from fcsd.parallel.launch import join_launch
 from fcsd.parallel.shard import shard_student
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -1,4 +1,6 @@
-"""Find the body and the output head of a model, and how its logits are scaled."""
+"""Find the body, the output head and the adapters of a model, and how its logits are
+scaled.
+"""
 
 from __future__ import annotations
 
@@ -79,3 +81,12 @@ def unwrapped(model: nn.Module) -> Any:
     if isinstance(getattr(model, "module", None), nn.Module):
         return model.module
     return model
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_" in name
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Tell whether a model has adapters, which are then its only trained parameters."""
+    return any(is_adapter(name) for name, _ in model.named_parameters())

@@ -36,8 +36,8 @@ from fcsd.planning.cost.training import (
     pretraining,
 )
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
-from fcsd.training.arguments import micro_batches
 from fcsd.training.checkpoint_writer import BACKGROUND_FROM
+from fcsd.training.config import micro_batches
 from fcsd.training.disk import disk_need
 
 # benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens,

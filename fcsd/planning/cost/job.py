@@ -28,7 +28,7 @@ from fcsd.planning.cost.training import (
     spread,
     tracer,
 )
-from fcsd.training.arguments import micro_batches
+from fcsd.training.config import micro_batches
 
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""

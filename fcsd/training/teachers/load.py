@@ -18,13 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import NOT_COMPUTED
+from fcsd.base.memory import free_memory
 from fcsd.model.config import CachedTeacherConfig, TeacherConfig
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
 from fcsd.model.connectivity.load import config_and_class
 from fcsd.model.connectivity.spec import changed_by
-from fcsd.model.dtypes import declared_dtype, dtype_of
+from fcsd.model.dtypes import dtype_of
 from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.model.load import ModelFolder, free_memory, load_tokenizer
+from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.model.saved_dtypes import declared_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.prepare import place_teacher

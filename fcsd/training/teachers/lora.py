@@ -23,7 +23,7 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.data.batches import Batch, next_token_targets
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity.rewire import regular
-from fcsd.model.families.structure import output_head
+from fcsd.model.families.structure import has_adapters, is_adapter, output_head
 from fcsd.training.losses.head import body_hidden
 from fcsd.training.teachers.base import LiveTeacher
 
@@ -88,15 +88,6 @@ def add_adapters(
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
     return adapted
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
-def has_adapters(model: nn.Module) -> bool:
-    """Tell whether a model has adapters, which are then its only trained parameters."""
-    return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:

@@ -14,9 +14,10 @@ from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
-from fcsd.parallel.engine import Engine, distributed_config, requested_engine
+from fcsd.parallel.engine import Engine, requested_engine
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import attach, check, refusal
+from fcsd.parallel.place import distributed_config
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
 from tests.reference.tiny import tiny_config, tiny_model

@@ -35,8 +35,7 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.trace import Setting, Trace, trace_step
 from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.training.arguments import micro_batches
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import TrainConfig, micro_batches
 from fcsd.training.losses.head import attach_loss_head, final_hidden
 from fcsd.training.teachers.lora import add_adapters
 from tests.losses import objective_of

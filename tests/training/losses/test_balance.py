@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
@@ -20,7 +21,6 @@ from fcsd.model.families.routers import find_routers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import FCSDTrainer
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer

@@ -4,11 +4,13 @@ converted already or not; data sets, streams and lists.
 
 import contextlib
 import copy
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
@@ -16,9 +18,11 @@ from transformers import PreTrainedModel, TrainerCallback
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
+from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import given_rows
 from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
+from fcsd.data.rows import PackedRows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
@@ -30,14 +34,18 @@ from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
-from fcsd.training.arguments import micro_batches, refuse_what_cannot_be_sharded
+from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.checkpoints import checkpoints
+from fcsd.training.config import micro_batches
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
-from fcsd.training.record import RECORD_FILE, model_fingerprint, rows_fingerprint
+from fcsd.training.record import RECORD_FILE
 from fcsd.training.teachers.base import Teacher
+
+_SAMPLED = 1024  # values of a parameter in its fingerprint
+_ROWS_AT_ONCE = 1000
 
 
 def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
@@ -397,3 +405,42 @@ def check_kinds(
     check_kind(
         "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
     )
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Return a hash of the name, the shape and some values of each parameter, which
+    takes seconds for a model of any size.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta:
+            values = parameter.detach().flatten()[
+                :: max(1, parameter.numel() // _SAMPLED)
+            ]
+            digest.update(values.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def rows_fingerprint(rows: Any) -> str:
+    """Return a hash of the tokens, positions and labels of all rows in their order,
+    whatever container they are in.
+    """
+    digest = hashlib.sha256()
+    if isinstance(rows, PackedRows):
+        rows.add_to(digest)
+        return digest.hexdigest()
+    for row in _in_order(rows):
+        for name in sorted(ROW_FEATURES):
+            digest.update(np.asarray(row[name], np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _in_order(rows: Any) -> Iterator[Any]:
+    # A data set of `datasets` reads blocks much faster than single rows.
+    if hasattr(rows, "with_format"):
+        for block in rows.with_format("numpy").iter(_ROWS_AT_ONCE):
+            for number in range(len(block["input_ids"])):
+                yield {name: block[name][number] for name in ROW_FEATURES}
+    else:
+        yield from (rows[number] for number in range(len(rows)))
