@@ -201,6 +201,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
         "upper_bound": False,
         "over_prediction": None,
         "step_ratio": None,
+        "expected_gain": None,
         "measured": True,
     }
 

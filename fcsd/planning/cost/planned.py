@@ -214,12 +214,12 @@ class Planned:
     @property
     def stored(self) -> Stored:
         """How the weights lie in memory; a training has them in bfloat16."""
-        if self.settings.dtype == "fp8":
-            return FP8
-        if self.settings.dtype == "bfloat16" or self.settings.phase == "train":
-            return BFLOAT16
+        dtype = self.settings.dtype
+        if self.settings.phase == "train" or dtype == "bfloat16":
+            return FP8 if dtype == "fp8" else BFLOAT16
         has_fp8 = self.machine.gpu.fp8_tflops is not None
-        return stored_weights(self.training.config, has_fp8=has_fp8)
+        stored = stored_weights(self.training.config, has_fp8=has_fp8)
+        return FP8 if dtype == "fp8" and stored.precision != "fp8" else stored
 
     @property
     def roofline(self) -> Roofline:
@@ -233,6 +233,7 @@ class Planned:
         return Roofline(
             self.machine, stored.precision, fused, self.tensor_parallel, rows,
             stored.experts, stored.others, self.megatron,
+            stored.sent if self.wide else None,
         )  # fmt: skip
 
 

@@ -40,6 +40,8 @@ class Roofline:
     as they are read from memory; None: as wide as `precision`. sequence_parallel: as
     Megatron trains: outside of attention, dense MLPs and shared experts each
     tensor-parallel rank has its own part of the tokens, and its own experts whole.
+    sent_bytes: of an element of a dispatched row; None: as wide as an activation, as
+    those that come back always are.
     """
 
     machine: Machine
@@ -50,6 +52,7 @@ class Roofline:
     expert_bytes: float | None = None
     weight_bytes: float | None = None
     sequence_parallel: bool = False
+    sent_bytes: float | None = None
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
         """Return this roofline with other values of some assumptions."""
@@ -241,11 +244,12 @@ class Roofline:
         ranks is an all-gather, and its combine a reduce-scatter. Measured links, if
         any, are simulated.
         """
-        width = model.row_width * self.value_bytes
+        sent = self.value_bytes if self.sent_bytes is None else self.sent_bytes
+        widths = sent, self.value_bytes
         tokens = model.tokens / self.token_ranks
         if self.rows == "all":
-            seconds = self.ring(ranks * tokens * width, ranks)
-            return seconds, seconds
+            row = ranks * tokens * model.row_width
+            return self.ring(row * sent, ranks), self.ring(row * self.value_bytes, ranks)
         uneven, experts = self.values["imbalance"], model.experts_per_token
         # The most loaded rank decides how long an exchange takes, so its excess is
         # charged to all.
@@ -266,17 +270,26 @@ class Roofline:
                 np.full((ranks, ranks), rows / ranks),
                 PAIR_BYTES * pairs / rows,
             )
-            payload = Payload(
-                model.row_width, model.num_experts, self.value_bytes, weights
+            ahead, back = (
+                simulate(
+                    links,
+                    counts,
+                    Payload(model.row_width, model.num_experts, width, weights),
+                )
+                for width in widths
             )
-            times = simulate(links, counts, payload)
-            return float(times.metadata + times.dispatch), float(times.combine)
-        far_bytes = None
+            return float(ahead.metadata + ahead.dispatch), float(back.combine)
+        far_rows = None
         nodes, rest = divmod(ranks, self.machine.gpus_per_node)
         if self.rows == "node" and nodes > 1 and not rest:
-            far_bytes = rows_to(nodes) * (1 - 1 / nodes) * width
-        seconds = self._all_to_all(rows * width, ranks, far_bytes)
-        return seconds, seconds
+            far_rows = rows_to(nodes) * (1 - 1 / nodes)
+
+        def seconds(width: float) -> float:
+            row = model.row_width * width
+            far = None if far_rows is None else far_rows * row
+            return self._all_to_all(rows * row, ranks, far)
+
+        return seconds(sent), seconds(self.value_bytes)
 
     def _all_to_all(
         self, num_bytes: float, ranks: int, far_bytes: float | None
@@ -333,15 +346,13 @@ class Roofline:
         )
         interfaces = least * machine.nic_gb_s * self.values["nic"]
         # Within one node only its links count; with one rank a node only interfaces.
+        latency = self.values["latency_us"] / 1e6
         if len(groups) == 1:
             rate = links
-        elif least > 1:
-            rate = min(links, interfaces)
         else:
-            rate = interfaces
-        return self.values["latency_us"] / 1e6 + (1 - 1 / ranks) * num_bytes / (
-            rate * 1e9
-        )
+            rate = min(links, interfaces) if least > 1 else interfaces
+            latency *= 2
+        return latency + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
 
     def send(self, num_bytes: float, apart: int) -> float:
         """Return the seconds of sending to the rank that is `apart` ranks further."""

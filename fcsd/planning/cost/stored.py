@@ -8,7 +8,7 @@ model of a method that is not known here is planned in bfloat16, and the plan sa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fcsd.model.quantised.methods import FIELD
@@ -20,17 +20,23 @@ Dtype = Literal["auto", "bfloat16", "fp8"]
 @dataclass(frozen=True)
 class Stored:
     """Weights as they lie in memory. experts, others: bytes of an element, its share of
-    the scales included. precision: of the matmuls.
+    the scales included. precision: of the matmuls. sent: bytes of an element of a row
+    that a server's data-parallel rank dispatches.
     """
 
     name: str
     experts: float = 2.0
     others: float = 2.0
     precision: Precision = "bfloat16"
+    sent: float = 2.0
 
 
 BFLOAT16 = Stored("bfloat16")
 FP8 = Stored("FP8", 1.0, 1.0, "fp8")
+_BLOCK = 128
+"""Elements of a row with one scale of 32 bits, for which vLLM's back ends dispatch in FP8
+(`use_fp8_dispatch` of DeepEP's kernels; the gather quantises first, too).
+"""
 
 
 def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
@@ -44,7 +50,8 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
     if not method:
         return BFLOAT16
     if method in ("fp8", "fbgemm_fp8"):
-        stored = FP8
+        in_blocks = quantisation.get("weight_block_size") == [_BLOCK, _BLOCK]
+        stored = replace(FP8, sent=1 + 4 / _BLOCK) if in_blocks else FP8
     elif method == "mxfp4":
         # 4 bits, and 8 bits of scale for 32 of them; attention stays in bfloat16.
         stored = Stored("MXFP4 experts", 4.25 / 8)

@@ -76,7 +76,7 @@ class Payload:
 
     row_width: int
     num_experts: int
-    value_bytes: int = 2
+    value_bytes: float = 2
     weight_bytes: float = 4
     count_bytes: int = 8
 
@@ -86,7 +86,7 @@ class Payload:
         return self.row_width * self.value_bytes + self.weight_bytes
 
     @property
-    def combine_bytes(self) -> int:
+    def combine_bytes(self) -> float:
         """Bytes of one (token, expert) pair on its way back."""
         return self.row_width * self.value_bytes
 

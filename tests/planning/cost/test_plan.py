@@ -185,8 +185,8 @@ def test_a_decoding_plan_expects_what_published_step_times_leave_of_its_gain(
     command = ["plan", lite(tmp_path), "--phase", "decode", "--tp", "8"]
     assert main([*command, "--json"]) == 0
     times = json.loads(capsys.readouterr().out)["times"]
-    # A step 3.6 times as long, of which the same seconds are hidden.
-    long_s = 3.6 * times["regular_s"]
+    # A step 2.5 times as long, of which the same seconds are hidden.
+    long_s = 2.5 * times["regular_s"]
     left = long_s / (long_s - (times["regular_s"] - times["overlapped_s"])) - 1
     assert main(command) == 0
     (line,) = [
