@@ -245,11 +245,11 @@ class Roofline:
         any, are simulated.
         """
         sent = self.value_bytes if self.sent_bytes is None else self.sent_bytes
-        widths = sent, self.value_bytes
+        widths = (model.row_width * sent, model.row_width * self.value_bytes)
         tokens = model.tokens / self.token_ranks
         if self.rows == "all":
-            row = ranks * tokens * model.row_width
-            return self.ring(row * sent, ranks), self.ring(row * self.value_bytes, ranks)
+            ahead, back = (self.ring(ranks * tokens * width, ranks) for width in widths)
+            return ahead, back
         uneven, experts = self.values["imbalance"], model.experts_per_token
         # The most loaded rank decides how long an exchange takes, so its excess is
         # charged to all.
@@ -270,26 +270,23 @@ class Roofline:
                 np.full((ranks, ranks), rows / ranks),
                 PAIR_BYTES * pairs / rows,
             )
-            ahead, back = (
-                simulate(
-                    links,
-                    counts,
-                    Payload(model.row_width, model.num_experts, width, weights),
-                )
-                for width in widths
+            payloads = (
+                Payload(model.row_width, model.num_experts, value_bytes, weights)
+                for value_bytes in (sent, self.value_bytes)
             )
-            return float(ahead.metadata + ahead.dispatch), float(back.combine)
+            times = [simulate(links, counts, payload) for payload in payloads]
+            return float(times[0].metadata + times[0].dispatch), float(times[1].combine)
         far_rows = None
         nodes, rest = divmod(ranks, self.machine.gpus_per_node)
         if self.rows == "node" and nodes > 1 and not rest:
             far_rows = rows_to(nodes) * (1 - 1 / nodes)
-
-        def seconds(width: float) -> float:
-            row = model.row_width * width
-            far = None if far_rows is None else far_rows * row
-            return self._all_to_all(rows * row, ranks, far)
-
-        return seconds(sent), seconds(self.value_bytes)
+        ahead, back = (
+            self._all_to_all(
+                rows * width, ranks, None if far_rows is None else far_rows * width
+            )
+            for width in widths
+        )
+        return ahead, back
 
     def _all_to_all(
         self, num_bytes: float, ranks: int, far_bytes: float | None
