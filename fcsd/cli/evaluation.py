@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,10 +50,19 @@ def _evaluate(arguments: Namespace) -> None:
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
     from fcsd.evaluation.stage import run_evaluation
+    from fcsd.parallel.place import (
+        check_device_map,
+        check_overlap_of,
+        load_for_evaluation,
+    )
     from fcsd.report.table import result_table
 
     quiet_transformers()
-    run_evaluation(_evaluation(arguments, suite), arguments.output, launch)
+    evaluation, device_map = _evaluation(arguments, suite), arguments.device_map
+    check_device_map(device_map, launch)
+    check_overlap_of(evaluation.checkpoint, launch)
+    load = partial(load_for_evaluation, device_map=device_map)
+    run_evaluation(evaluation, arguments.output, launch, load)
     if not launch.first:
         return
     if arguments.json:
@@ -95,7 +105,6 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
             capacity_factor=arguments.capacity_factor,
             capacity_drop=arguments.capacity_drop,
         ),
-        device_map=arguments.device_map,
         server_check=not arguments.no_server_check,
     )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -14,47 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError
 from fcsd.data.dates import BEGAN, dated
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.marks import UnclearTurnError
 from fcsd.data.messages import BadExample
 from fcsd.data.template import message_form_of
 from fcsd.data.texts import tokenized_texts
+from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.data.turns import TurnForm, WrittenChat, read_form
-
-
-@contextlib.contextmanager
-def template_errors(name: str, subject: str) -> Iterator[None]:
-    """Turn errors of a chat template, or of jinja2 about it, into a UserError.
-
-    subject: names the input that the template was applied to.
-    """
-    from jinja2 import TemplateError
-
-    # Expressions in a template raise Python's own errors.
-    expression_errors = (
-        TypeError,
-        AttributeError,
-        LookupError,
-        ArithmeticError,
-        ValueError,
-        RecursionError,
-    )
-    try:
-        yield
-    except (TemplateError, *expression_errors) as error:
-        raise UserError(
-            f"{name}: its chat template refuses {subject}: {one_line(error)}"
-        ) from error
-
-
-def tokenizer_name(tokenizer: Any) -> str:
-    """Name a tokenizer in an error: by its folder, or by its class if it has none."""
-    return (
-        "tokenizer"
-        f" {getattr(tokenizer, 'name_or_path', '') or type(tokenizer).__name__}"
-    )
 
 
 def tokenize_examples(

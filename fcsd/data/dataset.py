@@ -27,7 +27,6 @@ import datasets
 from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
-from fcsd.data.chat import tokenizer_name
 from fcsd.data.columns import check_meanings, column_meanings
 from fcsd.data.config import SourceConfig
 from fcsd.data.dates import TEMPLATE_DATE
@@ -36,6 +35,7 @@ from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing, token_ids
 from fcsd.data.sources import GivenSource, Source
+from fcsd.data.tokenizers import tokenizer_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -34,8 +34,8 @@ from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
+from fcsd.parallel.gathered import gathered_once
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
-from fcsd.parallel.shard import gathered_once
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")

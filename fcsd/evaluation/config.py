@@ -23,7 +23,7 @@ from fcsd.base.strict import (
 )
 from fcsd.base.unions import one_of
 from fcsd.data.config import ModelStudy
-from fcsd.training.config import check_capacity
+from fcsd.model.config import check_capacity
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
 # (evalplus/provider/utility.py) without special tokens.

@@ -2,46 +2,41 @@
 server, with or without a recipe.
 
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
-    config), folder, launch)
+    config), folder, launch, load_for_evaluation)
+
+Not covered: how a model is loaded and distributed (`fcsd.parallel.place`), and what is
+measured of it beside its scores (`fcsd.pipeline.reference`).
 """
 
 import contextlib
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 from transformers import PreTrainedModel
 
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.base.memory import free_memory
-from fcsd.data.config import DataConfig, SourceConfig
-from fcsd.data.counts import tell_examples
-from fcsd.data.dataset import heldout_rows
+from fcsd.data.config import SourceConfig
 from fcsd.data.local import data_fingerprint
-from fcsd.data.rows import PackedRows
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
-from fcsd.evaluation.runner import PreparedEvaluation, prepare_evaluation
+from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.served import ServedBackend
 from fcsd.evaluation.server import Server
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
-from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap import refusal
-from fcsd.parallel.place import check_device_map, load_for_evaluation
-from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 FINISHED_TASKS = "finished-tasks"
 _DEFINITION = ", its definition"
@@ -49,50 +44,23 @@ Measure = Callable[[PreTrainedModel], dict[str, Any]]
 """Measures a model beside its scores, for its result."""
 
 
-@dataclass(frozen=True)
-class Reference:
-    """The original, against which a recipe's models are measured on held-out text,
-    beside their scores.
+Load = Callable[[ModelFolder, Launch], PreTrainedModel]
+"""Loads a checkpoint in eval mode, as a rank of the launch holds it."""
 
-    The original's outputs are computed once for all evaluations that share the
-    reference, and stay in main memory between them: each needs all of them to its end.
-    """
 
-    original: ModelFolder
-    data: DataConfig
-    _known: list[tuple[Any, Original]] = field(
-        default_factory=list, repr=False, compare=False
-    )
+class Reference(Protocol):
+    """What a recipe's models are measured against, beside their scores."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings on which the measure depends, for the manifest."""
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the fingerprints of what the measure reads."""
 
     def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
-        """Return the function that measures a model; None without held-out text. All
-        ranks call this, before the model is loaded.
+        """Return the function that measures a model; None where there is nothing to
+        measure. All ranks call this, before the model is loaded.
         """
-        rows = heldout_of(self.data, tokenizer, self.original)
-        if rows is None:
-            return None
-        original_outputs = self.read(rows, launch)
-
-        def kl(loaded: PreTrainedModel) -> dict[str, Any]:
-            divergence = mean_kl(original_outputs, loaded, rows, ranks=launch.ranks)
-            original_outputs.head.cpu()  # off the device, where the next model needs the room
-            return {"kl_to_original": divergence}
-
-        return kl
-
-    def read(self, rows: Any, launch: Launch) -> Original:
-        """Return the original's outputs on held-out text. All ranks call this."""
-        if not any(_same_rows(rows, known_rows) for known_rows, _ in self._known):
-            if launch.first:
-                tell_examples(rows, "held-out text", always=False)
-            # The original is freed before the next model comes: a device may not hold
-            # both.
-            original_outputs = read_original(
-                load_for_evaluation(self.original, launch), rows, ranks=launch.ranks
-            )
-            free_memory()
-            self._known[:] = [(rows, original_outputs)]
-        return self._known[0][1]
 
 
 @dataclass(frozen=True)
@@ -101,8 +69,7 @@ class Evaluation:
 
     name: the model's name in the result. model: its folder, or a `model` section.
     config: batch size, limit, data root, cache, server and sandbox. reference: of a
-    model of a recipe. device_map: see `fcsd.parallel.place.load_for_evaluation`.
-    server_check: first check which model is served.
+    model of a recipe. server_check: first check which model is served.
     """
 
     name: str
@@ -110,7 +77,6 @@ class Evaluation:
     suite: SuiteConfig
     config: EvaluationConfig
     reference: Reference | None = None
-    device_map: str | None = None
     server_check: bool = True
 
     @cached_property
@@ -143,18 +109,17 @@ class Evaluation:
         # No score depends on the batch size beyond float noise, so an evaluation may
         # continue with another.
         left_out = {"layer_study", "cache", "batch_size", "server"}
-        text = {"heldout", "heldout_examples", "max_length", "packing", "loss_on"}
         return {
             "evaluation": self.config.model_dump(mode="json", exclude=left_out),
             **suite,
-            "data": self.reference.data.model_dump(mode="json", include=text),
+            **self.reference.settings(),
             "model": {"dtype": self.checkpoint.config.dtype},
             **self.answered_by,
         }
 
     def inputs(self) -> dict[str, Any]:
         """Return the fingerprints of all inputs; no path is part of them."""
-        model, reference, heldout = self.checkpoint, self.reference, None
+        model = self.checkpoint
         # Weights do not tell it: a converted checkpoint has those of its original.
         fingerprints = {
             **model.fingerprints("model"),
@@ -162,15 +127,16 @@ class Evaluation:
                 read_json(model.folder / "config.json").get("farskip", "regular")
             ),
         }
-        if reference is not None:
-            fingerprints |= reference.original.fingerprints("original")
-            heldout = reference.data.heldout
-        return fingerprints | test_set_fingerprints(self.suite, self.data_root, heldout)
+        if self.reference is not None:
+            fingerprints |= self.reference.inputs()
+        return fingerprints | test_set_fingerprints(self.suite, self.data_root)
 
 
-def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
+def run_evaluation(
+    evaluation: Evaluation, folder: Path, launch: Launch, load: Load
+) -> Stage:
     """Evaluate a model on its suite, and what its reference measures beside; the result
-    is in `folder`.
+    is in `folder`. load: how models are loaded, those of the reference too.
 
     A finished evaluation is not run again, one that was cut off continues with the next
     task. All ranks call this.
@@ -182,11 +148,8 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     config = evaluation.config
     check_server(config.server, launch)
     launch = launch.for_evaluation()
-    check_device_map(evaluation.device_map, launch)
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.checkpoint
-    if evaluation.reference is None:
-        _check_overlap(model, launch)
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,
@@ -211,72 +174,25 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     with prepare_evaluation(
         tokenizer, evaluation.suite, config, store=store, ranks=launch.ranks
     ) as prepared:
-        result, samples = _ask(evaluation, prepared, backend, tokenizer, launch)
+        measure = None
+        if backend is not None:
+            backend.check(prepared)
+            if evaluation.server_check:
+                backend.identify(lambda: load(model, launch))
+        # The original is read before the model is loaded: a device may not hold both.
+        if evaluation.reference is not None:
+            measure = evaluation.reference.measure(tokenizer, launch)
+        if backend is not None:
+            result, samples = prepared.ask(backend, evaluation.name)
+            if measure is not None:
+                result |= measure(load(model, launch))
+        else:
+            loaded = load(model, launch)
+            result, samples = prepared(loaded, evaluation.name)
+            if measure is not None:
+                result |= measure(loaded)
     _leave(stage, result, samples, launch)
     return stage
-
-
-def _ask(
-    evaluation: Evaluation,
-    prepared: PreparedEvaluation,
-    backend: ServedBackend | None,
-    tokenizer: Any,
-    launch: Launch,
-) -> tuple[dict[str, Any], Samples]:
-    """Return result and samples of a model; the result includes what its reference
-    measures.
-    """
-    reference = evaluation.reference
-
-    def load() -> PreTrainedModel:
-        return load_for_evaluation(
-            evaluation.checkpoint, launch, device_map=evaluation.device_map
-        )
-
-    if backend is not None:
-        backend.check(prepared)
-        if evaluation.server_check:
-            backend.identify(load)
-    # The original is read before the model is loaded: a device may not hold both.
-    measure = reference.measure(tokenizer, launch) if reference is not None else None
-    if backend is not None:
-        result, samples = prepared.ask(backend, evaluation.name)
-        return result | (measure(load()) if measure is not None else {}), samples
-    loaded = load()
-    result, samples = prepared(loaded, evaluation.name)
-    return result | (measure(loaded) if measure is not None else {}), samples
-
-
-def _check_overlap(model: ModelFolder, launch: Launch) -> None:
-    overlap = launch.engine.overlap
-    if overlap not in ("full", "forward"):
-        return
-    _, family, connectivity = read_config(model.folder, any_family=True)
-    reason: str | None = "none of its layers is rewired"
-    if family is not None and connectivity is not None:
-        reason = refusal(family, model.load_config())
-    if reason is not None:
-        raise UserError(
-            f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave"
-            " --overlap out"
-        )
-
-
-def heldout_of(data: DataConfig, tokenizer: Any, original: ModelFolder) -> Any:
-    """Return the rows (`PackedRows`) that the KL to the original is measured on; None
-    where there are none.
-    """
-    if data.heldout is None:
-        return None
-    return heldout_rows(
-        data.heldout,
-        tokenizer,
-        num_examples=data.heldout_examples,
-        max_length=data.max_length,
-        packing=data.packing,
-        loss_on=data.loss_on,
-        vocab_size=original.vocab_size,
-    )
 
 
 def check_server(server: ServerConfig | None, launch: Launch) -> None:
@@ -287,14 +203,6 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
             f" {launch.ranks.size}; evaluate without a launcher (`fcsd run` continues a"
             " run in one process)"
         )
-
-
-def _same_rows(rows: PackedRows, other_rows: PackedRows) -> bool:
-    return len(rows) == len(other_rows) and all(
-        np.array_equal(value, other_rows[number][name])
-        for number in range(len(rows))
-        for name, value in rows[number].items()
-    )
 
 
 def _store(

@@ -25,10 +25,10 @@ from fcsd.base.files import (
     write_json,
     writing,
 )
-from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.config import making_of
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import thinking_options
+from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
 MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows

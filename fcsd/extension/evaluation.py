@@ -7,8 +7,9 @@ from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import SuiteConfig, load_suite, named_tasks
 from fcsd.evaluation.items import suite_prompts
 from fcsd.evaluation.results import read_result
-from fcsd.evaluation.stage import Reference, heldout_of, test_set_fingerprints
+from fcsd.evaluation.stage import test_set_fingerprints
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
+from fcsd.pipeline.reference import Reference, heldout_of
 from fcsd.training.losses.kl import Original, mean_kl, read_original
 
 __all__ = [

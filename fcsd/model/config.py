@@ -1,5 +1,6 @@
 """Schema of the recipe sections model, connectivity, teacher and lora."""
 
+import math
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -23,6 +24,19 @@ class ModelConfig(Strict):
     dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's dtype")
     attn_implementation: str | None = None
     experts_implementation: str | None = None
+
+
+def check_capacity(factor: float | None, drop: str | None) -> None:
+    """Raise ValueError for an impossible factor, and for `capacity_drop` without a
+    factor that drops anything.
+    """
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"capacity_factor: must be above 0, got {factor:g}")
+    if drop is not None and factor is None:
+        raise ValueError(
+            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it,"
+            " or leave both out"
+        )
 
 
 class ConnectivityConfig(Strict):

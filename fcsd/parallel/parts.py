@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fcsd.parallel.gathered import reshard
 from fcsd.parallel.ranks import Ranks
-from fcsd.parallel.shard import KEPT, reshard
+from fcsd.parallel.shard import KEPT
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,12 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap import IMPLEMENTATIONS, attach_loaded, with_plan
+from fcsd.parallel.overlap import (
+    IMPLEMENTATIONS,
+    attach_loaded,
+    refusal,
+    with_plan,
+)
 from fcsd.parallel.shard import shard_teacher
 
 
@@ -32,6 +37,22 @@ def check_device_map(device_map: Any, launch: Launch) -> None:
             "--device-map: works with one process, which distributes the model over the"
             " devices; start it without a launcher, or leave the option out and launch"
             " configs/fsdp2_8.yaml"
+        )
+
+
+def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
+    """Raise UserError where the launch asks for an overlap that the model cannot have."""
+    overlap = launch.engine.overlap
+    if overlap not in ("full", "forward"):
+        return
+    _, family, connectivity = read_config(model.folder, any_family=True)
+    reason: str | None = "none of its layers is rewired"
+    if family is not None and connectivity is not None:
+        reason = refusal(family, model.load_config())
+    if reason is not None:
+        raise UserError(
+            f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave"
+            " --overlap out"
         )
 
 

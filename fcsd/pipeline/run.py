@@ -14,8 +14,9 @@ from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, load_suite
-from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
+from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
@@ -32,6 +33,7 @@ from fcsd.pipeline.progress import (
     pretraining,
     run_progress,
 )
+from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.rows import tokenize
 from fcsd.planning.layers.settings import Study
 from fcsd.planning.layers.study import study_layers
@@ -244,7 +246,8 @@ def evaluate_models(run: Run) -> None:
     for name in run.models():
         run.begin(evaluation(name))
         model_evaluation = Evaluation(name, run.model(name), suite, config, reference)
-        run_evaluation(model_evaluation, run.layout.evaluation(name), run.launch)
+        folder = run.layout.evaluation(name)
+        run_evaluation(model_evaluation, folder, run.launch, load_for_evaluation)
 
 
 def layers(run: Run) -> Stage:

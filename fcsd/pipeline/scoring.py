@@ -14,9 +14,10 @@ from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.stage import heldout_of, test_set_fingerprints
+from fcsd.evaluation.stage import test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
+from fcsd.pipeline.reference import heldout_of
 from fcsd.recipe.recipe import (
     EarlyStoppingConfig,
     HeldoutKLStoppingConfig,

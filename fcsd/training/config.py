@@ -7,6 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, option
+from fcsd.model.config import check_capacity
 
 
 class CosineWithMinLrConfig(Strict):
@@ -44,19 +45,6 @@ _SCHEDULES: dict[str, type[Strict]] = {
     "step": StepConfig,
     "warmup_stable_decay": WarmupStableDecayConfig,
 }
-
-
-def check_capacity(factor: float | None, drop: str | None) -> None:
-    """Raise ValueError for an impossible factor, and for `capacity_drop` without a
-    factor that drops anything.
-    """
-    if factor is not None and not 0 < factor < math.inf:
-        raise ValueError(f"capacity_factor: must be above 0, got {factor:g}")
-    if drop is not None and factor is None:
-        raise ValueError(
-            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it,"
-            " or leave both out"
-        )
 
 
 class TrainConfig(Strict):

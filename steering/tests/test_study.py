@@ -16,8 +16,8 @@ import yaml
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
-from fcsd.evaluation.stage import heldout_of
 from fcsd.model.load import load_checkpoint
+from fcsd.pipeline.reference import heldout_of
 from fcsd.pipeline.run import convert, evaluate_models
 from fcsd.planning.network.links import read_links, write_links
 from fcsd.planning.network.simulate import Payload

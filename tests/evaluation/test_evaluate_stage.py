@@ -26,6 +26,7 @@ from fcsd.parallel import place as placed
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.pipeline import reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.recipe.load_recipe import load_recipe
 from tests.evaluation.test_kept_tasks import judge, place
@@ -35,16 +36,22 @@ from tests.support import Bench
 __all__ = ["place"]  # a fixture
 
 
-def evaluated(recipe: Path, name: str, folder: Path) -> None:
+def evaluated(
+    recipe: Path,
+    name: str,
+    folder: Path,
+    load: stage.Load = placed.load_for_evaluation,
+) -> None:
     """Evaluate a model of a run; the original of the recipe is the same folder."""
     plan = load_recipe(recipe)
     model = ModelFolder(plan.model, folder)
-    suite, reference = (
+    suite, original = (
         load_suite(plan.evaluation.suite),
-        stage.Reference(model, plan.data),
+        reference.Reference(model, plan.data),
     )
-    evaluation = stage.Evaluation(name, model, suite, plan.evaluation, reference)
-    stage.run_evaluation(evaluation, plan.folder / "evaluate" / name, join_launch())
+    evaluation = stage.Evaluation(name, model, suite, plan.evaluation, original)
+    output = plan.folder / "evaluate" / name
+    stage.run_evaluation(evaluation, output, join_launch(), load)
 
 
 @pytest.fixture
@@ -173,21 +180,23 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
     head only.
     """
     loaded: list[weakref.ref[Any]] = []
-    load = stage.load_for_evaluation
+    load = placed.load_for_evaluation
 
     def seen(*args: Any, **options: Any) -> Any:
-        assert all(reference() is None for reference in loaded)
+        assert all(weak() is None for weak in loaded)
         model = load(*args, **options)
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(stage, "load_for_evaluation", seen)
+    monkeypatch.setattr(reference, "load_for_evaluation", seen)
     data = {
         "train": [{"path": str(bench.rows)}],
         "heldout": {"path": str(bench.rows)},
         "heldout_examples": 4,
     }
-    evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
+    evaluated(
+        bench.recipe(data=data | {"max_length": 32}), "original", bench.base, seen
+    )
     assert len(loaded) == 2
     kl = left[0]["kl_to_original"]
     assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
@@ -197,13 +206,13 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
     reads: list[int] = []
-    read = stage.read_original
+    read = reference.read_original
 
     def counted(model: Any, rows: Any, **options: Any) -> Any:
         reads.append(len(rows))
         return read(model, rows, **options)
 
-    monkeypatch.setattr(stage, "read_original", counted)
+    monkeypatch.setattr(reference, "read_original", counted)
     data = {
         "train": [{"path": str(bench.rows)}],
         "heldout": {"path": str(bench.rows)},
@@ -219,26 +228,28 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
         seed=9,
     ).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
-    reference = stage.Reference(original, plan.data)
+    shared = reference.Reference(original, plan.data)
 
-    def evaluate(name: str, model: ModelFolder, reference: stage.Reference) -> None:
+    def evaluate(name: str, model: ModelFolder, against: stage.Reference) -> None:
         one = stage.Evaluation(
-            name, model, load_suite("tiny"), plan.evaluation, reference
+            name, model, load_suite("tiny"), plan.evaluation, against
         )
-        stage.run_evaluation(one, bench.folder / name, join_launch())
+        stage.run_evaluation(
+            one, bench.folder / name, join_launch(), placed.load_for_evaluation
+        )
 
     for name, model in (
         ("one", original),
         ("other", ModelFolder(plan.model, other)),
         ("again", original),
     ):
-        evaluate(name, model, reference)
+        evaluate(name, model, shared)
     assert reads == [4]
     original_kl, other_kl, again = (result["kl_to_original"]["kl"] for result in left)
     assert original_kl == again == pytest.approx(0, abs=1e-6) and other_kl > 0.01
     longer = plan.data.model_copy(update={"heldout_examples": 5})
     evaluate(
-        "longer", original, stage.Reference(original, longer, _known=reference._known)
+        "longer", original, reference.Reference(original, longer, _known=shared._known)
     )
     assert reads == [4, 5], "other rows are read"
 

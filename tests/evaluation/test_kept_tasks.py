@@ -28,6 +28,7 @@ from fcsd.evaluation.stage import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.model.config import ModelConfig
 from fcsd.parallel.launch import join_launch
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
@@ -89,6 +90,7 @@ def judge(place: Path, output: Path, **changes: Any) -> Any:
         Evaluation("model", config, suite, EvaluationConfig(**settings)),
         output,
         join_launch(),
+        load_for_evaluation,
     )
     return {
         task: row["value"]

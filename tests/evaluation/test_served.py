@@ -21,7 +21,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
-from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, Reference, run_evaluation
+from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
 from fcsd.evaluation.store import Journal
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
@@ -29,7 +29,9 @@ from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import Ranks
+from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.recipe.recipe import Recipe
@@ -110,7 +112,8 @@ def evaluated(
         "config": config_of(place, **changes),
     }
     model = ModelConfig(path=str(place / "model"))
-    run_evaluation(Evaluation("model", model, **(options | own)), output, join_launch())
+    evaluation = Evaluation("model", model, **(options | own))
+    run_evaluation(evaluation, output, join_launch(), load_for_evaluation)
     return {
         path.stem.removeprefix("samples_"): [
             json.loads(line) for line in path.read_text().splitlines()
@@ -284,7 +287,7 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
         server = config_of(place, server=ServerConfig(url=address))
         model_of = ModelConfig(path=str(folder))
         evaluation = Evaluation("short", model_of, only("likelihood"), server)
-        run_evaluation(evaluation, tmp_path / "cut", join_launch())
+        run_evaluation(evaluation, tmp_path / "cut", join_launch(), load_for_evaluation)
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
     assert (
         read_json(tmp_path / "cut" / "results.json")["tasks"]["tiny_choice"][
@@ -443,7 +446,7 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)
         evaluation = Evaluation(name, model, load_suite("tiny"), config, reference)
-        stage = run_evaluation(evaluation, tmp_path / name, launch)
+        stage = run_evaluation(evaluation, tmp_path / name, launch, load_for_evaluation)
         return dict(read_json(stage.folder / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()

@@ -21,6 +21,7 @@ from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.parallel.launch import join_launch
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
@@ -219,7 +220,7 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
             config=config,
             server_check=False,
         )
-        run_evaluation(asked, tmp_path / "out", join_launch())
+        run_evaluation(asked, tmp_path / "out", join_launch(), load_for_evaluation)
     result, samples = read_result(tmp_path / "out")
     _, expected = in_memory(place, kind)
     assert [each["completion"] for each in samples["sums"]] == [

@@ -32,12 +32,12 @@ from fcsd.parallel.engine import (
     checkpoints_activations,
     requested_engine,
 )
+from fcsd.parallel.gathered import gathered_once
 from fcsd.parallel.launch import Launch, join_launch
 from fcsd.parallel.parts import first_row
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.ranks import is_sharded
 from fcsd.parallel.shard import (
-    gathered_once,
     shard_student,
     shard_teacher,
     zero_settings,

@@ -20,9 +20,9 @@ from typing import Any, TextIO
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.data.chat import template_errors
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts, thinking_options
+from fcsd.data.tokenizers import template_errors
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
 from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig

@@ -24,9 +24,9 @@ from lm_eval.models.utils import (
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
-from fcsd.data.chat import template_errors, tokenizer_name
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts, thinking_options
+from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
 from fcsd.parallel.ranks import input_device
 

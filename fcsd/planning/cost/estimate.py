@@ -11,7 +11,7 @@ from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
 from fcsd.model.families import expert_counts
 from fcsd.model.quantised.methods import said_quantisation, why_not_trained
-from fcsd.parallel.shard import fits_whole
+from fcsd.parallel.gathered import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
 from fcsd.planning.cost.job import (

@@ -9,15 +9,14 @@ import torch
 from transformers.distributed.expert_parallel import EPImplementation
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import EvaluationConfig, load_suite
-from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
+from fcsd.model.load import find_model
 from fcsd.parallel.engine import Engine, requested_engine
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import attach, check, refusal
-from fcsd.parallel.place import distributed_config
+from fcsd.parallel.place import check_overlap_of, distributed_config
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
 from tests.reference.tiny import tiny_config, tiny_model
@@ -155,20 +154,15 @@ def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(
 
 
 def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(
-    bench: Bench, tmp_path: Path
+    bench: Bench,
 ) -> None:
     launch = Launch(CPU, Engine("ep", expert_parallel=2, overlap="full"))
-    evaluation = Evaluation(
-        "model",
-        ModelConfig(path=str(bench.base)),
-        load_suite("tiny"),
-        EvaluationConfig(limit=1),
-    )
+    model = find_model(ModelConfig(path=str(bench.base)))
     with pytest.raises(
         UserError,
         match=r"--overlap full: .* cannot: none of its layers is rewired; leave --overlap",
     ):
-        run_evaluation(evaluation, tmp_path, launch)
+        check_overlap_of(model, launch)
 
 
 def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:

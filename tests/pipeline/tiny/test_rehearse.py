@@ -24,12 +24,14 @@ from fcsd.cli.main import build_parser, main
 from fcsd.data.config import making_of
 from fcsd.data.dataset import build_dataset
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.stage import Evaluation, Reference, run_evaluation
+from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import join_launch
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline import distill, pretrain, run
+from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.rehearse import rehearse as rehearse_in
 from fcsd.pipeline.tiny.tasks import write_tiny_data
@@ -315,7 +317,9 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     model = find_model(small.model)
     suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
     evaluation = Evaluation("original", model, suite, small.evaluation, reference)
-    stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
+    stage = run_evaluation(
+        evaluation, tmp_path / "out", join_launch(), load_for_evaluation
+    )
     result = read_json(stage.folder / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
