@@ -6,7 +6,7 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest check bench bench-serving docs clean
+.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-bench test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest check bench bench-serving docs clean
 
 setup: $(STAMP)
 
@@ -117,8 +117,10 @@ test-network: $(STAMP)  ## profiles and simulated exchanges against real TCP in 
 SERVING := .serving
 SERVING_STAMP := $(SERVING)/.installed
 
-test-serving: $(STAMP)  ## converted models in vLLM on a CPU, against load_model (skipped where vLLM has no wheel for the machine), and fcsd-bench
+test-bench: $(STAMP)  ## fcsd-bench, against servers that are stood in for
 	PYTHONPATH=$(CURDIR):$(CURDIR)/serving $(TEST_ENV) $(BIN)/python -m pytest -q -c pyproject.toml -n $(WORKERS) serving/tests/bench
+
+test-serving: test-bench  ## converted models in vLLM on a CPU, against load_model (skipped where vLLM has no wheel for the machine)
 	@test -e $(SERVING_STAMP) || $(BIN)/python serving/tests/wheels.py serving/tests/requirements.txt; \
 	case $$? in \
 	  0) $(MAKE) --no-print-directory serving-models && cd serving && VLLM_CACHE_ROOT=$(CURDIR)/$(SERVING)/cache \
