@@ -73,17 +73,18 @@ def run_study(study: SteeringStudy, launch: Launch) -> str:
     """
     run = Run(load_recipe(study.recipe), launch)
     folder = Path(study.output_dir or run.recipe.folder / "steering")
-    _check(study, run)
+    links = links_of(study)
+    _check(study, links, run)
     reference = Reference(run.original, run.recipe.data)
     for model in study.models:
-        steered = _SteeredModel(study, run, model, reference, folder)
+        steered = _SteeredModel(study, links, run, model, reference, folder)
         steered.make_tables()
         for name in steered.names:
             steered.evaluate(name)
     return launch.ranks.from_first(lambda: write_report(study, run.layout, folder))
 
 
-def _check(study: SteeringStudy, run: Run) -> None:
+def _check(study: SteeringStudy, links: LinkModel, run: Run) -> None:
     """Raise UserError for what would fail later."""
     recipe = run.recipe
     if recipe.data.heldout is None:
@@ -112,7 +113,7 @@ def _check(study: SteeringStudy, run: Run) -> None:
             )
     config = run.original.load_config(any_family=True).get_text_config()
     num_experts, *_ = expert_counts(config)
-    contiguous(num_experts or 0, len(links_of(study).endpoints))
+    contiguous(num_experts or 0, len(links.endpoints))
 
 
 class _SteeredModel:
@@ -125,6 +126,7 @@ class _SteeredModel:
     def __init__(
         self,
         study: SteeringStudy,
+        links: LinkModel,
         run: Run,
         model: str,
         reference: Reference,
@@ -136,7 +138,7 @@ class _SteeredModel:
         )  # `_check` has checked it
         self.name, self.model, self.reference = model, run.model(model), reference
         self.names = study.names_of(model)
-        self.links, self.launch = links_of(study), run.launch.for_evaluation()
+        self.links, self.launch = links, run.launch.for_evaluation()
         self.links_sha256 = file_sha256(Path(study.links))
 
     @functools.cached_property
