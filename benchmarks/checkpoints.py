@@ -114,7 +114,7 @@ def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
         teacher=None,
         tokenizer=tiny_tokenizer(512),
         rows=Rows(2 * steps),
-        max_length=ROW,
+        data=product.RowsConfig(max_length=ROW),
         objective=CrossEntropyObjectiveConfig(name="sft"),
         train=TrainConfig(
             max_steps=steps,

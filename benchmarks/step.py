@@ -214,7 +214,7 @@ def train_with_fcsd(
         teacher=teacher,
         tokenizer=tiny_tokenizer(512),
         rows=Repeated(rows, num_steps),
-        max_length=options.length,
+        data=product.RowsConfig(max_length=options.length),
         objective=(
             KLObjectiveConfig()
             if has_teacher

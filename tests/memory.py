@@ -19,6 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcsd.data.batches import next_token_targets
+from fcsd.data.config import RowsConfig
 from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.launch import join_launch
@@ -119,7 +120,7 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
             adapters=adapters,
             tokenizer=tiny_tokenizer(512),
             rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
-            max_length=setting.num_tokens,
+            data=RowsConfig(max_length=setting.num_tokens),
             objective=setting.objective.model_copy(
                 update={
                     "freeze_embeddings_and_head": setting.freeze_embeddings_and_head

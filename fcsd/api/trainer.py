@@ -99,7 +99,8 @@ class FCSDTrainer(ReadyTrainer):
         launch = launch or _own_launch()
         self.inputs = TrainerInputs(args, launch)
         with self.at_work():
-            sections, record = begin(args, launch, of_recipe=False)
+            sections = self.inputs.sections
+            record = begin(args, sections.train, launch, of_recipe=False)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
             ready = self.inputs.ready(

@@ -37,7 +37,7 @@ from fcsd.training.argument_rules import refuse_another_cut
 from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.checkpoints import checkpoints
-from fcsd.training.config import micro_batches
+from fcsd.training.config import Sections, micro_batches
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
@@ -104,9 +104,11 @@ def _not_converted(name: str) -> UserError:
     )
 
 
-def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> None:
+def check_models(
+    model: Any, teacher: Any, args: FCSDConfig, launch: Launch, *, has_teacher: bool
+) -> None:
     """Check models and arguments before anything is loaded or tokenized; without a
-    teacher a copy of the student becomes one.
+    teacher a copy of the student becomes one, where the objective has one.
 
     Raises UserError: rows do not fit the positions of a model; a copy of the student
     would not be the original; arguments for loading a model that is not loaded.
@@ -118,7 +120,7 @@ def check_models(model: Any, teacher: Any, args: FCSDConfig, launch: Launch) -> 
             check_positions(source, args.max_length, tell=launch.first)
         elif isinstance(candidate, PreTrainedModel):
             check_positions(candidate, args.max_length, tell=launch.first)
-    if teacher is None and args.sections().objective.has_teacher:
+    if teacher is None and has_teacher:
         _check_own_teacher(model, args)
 
 
@@ -179,7 +181,8 @@ class TrainerInputs:
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
-        _check_launch(args, launch)
+        with python_words():
+            self.sections = _checked_sections(args, launch)
         check_folder_place(Path(str(args.output_dir)))
         self.args, self.launch = args, launch
         self.given = Given()
@@ -214,8 +217,8 @@ class TrainerInputs:
         whether there are metrics besides the losses.
         """
         args, launch = self.args, self.launch
-        has_teacher = args.sections().objective.has_teacher
-        check_models(model, teacher, args, launch)
+        has_teacher = self.sections.objective.has_teacher
+        check_models(model, teacher, args, launch, has_teacher=has_teacher)
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
             self._checkpoint = find_model(args.model_config(str(model)))
@@ -242,7 +245,7 @@ class TrainerInputs:
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
         if not knows_metrics:
-            _check_metric(args, heldout, teacher)
+            _check_metric(args, heldout, teacher, has_teacher=has_teacher)
         student = student if student is not None else student_of(model, args, launch)
         student.add_model_tags([*TAGS])
         if has_teacher or teacher is not None:
@@ -324,8 +327,8 @@ def _date_of_training(folder: Path) -> datetime:
     return noted_date(None)
 
 
-@python_words()
-def _check_launch(args: FCSDConfig, launch: Launch) -> None:
+def _checked_sections(args: FCSDConfig, launch: Launch) -> Sections:
+    """Return the sections of arguments that a launch can train with."""
     sections = args.sections()
     check_precision(sections.train, launch.engine)
     if launch.engine.uses_deepspeed:
@@ -337,16 +340,19 @@ def _check_launch(args: FCSDConfig, launch: Launch) -> None:
     if args.batch_size_tokens is not None:
         cut = micro_batches(sections.train, args.max_length, launch.ranks.size)
         refuse_another_cut(args, *cut, launch.ranks.size)
+    return sections
 
 
-def _check_metric(args: FCSDConfig, heldout: Any, teacher: Any) -> None:
+def _check_metric(
+    args: FCSDConfig, heldout: Any, teacher: Any, *, has_teacher: bool
+) -> None:
     """Raise UserError where `metric_for_best_model` is a loss that the evaluation of
     `heldout` does not give.
     """
     metric = args.metric_for_best_model
     if metric is None or heldout is None or not is_loss(metric):
         return
-    losses = ["loss", "kl" if args.sections().objective.has_teacher else "ce"]
+    losses = ["loss", "kl" if has_teacher else "ce"]
     losses += ["kl"] if teacher is not None else []
     # The Trainer prefixes the losses of a dict of data sets with their names.
     names = [f"{name}_" for name in heldout] if isinstance(heldout, Mapping) else [""]

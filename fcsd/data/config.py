@@ -82,18 +82,28 @@ class DecontaminateConfig(Strict):
     ngram: int = Field(13, ge=5)
 
 
-class TrainingDataConfig(Strict):
+class RowsConfig(Strict):
+    """The rows of tokens that a text becomes; `fcsd.FCSDConfig` has these keys, too."""
+
+    max_length: int = option(4096, "tokens in one row of the text", gt=1)
+    packing: bool = option(
+        True, "several examples share a row; they do not attend to each other"
+    )
+    on_bad_row: Literal["error", "skip"] = option(
+        "error",
+        "for an example that cannot be tokenized: error ends the run, skip leaves it"
+        " out, up to 1 %, and ten in any case",
+    )
+    loss_on: Literal["response", "all"] = option(
+        "response", "tokens that the loss is computed on: response or all"
+    )
+
+
+class TrainingDataConfig(RowsConfig):
     """Training text."""
 
     train: list[SourceConfig] = Field(min_length=1)
     decontaminate: DecontaminateConfig | None = None
-    max_length: int = option(4096, "tokens in one row of the text", gt=1)
-    packing: bool = True
-    # skip: leave out, up to 1 %, and ten in any case
-    on_bad_row: Literal["error", "skip"] = "error"
-    loss_on: Literal["response", "all"] = option(
-        "response", "tokens that the loss is computed on: response or all"
-    )
 
 
 class DataConfig(TrainingDataConfig):

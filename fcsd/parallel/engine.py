@@ -37,8 +37,6 @@ class Precision(Protocol):
     def bf16(self) -> bool: ...
     @property
     def dtype(self) -> Literal["float32", "bfloat16"]: ...
-    @property
-    def gradient_checkpointing(self) -> bool | None: ...
 
 
 # From this size on activation checkpointing is on unless the recipe says otherwise.
@@ -340,12 +338,12 @@ def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> No
     config["data_types"] = {"grad_accum_dtype": "fp32"}
 
 
-def checkpoints_activations(train: Precision, model: nn.Module) -> bool:
+def checkpoints_activations(setting: bool | None, model: nn.Module) -> bool:
     """Return `train.gradient_checkpointing`; where it is null, whether the model has at
     least `CHECKPOINTING_FROM` parameters and supports it.
     """
-    if train.gradient_checkpointing is not None:
-        return train.gradient_checkpointing
+    if setting is not None:
+        return setting
     supported = getattr(model, "supports_gradient_checkpointing", False)
     return (
         supported

@@ -299,7 +299,7 @@ def _training_run(
         teacher=teacher,
         tokenizer=run.tokenizer,
         rows=rows,
-        max_length=recipe.data.max_length,
+        data=recipe.data,
         objective=recipe.objective,
         train=recipe.train,
         seed=recipe.seed,

@@ -82,7 +82,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
         teacher=None,
         tokenizer=tokenizer,
         rows=rows,
-        max_length=section.data.max_length,
+        data=section.data,
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=section.train,
         seed=recipe.seed,

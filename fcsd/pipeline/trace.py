@@ -76,7 +76,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
         )
         to_dtype(model, dtype_of(recipe.train.dtype))
         # As in training, since recomputation changes what exchanges can hide behind.
-        if checkpoints_activations(recipe.train, model):
+        if checkpoints_activations(recipe.train.gradient_checkpointing, model):
             model.activation_checkpointing_enable({"use_reentrant": False})
         path = folder / f"{name}.json"
         _profile(model, run, path if launch.first else None)

@@ -11,9 +11,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
+from fcsd.data.config import RowsConfig
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.training.config import SafetyConfig, TrainConfig
+from fcsd.training.config import SafetyConfig, Sections, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import Teacher
@@ -25,8 +26,8 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 class TrainingRun:
     """The inputs of one training run.
 
-    student: in the dtype that is saved, whatever dtype it is trained in. max_length:
-    tokens in a row of `rows`. score: scores a model for early stopping. adapters: the
+    student: in the dtype that is saved, whatever dtype it is trained in. data: of which
+    `rows` were made. score: scores a model for early stopping. adapters: the
     `PeftModel` around a LoRA student. remaining: maps the share of steps that are done
     to the time that all stages of the run still take, or "".
     """
@@ -38,7 +39,7 @@ class TrainingRun:
     teacher: PreTrainedModel | Teacher | None
     tokenizer: PreTrainedTokenizerBase
     rows: Any
-    max_length: int
+    data: RowsConfig
     objective: ObjectiveConfig
     train: TrainConfig
     seed: int
@@ -48,6 +49,15 @@ class TrainingRun:
     save_model: bool = True
     adapters: Any = None
     remaining: Callable[[float], str] | None = None
+
+    @property
+    def sections(self) -> Sections:
+        return Sections(
+            objective=self.objective,
+            train=self.train,
+            data=self.data,
+            safety=self.safety,
+        )
 
 
 def refuse_what_cannot_be_sharded(

@@ -1,13 +1,15 @@
 """Schema of the optimiser, the safety net, the calibration and the sweep."""
 
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, option
+from fcsd.data.config import RowsConfig
 from fcsd.model.config import check_capacity
+from fcsd.training.losses.objectives import ObjectiveConfig
 
 
 class CosineWithMinLrConfig(Strict):
@@ -47,18 +49,12 @@ _SCHEDULES: dict[str, type[Strict]] = {
 }
 
 
-class TrainConfig(Strict):
-    """The optimiser's side of a run; names are those of
-    `transformers.TrainingArguments` where it has them.
-    """
+class ScheduleConfig(Strict):
+    """The learning rate's way over the steps of a training."""
 
     # 0: the initial weights are the result
     max_steps: int = Field(2000, ge=0)
-    # over all ranks and accumulation steps
-    batch_size_tokens: int = Field(131072, gt=0)
-    # rows in a forward pass; fewer if a batch has fewer
-    per_device_train_batch_size: int = Field(1, gt=0)
-    learning_rate: float = Field(2e-5, gt=0)
+    warmup_steps: int = Field(1000, ge=0)
     lr_scheduler_type: Literal[
         "cosine",
         "cosine_with_min_lr",
@@ -66,38 +62,8 @@ class TrainConfig(Strict):
         "constant_with_warmup",
         "step",
         "warmup_stable_decay",
-    ] = "cosine"
+    ] = option("cosine", "the learning-rate schedule")
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
-    warmup_steps: int = Field(1000, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
-    adam_epsilon: float = Field(1e-8, gt=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    # The loss that balances the experts' loads (`fcsd.training.losses.balance`);
-    # DeepSeek-V2 has 0.001 to 0.003.
-    balance_loss_coefficient: float | None = Field(None, gt=0)
-    # batch: of all ranks, and of the micro-batches of the step so far
-    balance_loss_over: Literal["sequence", "batch"] = "sequence"
-    # Step of a balance without a loss, by the routers' correction bias; DeepSeek-V3 has
-    # 0.001.
-    balance_bias_rate: float | None = Field(None, gt=0)
-    # Pairs of token and expert above factor x K x tokens / experts of a forward pass of
-    # a rank are dropped (`fcsd.model.families.capacity`): the last ones in order, or
-    # those of the smallest weights; null: order.
-    capacity_factor: float | None = Field(None, gt=0, allow_inf_nan=False)
-    capacity_drop: Literal["order", "weight"] | None = None
-    # The moving average of the weights is scored and saved.
-    ema_decay: float | None = Field(None, gt=0, lt=1)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the trained weights
-    bf16: bool = False  # autocast to bfloat16
-    gradient_checkpointing: bool | None = None  # null: from 1e9 parameters on
-    logging_steps: int = Field(10, gt=0)
-    save_steps: int = Field(500, gt=0)
-    save_total_limit: int = Field(2, gt=0)
-    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
-        default_factory=list
-    )
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
@@ -115,30 +81,8 @@ class TrainConfig(Strict):
             )
         return None
 
-    @field_validator("report_to", mode="before")
-    @classmethod
-    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
-        """Accept the forms of transformers, too: one name, or "none"."""
-        if value == "none":
-            return []
-        return [value] if isinstance(value, str) else value
-
     @model_validator(mode="after")
-    def _what_is_dropped_has_a_capacity(self) -> "TrainConfig":
-        check_capacity(self.capacity_factor, self.capacity_drop)
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_balanced_has_a_loss(self) -> "TrainConfig":
-        if self.balance_loss_over == "batch" and self.balance_loss_coefficient is None:
-            raise ValueError(
-                "balance_loss_over: 'batch' has no meaning without"
-                " balance_loss_coefficient; set it, or leave both out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _the_schedule_has_room(self) -> "TrainConfig":
+    def _the_schedule_has_room(self) -> Self:
         # Without steps there is no schedule.
         if not self.max_steps:
             return self
@@ -152,6 +96,75 @@ class TrainConfig(Strict):
                 "lr_scheduler_kwargs.num_decay_steps"
                 f" ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
                 f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
+            )
+        return self
+
+    def num_decay_steps(self, max_steps: int) -> int:
+        """Return the number of last steps in which `warmup_stable_decay` decays; 0 for
+        other schedules.
+        """
+        number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
+        return math.ceil(number * max_steps) if number < 1 else int(number)
+
+
+class UpdateConfig(Strict):
+    """The way from a batch to new weights: the keys of a recipe's `train` section that
+    fcsd's trainer reads itself. `fcsd.FCSDConfig` has them as arguments.
+    """
+
+    batch_size_tokens: int | None = option(
+        None, "tokens of one optimiser step, over all ranks", gt=0
+    )
+    per_device_train_batch_size: int = option(
+        1, "rows of one forward pass; fewer if a batch has fewer", gt=0
+    )
+    learning_rate: float = option(2e-5, "the highest learning rate", gt=0)
+    weight_decay: float = option(0.0, "AdamW's weight decay", ge=0)
+    adam_beta2: float = option(0.95, "AdamW's beta2", ge=0, lt=1)
+    # `fcsd.training.losses.balance`; DeepSeek-V2 has 0.001 to 0.003
+    balance_loss_coefficient: float | None = option(
+        None, "of the loss that balances the experts' loads", gt=0
+    )
+    balance_loss_over: Literal["sequence", "batch"] = option(
+        "sequence",
+        "sequence, or batch: of all ranks, and of the micro-batches of the step so far",
+    )
+    # DeepSeek-V3 has 0.001.
+    balance_bias_rate: float | None = option(
+        None,
+        "step of a balance without a loss, by the routers' correction bias",
+        gt=0,
+    )
+    # `fcsd.model.families.capacity`: pairs of token and expert above factor x K x
+    # tokens / experts of a forward pass of a rank are dropped; null: order
+    capacity_factor: float | None = option(
+        None,
+        "the experts' capacity, above which pairs of token and expert are dropped",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    capacity_drop: Literal["order", "weight"] | None = option(
+        None, "order: the last pairs are dropped; weight: those of the smallest weights"
+    )
+    ema_decay: float | None = option(
+        None, "the weights' moving average is scored and saved", gt=0, lt=1
+    )
+    dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "dtype of the trained weights"
+    )
+    bf16: bool = option(False, "autocast to bfloat16")
+
+    @model_validator(mode="after")
+    def _what_is_dropped_has_a_capacity(self) -> Self:
+        check_capacity(self.capacity_factor, self.capacity_drop)
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_balanced_has_a_loss(self) -> Self:
+        if self.balance_loss_over == "batch" and self.balance_loss_coefficient is None:
+            raise ValueError(
+                "balance_loss_over: 'batch' has no meaning without"
+                " balance_loss_coefficient; set it, or leave both out"
             )
         return self
 
@@ -172,16 +185,35 @@ class TrainConfig(Strict):
             and self.balance_loss_over == "batch"
         )
 
-    def num_decay_steps(self, max_steps: int) -> int:
-        """Return the number of last steps in which `warmup_stable_decay` decays; 0 for
-        other schedules.
-        """
-        number = (self.lr_scheduler_kwargs or {}).get("num_decay_steps", 0)
-        return math.ceil(number * max_steps) if number < 1 else int(number)
+
+class TrainConfig(UpdateConfig, ScheduleConfig):
+    """The optimiser's side of a run; names are those of
+    `transformers.TrainingArguments` where it has them.
+    """
+
+    batch_size_tokens: int = Field(131072, gt=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_epsilon: float = Field(1e-8, gt=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    gradient_checkpointing: bool | None = None  # null: from 1e9 parameters on
+    logging_steps: int = option(10, "steps between two logs", gt=0)
+    save_steps: int = Field(500, gt=0)
+    save_total_limit: int = Field(2, gt=0)
+    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
+        default_factory=list
+    )
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
+        """Accept the forms of transformers, too: one name, or "none"."""
+        if value == "none":
+            return []
+        return [value] if isinstance(value, str) else value
 
 
 def micro_batches(
-    train: TrainConfig, max_length: int, world_size: int
+    train: UpdateConfig, max_length: int, world_size: int
 ) -> tuple[int, int]:
     """Return the rows of a micro-batch and the micro-batches of one optimiser step, on
     each rank.
@@ -190,19 +222,18 @@ def micro_batches(
     fewer rows. UserError: the batch is no whole number of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
-    if (
-        train.batch_size_tokens < rows * row_tokens
-        and train.batch_size_tokens % row_tokens == 0
-    ):
-        return train.batch_size_tokens // row_tokens, 1
-    if train.batch_size_tokens % (rows * row_tokens):
+    batch = train.batch_size_tokens
+    assert batch is not None  # None: `FCSDConfig` gives the batch in rows
+    if batch < rows * row_tokens and batch % row_tokens == 0:
+        return batch // row_tokens, 1
+    if batch % (rows * row_tokens):
         raise UserError(
-            f"train.batch_size_tokens: {train.batch_size_tokens} is not a multiple of"
+            f"train.batch_size_tokens: {batch} is not a multiple of"
             f" {rows * row_tokens} (per_device_train_batch_size {rows} x"
             f" data.max_length {max_length} x {world_size} processes);"
-            f" {_ways(train.batch_size_tokens, rows, max_length, world_size)}"
+            f" {_ways(batch, rows, max_length, world_size)}"
         )
-    return rows, train.batch_size_tokens // (rows * row_tokens)
+    return rows, batch // (rows * row_tokens)
 
 
 def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
@@ -247,7 +278,7 @@ run.
 """
 
 
-def may_change(train: TrainConfig) -> tuple[str, ...]:
+def may_change(train: UpdateConfig) -> tuple[str, ...]:
     """Return `MAY_CHANGE`, without the rows of a forward pass where the result depends
     on them: with a capacity, which holds for a pass, and with a balance over the batch.
     """
@@ -265,6 +296,19 @@ class SafetyConfig(Strict):
 
     # in a row, for a loss or gradient that is not finite
     max_skipped_steps: int = Field(10, ge=0)
+
+
+class Sections(Strict):
+    """The settings that fcsd's trainer reads itself; `transformers.TrainingArguments`
+    has the others.
+
+    They are the sections of a recipe, or those that `FCSDConfig.sections` makes.
+    """
+
+    objective: ObjectiveConfig
+    train: UpdateConfig
+    data: RowsConfig
+    safety: SafetyConfig = SafetyConfig()
 
 
 class CalibrationConfig(Strict):

@@ -4,35 +4,31 @@ recipe.
 
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, get_args, get_type_hints
 
 import torch
 from accelerate.utils import parse_flag_from_env
-from pydantic import create_model
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.strict import Strict, validate
-from fcsd.data.config import DataConfig
+from fcsd.data.config import RowsConfig
 from fcsd.model.config import ConnectivityConfig, ModelConfig
 from fcsd.model.connectivity.spec import Connectivity, connectivity_of
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
-from fcsd.training.config import SafetyConfig, TrainConfig, micro_batches
-from fcsd.training.losses.objectives import (
-    OBJECTIVES,
-    KLObjectiveConfig,
-    ObjectiveConfig,
+from fcsd.training.config import (
+    ScheduleConfig,
+    Sections,
+    TrainConfig,
+    UpdateConfig,
+    micro_batches,
 )
+from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig
 from fcsd.training.python_words import python_words, with_known_names
-
-# Keys of a recipe's `train` section that are not arguments here, or mean something
-# else.
-_NOT_ARGUMENTS = {"gradient_checkpointing", "report_to"}
 
 LOSSES = ("loss", "kl", "ce")
 """The last words of the metrics of `FCSDTrainer.evaluate`: eval_kl, or eval_NAME_kl for
@@ -77,27 +73,10 @@ def _argument(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
-def _key(section: type[Strict], name: str, text: str) -> Any:
-    """Make a field with the default of a recipe's key."""
-    return _argument(section.model_fields[name].default, text)
-
-
-# Keys of a recipe's `data` section that are arguments here; a model of these keys alone
-# validates them by the recipe's own rules.
-_ROW_KEYS = ("max_length", "packing", "loss_on", "on_bad_row")
-_row_fields: dict[str, Any] = {
-    key: (DataConfig.model_fields[key].annotation, DataConfig.model_fields[key])
-    for key in _ROW_KEYS
-}
-_Rows = create_model("_Rows", __base__=Strict, **_row_fields)
-
-
-class Sections(Strict):
-    """The sections of a recipe that the arguments fill, validated like a recipe's."""
-
-    objective: ObjectiveConfig
-    train: TrainConfig
-    safety: SafetyConfig
+def _key(section: type[Strict], name: str) -> Any:
+    """Make a field with the default and the help of a recipe's key."""
+    info = section.model_fields[name]
+    return _argument(info.default, str(info.description))
 
 
 _OBJECTIVE_KEYS = {
@@ -127,9 +106,18 @@ def _objective_argument(key: str, info: FieldInfo) -> tuple[str, Any, Any]:
     return key, kind | None, _argument(None, str(info.description))
 
 
-_ObjectiveArguments: Any = make_dataclass(
-    "_ObjectiveArguments",
-    [_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()],
+# The keys that a recipe and the arguments share: defined, with default, check and help,
+# in the recipe's records.
+_SharedKeys: Any = make_dataclass(
+    "_SharedKeys",
+    [
+        *(_objective_argument(key, info) for key, info in _OBJECTIVE_KEYS.items()),
+        *(
+            (key, info.annotation, _key(section, key))
+            for section in (UpdateConfig, RowsConfig)
+            for key, info in section.model_fields.items()
+        ),
+    ],
 )
 
 
@@ -174,7 +162,7 @@ def _check_arguments(args: Any) -> None:
 
 @with_known_names
 @dataclass
-class FCSDConfig(_ObjectiveArguments, TrainingArguments):
+class FCSDConfig(_SharedKeys, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
     All of transformers' arguments are available. fcsd adds these, named as in a recipe:
@@ -234,17 +222,8 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         "columns", "safety", "model_init_kwargs", "teacher_model_init_kwargs",
     ]  # fmt: skip
 
-    per_device_train_batch_size: int = _key(
-        TrainConfig, "per_device_train_batch_size", "Rows of one forward pass."
-    )
-    learning_rate: float = _key(
-        TrainConfig, "learning_rate", "The initial learning rate."
-    )
-    lr_scheduler_type: str = _key(
-        TrainConfig, "lr_scheduler_type", "The learning-rate schedule."
-    )
-    adam_beta2: float = _key(TrainConfig, "adam_beta2", "AdamW's beta2.")
-    logging_steps: float = _key(TrainConfig, "logging_steps", "Steps between two logs.")
+    lr_scheduler_type: str = _key(ScheduleConfig, "lr_scheduler_type")
+    logging_steps: float = _key(TrainConfig, "logging_steps")
     logging_nan_inf_filter: bool = _argument(False, "Skip failing steps.")
     remove_unused_columns: bool = _argument(False, "Rows have no other columns.")
     ddp_find_unused_parameters: bool | None = _argument(False, "See DDP.")
@@ -254,45 +233,14 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
     )
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
-    attention: str = _key(ConnectivityConfig, "attention", "partial or full.")
-    mlp: list[int] | str | dict = _key(
-        ConnectivityConfig, "mlp", "outdated, full, or the layers where it is outdated."
-    )
+    attention: str = _key(ConnectivityConfig, "attention")
+    mlp: list[int] | str | dict = _key(ConnectivityConfig, "mlp")
 
-    max_length: int = _key(DataConfig, "max_length", "Tokens in a row.")
-    packing: bool = _key(DataConfig, "packing", "Several examples share a row.")
-    loss_on: str = _key(DataConfig, "loss_on", "response or all.")
-    on_bad_row: str = _key(
-        DataConfig, "on_bad_row", "error, or skip: leave out up to 1 %."
-    )
     columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
-    batch_size_tokens: int | None = _argument(None, "Tokens of one optimiser step.")
-
-    dtype: str = _key(TrainConfig, "dtype", "Dtype of the trained weights.")
-    ema_decay: float | None = _key(
-        TrainConfig, "ema_decay", "Decay of the weights' moving average."
-    )
-    balance_loss_coefficient: float | None = _key(
-        TrainConfig,
-        "balance_loss_coefficient",
-        "Factor of the loss that balances experts.",
-    )
-    balance_loss_over: str = _key(
-        TrainConfig, "balance_loss_over", "sequence or batch."
-    )
-    balance_bias_rate: float | None = _key(
-        TrainConfig, "balance_bias_rate", "Step of the routers' correction bias."
-    )
-    capacity_factor: float | None = _key(
-        TrainConfig,
-        "capacity_factor",
-        "Experts' capacity, above which pairs are dropped.",
-    )
-    capacity_drop: str | None = _key(TrainConfig, "capacity_drop", "order or weight.")
     safety: dict[str, Any] | str | None = _argument(None, "When a step goes wrong.")
 
-    trust_remote_code: bool = _argument(False, "Run code beside a tokenizer.")
+    trust_remote_code: bool = _key(ModelConfig, "trust_remote_code")
     model_init_kwargs: dict[str, Any] | str | None = _argument(
         None, "For loading the model."
     )
@@ -329,27 +277,6 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
             }
         )
 
-    @classmethod
-    def of_sections(
-        cls,
-        objective: ObjectiveConfig,
-        train: TrainConfig,
-        safety: SafetyConfig,
-        **arguments: Any,
-    ) -> "FCSDConfig":
-        """Translate sections of a recipe into arguments; call it in
-        `engine_environment`.
-
-        arguments: those that no section has, or leaves open
-        (`activation_checkpointing`).
-        """
-        sections = objective.model_dump(exclude={"name"}) | train.model_dump(
-            exclude=_NOT_ARGUMENTS
-        )
-        return cls(
-            objective=objective.name, safety=safety.model_dump(), **sections | arguments
-        )
-
     @python_words()
     def __post_init__(self) -> None:
         # transformers' own checks refuse or change values that are right here. Those
@@ -384,53 +311,49 @@ class FCSDConfig(_ObjectiveArguments, TrainingArguments):
         if schedule == "step":
             self.lr_scheduler_type = schedule
         # From here on the values are checked by the rules of a recipe.
-        validate(_Rows, {key: getattr(self, key) for key in _ROW_KEYS}, "FCSDConfig")
-        train = self.sections().train
-        if train.lr_scheduler_kwargs is not None:
-            self.lr_scheduler_kwargs = train.lr_scheduler_kwargs  # with its defaults
+        self.sections()
+        self._check_schedule()
         refuse_conflicts(self)
         self.connectivity()
 
-    def sections(self) -> Sections:
-        """Return the arguments as sections of a recipe; `train` has only those keys
-        that transformers' arguments do not cover, and those that its checks need.
+    def _check_schedule(self) -> None:
+        """Check the learning rate's way by the rules of a recipe, and complete the
+        settings of schedules that have a record there.
         """
+        # With epochs the number of steps depends on the data, which are not read yet.
+        max_steps = max(self.max_steps, 0)
+        raw: dict[str, Any] = {
+            "max_steps": max_steps,
+            "warmup_steps": self.get_warmup_steps(max_steps),
+        }
+        schedule = getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)
+        if schedule in ("step", "warmup_stable_decay"):
+            raw |= {
+                "lr_scheduler_type": str(schedule),
+                "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
+            }
+        settings = validate(ScheduleConfig, raw, "FCSDConfig").lr_scheduler_kwargs
+        if settings is not None:
+            self.lr_scheduler_kwargs = settings
+
+    def sections(self) -> Sections:
+        """Return the arguments as the sections of a recipe that the trainer reads."""
         # An unset argument is None or False (`_objective_argument`). It is left out, so
         # that a key that the chosen objective does not have is only refused when set.
         terms = {
             key: value
             for key in _OBJECTIVE_KEYS
-            if (value := getattr(self, key)) not in (None, False)
+            if (value := getattr(self, key)) is not None and value is not False
         }
-        # With epochs the number of steps depends on the data, which are not read yet.
-        max_steps = self.max_steps if self.max_steps > 0 else sys.maxsize
-        train: dict[str, Any] = {
-            "max_steps": max_steps,
-            "warmup_steps": self.get_warmup_steps(max_steps),
-            "batch_size_tokens": self.batch_size_tokens or 1,
-            "per_device_train_batch_size": self.per_device_train_batch_size,
-            "gradient_checkpointing": bool(self.activation_checkpointing),
-        }
-        if self.lr_scheduler_type in ("step", "warmup_stable_decay"):
-            train |= {
-                "lr_scheduler_type": str(
-                    getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)
-                ),
-                "lr_scheduler_kwargs": self.lr_scheduler_kwargs,
-            }
-        shared_keys = [
-            *("learning_rate", "weight_decay", "ema_decay", "dtype", "bf16"),
-            *("balance_loss_coefficient", "balance_loss_over", "balance_bias_rate"),
-            *("capacity_factor", "capacity_drop"),
-        ]
         raw = {
             "objective": {"name": self.objective, **terms},
-            "train": train | {name: getattr(self, name) for name in shared_keys},
             "safety": self.safety or {},
         }
+        for name, section in (("train", UpdateConfig), ("data", RowsConfig)):
+            raw[name] = {key: getattr(self, key) for key in section.model_fields}
         return validate(Sections, raw, "FCSDConfig")
 
-    def fit_to_engine(self, train: TrainConfig, launch: Launch) -> None:
+    def fit_to_engine(self, train: UpdateConfig, launch: Launch) -> None:
         """Set the fields that depend on the engine and on the batch of a step; train:
         the arguments as a section.
         """

@@ -20,7 +20,8 @@ from fcsd.model.autocast import float32_routers
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
 from fcsd.training.checkpoints import restore_if_complete
-from fcsd.training.fcsd_config import FCSDConfig, Sections
+from fcsd.training.config import Sections, UpdateConfig
+from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
 from fcsd.training.prepare import (
@@ -37,23 +38,22 @@ from fcsd.training.trainer import DistillTrainer
 
 
 def begin(
-    args: FCSDConfig, launch: Launch, *, of_recipe: bool
-) -> tuple[Sections, TrainingRecord]:
-    """Seed the random generators, and fit the arguments to the launch; return them as
-    sections and as a record, as they were given.
+    args: FCSDConfig, train: UpdateConfig, launch: Launch, *, of_recipe: bool
+) -> TrainingRecord:
+    """Seed the random generators, and fit the arguments to the launch; return the
+    record of those that were given.
     """
-    sections = args.sections()
     set_seed(args.seed)
-    record = TrainingRecord(args, sections.train, launch, of_recipe=of_recipe)
-    args.fit_to_engine(sections.train, launch)
-    return sections, record
+    record = TrainingRecord(args, train, launch, of_recipe=of_recipe)
+    args.fit_to_engine(train, launch)
+    return record
 
 
 class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
-    ready: models and rows. sections, record: from `begin`. compared: the teacher, also
-    where the objective has none.
+    ready: models and rows. sections: a recipe's own, or those of `args`. record: from
+    `begin`. compared: the teacher, also where the objective has none.
     """
 
     args: FCSDConfig

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError, is_out_of_memory
 from fcsd.base.text import size
 from fcsd.parallel.shard import own_part
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import UpdateConfig
 from fcsd.training.teachers.base import ModelTeacher, Teacher
 
 REST = "activations, loss and buffers"
@@ -28,7 +28,7 @@ REST = "activations, loss and buffers"
 def explain_oom(
     student: nn.Module,
     teacher: Teacher | None,
-    train: TrainConfig,
+    train: UpdateConfig,
     max_length: int,
     device: torch.device,
 ) -> Iterator[None]:
@@ -116,7 +116,7 @@ def advice(
     largest: list[str],
     student: nn.Module,
     teacher: Teacher | None,
-    train: TrainConfig,
+    train: UpdateConfig,
     max_length: int,
 ) -> list[str]:
     """List changes of the recipe or the launch, beginning with those that reduce the

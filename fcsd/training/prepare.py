@@ -16,7 +16,7 @@ from fcsd.model.families.structure import has_adapters
 from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import UpdateConfig
 from fcsd.training.losses.balance import refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.hidden_terms import freeze_routers
@@ -53,7 +53,7 @@ def place_teacher(
 def prepare_student(
     student: PreTrainedModel,
     objective: ObjectiveConfig,
-    train: TrainConfig,
+    train: UpdateConfig,
     launch: Launch,
 ) -> None:
     """Cast a student to the dtype of the training, freeze the parts that the objective

@@ -24,7 +24,7 @@ from fcsd.base.fingerprints import write_sealed
 from fcsd.data.dates import NOTED
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import UpdateConfig
 from fcsd.training.fcsd_config import FCSDConfig
 
 RECORD_FILE = "record.json"  # in each checkpoint
@@ -65,7 +65,7 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
 
 
 def _cut_settings(
-    args: FCSDConfig, train: TrainConfig, launch: Launch
+    args: FCSDConfig, train: UpdateConfig, launch: Launch
 ) -> dict[str, Any]:
     """Return the tokens of a step, and how they are cut if the weights depend on that.
 
@@ -92,7 +92,7 @@ class TrainingRecord:
     """
 
     def __init__(
-        self, args: FCSDConfig, train: TrainConfig, launch: Launch, *, of_recipe: bool
+        self, args: FCSDConfig, train: UpdateConfig, launch: Launch, *, of_recipe: bool
     ):
         self.args = args
         self.train = train

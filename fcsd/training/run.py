@@ -32,6 +32,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import nats, progress_bar
+from fcsd.data.config import RowsConfig
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
@@ -82,13 +83,13 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     stopping, bar = None, ProgressBar(run.description, run.remaining)
     try:
         args = _arguments(run)
-        sections, record = begin(args, run.launch, of_recipe=True)
+        record = begin(args, run.train, run.launch, of_recipe=True)
         # Read before the student is cast to the dtype of the training.
         dtypes = run.launch.ranks.from_first(partial(saved_dtypes, run.student))
         trainer = ReadyTrainer(
             Ready(run.student, run.teacher, run.tokenizer, run.rows),
             args,
-            sections=sections,
+            sections=run.sections,
             record=record,
             callbacks=[
                 *_tensorboard(run),
@@ -154,21 +155,26 @@ def _train(run: TrainingRun) -> dict[str, Any]:
 
 
 def _arguments(run: TrainingRun) -> FCSDConfig:
-    """Translate the recipe's sections into arguments of the trainer."""
+    """Return arguments with the recipe's keys: transformers acts on its own, and
+    trackers (wandb, TensorBoard) show them all. fcsd's trainer reads `run.sections`.
+    """
     check_reporters(run.train)
     by_deepspeed = run.launch.engine.uses_deepspeed
     on_cpu = run.launch.device.type == "cpu"
-    return FCSDConfig.of_sections(
-        run.objective,
-        run.train,
-        run.safety,
+    return FCSDConfig(
+        objective=run.objective.name,
+        **run.objective.model_dump(exclude={"name"}),
+        **run.train.model_dump(exclude={"gradient_checkpointing", "report_to"}),
+        **run.data.model_dump(include=set(RowsConfig.model_fields)),
+        safety=run.safety.model_dump(),
         output_dir=str(run.folder / "checkpoints"),
         run_name=run.description,
-        max_length=run.max_length,
         # accelerate cannot combine DeepSpeed with use_cpu
         use_cpu=on_cpu and not by_deepspeed,
         ddp_backend="gloo" if on_cpu and by_deepspeed else None,
-        activation_checkpointing=checkpoints_activations(run.train, run.student),
+        activation_checkpointing=checkpoints_activations(
+            run.train.gradient_checkpointing, run.student
+        ),
         # see `_tensorboard`
         report_to=[name for name in run.train.report_to if name != "tensorboard"],
         seed=run.seed,
@@ -193,7 +199,9 @@ def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
     earlier_rows = TrainerState.load_from_json(
         str(checkpoint / "trainer_state.json")
     ).train_batch_size
-    current_rows, _ = micro_batches(run.train, run.max_length, run.launch.ranks.size)
+    current_rows, _ = micro_batches(
+        run.train, run.data.max_length, run.launch.ranks.size
+    )
     if earlier_rows in (None, current_rows):
         return ""
     return (

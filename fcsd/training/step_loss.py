@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fcsd.data.batches import Batch, next_token_targets, trim_padding
 from fcsd.model.families.capacity import Dropping, dropping
 from fcsd.parallel.failure import in_step
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import UpdateConfig
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
@@ -50,7 +50,7 @@ class StepLoss:
         self._coefficients: dict[str, float] = {}
 
     @contextmanager
-    def capped(self, student: nn.Module, train: TrainConfig) -> Iterator[None]:
+    def capped(self, student: nn.Module, train: UpdateConfig) -> Iterator[None]:
         """Limit the student's experts to their capacity, if one is set, in the training
         passes within the block.
         """

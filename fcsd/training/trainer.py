@@ -25,7 +25,7 @@ from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
-from fcsd.training.fcsd_config import Sections
+from fcsd.training.config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts

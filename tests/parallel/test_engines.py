@@ -508,11 +508,11 @@ def test_activation_checkpointing_is_on_from_a_size_on_unless_the_recipe_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of("untied")
-    assert not checkpoints_activations(TrainConfig(), model)
-    assert checkpoints_activations(TrainConfig(gradient_checkpointing=True), model)
+    assert not checkpoints_activations(None, model)
+    assert checkpoints_activations(True, model)
     monkeypatch.setattr("fcsd.parallel.engine.CHECKPOINTING_FROM", 1000)
-    assert checkpoints_activations(TrainConfig(), model)
-    assert not checkpoints_activations(TrainConfig(gradient_checkpointing=False), model)
+    assert checkpoints_activations(None, model)
+    assert not checkpoints_activations(False, model)
 
 
 def model_of(kind: str) -> Any:

@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
+from fcsd.data.config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.launch import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -102,7 +103,7 @@ def make(
         teacher=copy.deepcopy(teacher) if chosen.has_teacher else None,
         tokenizer=tiny_tokenizer(VOCABULARY),
         rows=Rows() if rows is None else rows,
-        max_length=LENGTH,
+        data=RowsConfig(max_length=LENGTH),
         objective=chosen,
         train=TrainConfig.model_validate(SETTINGS | settings),
         seed=0,
@@ -236,7 +237,7 @@ def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
             save_steps=3,
             batch_size_tokens=4 * length,
         )
-        run = replace(run, max_length=length)
+        run = replace(run, data=RowsConfig(max_length=length))
         for model in (run.student, run.teacher):
             if model is not None:
                 model.model.embed_tokens.register_forward_pre_hook(

@@ -247,9 +247,7 @@ def micro_batch_setting(
     checkpointing = training.train.gradient_checkpointing
     if checkpointing is None:
         with torch.device("meta"):
-            checkpointing = checkpoints_activations(
-                training.train, built(training)[2]()
-            )
+            checkpointing = checkpoints_activations(None, built(training)[2]())
     return Setting(
         objective=training.objective,
         num_rows=training.train.per_device_train_batch_size,

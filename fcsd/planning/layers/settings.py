@@ -39,7 +39,7 @@ class Study(ModelStudy):
     # all.
     counts: list[int] | None = None
     every: int = like(LayerStudyConfig, "every")
-    packing: bool = like(DataConfig, "packing")
+    packing: bool = DataConfig.model_fields["packing"].default  # no option
     loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
     # Measure every selection with calibrated weights too, solved on so many tokens of
     # this text.

@@ -38,7 +38,7 @@ from fcsd.data.batches import NO_LOSS, Batch
 from fcsd.model.families.choices import Recording, Routed, recording
 from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
-from fcsd.training.config import TrainConfig
+from fcsd.training.config import UpdateConfig
 from fcsd.training.meters import Meters
 
 
@@ -81,7 +81,7 @@ def counted_tokens(batch: Batch) -> Tensor:
     return with_loss.flip(1).cumsum(1).flip(1) > 0
 
 
-def refuse_loss_of_the_model(config: Any, train: TrainConfig) -> None:
+def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
     """Raise UserError where a model's config asks for transformers' own router loss,
     which fcsd does not compute, and `train` sets no loss in its place.
     """
@@ -105,7 +105,7 @@ class Balance:
             chooses without a bias.
     """
 
-    def __init__(self, train: TrainConfig, student: nn.Module, accelerator: Any):
+    def __init__(self, train: UpdateConfig, student: nn.Module, accelerator: Any):
         self.coefficient = train.balance_loss_coefficient
         self.over = train.balance_loss_over
         self.bias_rate, self.accelerator = train.balance_bias_rate, accelerator
