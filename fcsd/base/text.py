@@ -4,7 +4,9 @@ errors.
 
 import math
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -148,9 +150,30 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
+def terminal_columns() -> int | None:
+    """Return the width of the terminal that standard output is; None for a file."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def wrap(text: str, columns: int | None) -> str:
+    """Break the lines of a text between words; None leaves them as they are."""
+    if columns is None:
+        return text
+    return "\n".join(
+        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
+
+
 def fold(summary: str, text: str) -> str:
     """Fold a part of a Markdown page under a summary line that opens it."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"
+
+
+STEPS_BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| [{remaining}]{postfix}"
+"""Format of a bar whose postfix is long: shorter than tqdm's own, which leaves no room
+for a bar at 80 columns and cuts the end of the postfix.
+"""
 
 
 def progress_bar(values: Any = None, *, shown: bool = True, **options: Any) -> Any:

@@ -248,7 +248,7 @@ def _column_names(data: Any, name: str) -> list[str]:
         )
     if isinstance(data, datasets.Dataset):
         if len(data) == 0:
-            raise UserError(f"data set {name}: it is empty")
+            raise UserError(f"data set {name}: is empty; give rows")
         return data.column_names
     if isinstance(data, datasets.IterableDataset) and data.column_names is not None:
         return data.column_names
@@ -259,7 +259,7 @@ def _column_names(data: Any, name: str) -> list[str]:
     # Anything else that can be iterated must hold rows as mappings.
     first = next(iter(data), None)
     if first is None:
-        raise UserError(f"data set {name}: it is empty")
+        raise UserError(f"data set {name}: is empty; give rows")
     return list(first) if isinstance(first, Mapping) else []
 
 

@@ -256,7 +256,9 @@ def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
 
 
 def _empty(source: SourceConfig) -> UserError:
-    return UserError(f"data set {source.path}, split {source.split!r}: it is empty")
+    return UserError(
+        f"data set {source.path}, split {source.split!r}: is empty; give a file or a split with rows"
+    )
 
 
 def _as_written(

@@ -10,6 +10,7 @@ from typing import Any
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
+from fcsd.base.text import terminal_columns
 from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
@@ -69,7 +70,8 @@ def report(run: Run, *, as_json: bool = False) -> Path:
     models, or the whole report as JSON.
     """
     folder = run.layout.report
-    table = write_report(run.recipe, list(run.models()), folder)
+    columns = terminal_columns()
+    table = write_report(run.recipe, list(run.models()), folder, columns)
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:

@@ -43,9 +43,10 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         )
     raw = read_yaml(path)
     if not isinstance(raw, dict):
+        found = "is empty" if raw is None else f"holds a {type(raw).__name__}"
         raise UserError(
-            f"{path}: a recipe is a mapping of keys to values, but this file holds"
-            f" {type(raw).__name__}"
+            f"{path}: a recipe is a mapping of keys to values, but this file {found};"
+            " `fcsd run tiny/demo --show` prints a whole recipe"
         )
     for override in overrides or []:
         key, separator, text = override.partition("=")

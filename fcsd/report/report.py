@@ -13,7 +13,7 @@ from typing import Any
 from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json, write_json, write_text
-from fcsd.base.text import calibration_kl_text, fold, stopping_text
+from fcsd.base.text import calibration_kl_text, fold, stopping_text, wrap
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
@@ -48,9 +48,11 @@ SCHEMA_VERSION = 1
 _FEW_TASKS = 5
 
 
-def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
+def write_report(
+    recipe: Recipe, names: Sequence[str], folder: Path, columns: int | None = None
+) -> str:
     """Write the report of those models in `names` that have been evaluated; return the
-    table of models and the verdicts.
+    table of models and the verdicts, for a terminal of `columns` if given.
 
     Raises:
         UserError: the results were not measured on the same items, or on weights that
@@ -118,7 +120,9 @@ def write_report(recipe: Recipe, names: Sequence[str], folder: Path) -> str:
         verdict(name, comparison).replace("**", "")
         for name, comparison in comparisons.items()
     ]
-    return "\n\n".join([table, *(["\n".join(sentences)] if sentences else [])])
+    if models and columns is not None:
+        table = "\n\n".join([models_table(models, columns), *([look] if look else [])])
+    return "\n\n".join([table, wrap("\n".join(sentences), columns)]).rstrip()
 
 
 def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:

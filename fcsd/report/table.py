@@ -20,12 +20,15 @@ def with_error(value: str, stderr: float | None) -> str:
     return f"{value} ± {'–' if stderr is None else f'{100 * stderr:.1f}'}"
 
 
-def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
+def models_table(
+    models: Mapping[str, Mapping[str, Any]], columns: int | None = None
+) -> str:
     """Format one row for each model: rewired layers, training, scores of all tasks,
     mean, KL to the original; or one column for each where tasks are many and models
     few.
 
     models: name -> {"layers": text, "training": text, "result": of `fcsd evaluate`}.
+    columns: if the terminal is narrower, leave out the tasks, then the training.
     """
     tasks = next(iter(models.values()))["result"]["tasks"]
     scored = [f"{task} {row['metric'].split(',')[0]}" for task, row in tasks.items()]
@@ -43,6 +46,11 @@ def models_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     if len(tasks) > max(5, len(models)):
         # Transposed: a table that grows downwards stays readable.
         header, *rows = [list(line) for line in zip(header, *rows, strict=True)]
+    elif columns:
+        for place in (slice(3, 3 + len(tasks)), slice(2, 3)):
+            if len(markdown(header, rows).partition("\n")[0]) > columns:
+                for line in (header, *rows):
+                    del line[place]
     notes = [
         _at_limit(f"{name}, {task}", row.get("answers_at_limit"), row["num_items"])
         for name, model in models.items()

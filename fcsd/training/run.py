@@ -31,7 +31,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
-from fcsd.base.text import nats, progress_bar
+from fcsd.base.text import STEPS_BAR, nats, progress_bar
 from fcsd.data.config import RowsConfig
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
@@ -355,11 +355,7 @@ class ProgressBar(TrainerCallback):
                 total=state.max_steps,
                 initial=state.global_step,
                 desc=self.description,
-                # Shorter than tqdm's own: at 80 columns that leaves no room for a bar,
-                # and cuts what comes last, the time of the whole run.
-                bar_format=(
-                    "{desc} {n_fmt}/{total_fmt} |{bar}| [{remaining}]{postfix}"
-                ),
+                bar_format=STEPS_BAR,
             )
 
     def on_step_end(

@@ -70,7 +70,7 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
         )
         == 0
     )
-    assert "all have the same latency and rate here" in capsys.readouterr().out
+    assert "the file has the same latency and rate for all" in capsys.readouterr().out
     measured, off = read_links(out), ~np.eye(4, dtype=bool)
     assert measured.endpoints == ["Node1:0", "Node1:1", "Node1:2", "Node1:3"]
     assert (measured.collective, measured.backend) == ("all_to_all_single", "nccl")
@@ -97,8 +97,8 @@ def test_a_ring_of_sends_carries_its_whole_size_on_an_edge_and_is_read_as_it_was
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("alltoall_perf", "all_reduce_perf"), r"is of all_reduce_perf; the output of one"),
-        (lambda text: text.replace("alltoall_perf", ""), r"names no test; the output of one run of alltoall_perf or"),
+        (lambda text: text.replace("alltoall_perf", "all_reduce_perf"), r"is of all_reduce_perf; give the output of one"),
+        (lambda text: text.replace("alltoall_perf", ""), r"names no test; give the output of one run of alltoall_perf or"),
         (lambda text: text + "sendrecv_perf", r"is of alltoall_perf, sendrecv_perf"),
         (lambda text: re.sub(r".*Rank  [1-3].*\n", "", text), r"lists 1 ranks"),
         (lambda text: re.sub(r".*  3200000.*\n", "", text), r"has 2 sizes; at least three"),

@@ -59,7 +59,7 @@ WRONG = {
                 "v": {"data.train": [{"path": "empty.jsonl", "split": "train[:50%]"}]}
             }
         },
-        r"variants\.v: data set empty\.jsonl, split 'train.*': it is empty",
+        r"variants\.v: data set empty\.jsonl, split 'train.*': is empty",
     ),
     "test set": (
         {"evaluation": {"suite": "tiny", "data_root": "."}},

@@ -621,6 +621,21 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
     assert [line[0] for line in lines[-2:]] == ["mean", "KL to original"]
 
 
+def test_in_a_narrow_terminal_the_table_has_no_scores_of_tasks_and_sentences_are_wrapped(
+    recipe: Recipe, run: Path
+) -> None:
+    for columns, has_tasks in ((200, True), (80, False)):
+        printed = write_report(recipe, list(SCORES), run / "report", columns)
+        lines = printed.splitlines()
+        assert ("code pass@1" in lines[0]) == has_tasks
+        assert lines[0].split("|")[-3:-1] == [" mean ", " KL to original "]
+        assert max(map(len, lines)) <= columns
+    whole = write_report(recipe, list(SCORES), run / "report")
+    assert max(map(len, whole.splitlines())) > 200
+    assert " ".join(whole.splitlines()[-1].split()) in " ".join(printed.split())
+    assert "code pass@1" in (run / "report" / "report.md").read_text()
+
+
 def test_what_is_not_known_is_a_dash() -> None:
     assert (percent(None), percent(float("nan")), percent(0.5)) == ("-", "-", "50.0")
     assert (with_error("50.0", None), with_error("50.0", 0.01)) == (

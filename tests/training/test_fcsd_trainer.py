@@ -793,7 +793,7 @@ def test_two_ranks_train_what_one_process_trains(
     ("changes", "message"),
     [
         ({"train_dataset": [{"story": "x", "other": "y"}]}, r"data set train_dataset: no column 'messages', .*it has"),
-        ({"train_dataset": []}, "data set train_dataset: it is empty"),
+        ({"train_dataset": []}, "data set train_dataset: is empty"),
         ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
         ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
         ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),

@@ -452,7 +452,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             for pattern in ("*.bin", "*.pt", "*.pth")
             for file in folder.glob(pattern)
         )
-        hint = ""
+        hint = "; give a complete checkpoint"
         if pickled:
             hint = f"; {pickled[0]} is a pickle, convert it to safetensors first"
         raise UserError(

@@ -28,7 +28,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import file_fingerprint, write_json, writing
 from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder
-from fcsd.base.text import progress_bar
+from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.data.batches import Batch, real_tokens
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import (
@@ -147,7 +147,11 @@ def calibrate_checkpoint(
 
 def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:
     return progress_bar(
-        total=end, initial=begun, desc="calibrate", unit="layer", shown=ranks.first
+        total=end,
+        initial=begun,
+        desc="calibrate",
+        bar_format=STEPS_BAR,
+        shown=ranks.first,
     )
 
 

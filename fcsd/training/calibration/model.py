@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError, check_kind
-from fcsd.base.text import progress_bar
+from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.spec import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
@@ -77,7 +77,7 @@ def calibrate_model(
         with progress_bar(
             total=max(layers) + 1,
             desc="calibrate",
-            unit="layer",
+            bar_format=STEPS_BAR,
             shown=progress and ranks.first,
         ) as bar:
             for result in walk(
@@ -236,13 +236,11 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
 
 
 def shown(result: dict[str, Any]) -> str:
-    """Format the residuals of one layer, before and after its maps, on one line."""
+    """Format the residuals of one layer's inputs, before and after its maps, in a few
+    words for the bar; the manifest has all.
+    """
     parts = [
-        f"{name} {copied:.3f}>{mapped:.3f}"
+        f"{name} {copied:.2f}>{mapped:.2f}"
         for name, (copied, mapped) in result["reads"].items()
     ]
-    if result["adds"] is not None:
-        parts.append("adds {:.3f}>{:.3f}".format(*result["adds"]))
-    if result["experts"] is not None:
-        parts.append("experts {:.3f}>{:.3f}".format(*result["experts"]))
     return f"layer {result['layer']}: " + ", ".join(parts)

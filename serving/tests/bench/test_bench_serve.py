@@ -894,7 +894,7 @@ def other(place: Place, name: str, **changes: Any) -> None:
 BAD = {
     "MODEL is not converted": lambda p: other(p, "model"),
     "--against is also converted": lambda p: other(p, "original", **CONVERTED),
-    "was converted from 'qwen2_moe'": lambda p: other(
+    "was converted from 'qwen3_moe'": lambda p: other(
         p, "original", model_type="mixtral"
     ),
     "hidden_size is 128, but 64 in": lambda p: other(p, "original", hidden_size=128),
