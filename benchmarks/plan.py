@@ -2,27 +2,37 @@
 measured (docs/plan.md).
 
     python benchmarks/plan.py
+    python benchmarks/plan.py --figure 6 --output FOLDER
 
 Three columns: published peaks (every efficiency 1, links at their nominal rate, no
 slow-down), the assumptions of `fcsd.planning.cost.assumptions`, which are not fitted,
-and one of many settings that fit. A second table has plans beside exact schedules. One
-network interface for each GPU is assumed; the paper says "400 Gbps between nodes"
-without saying of what. DeepSeek-V3 with 6 layers, all of them MoE: the paper's 71B
-parameters are those (three dense layers first, as published, would make 38B).
+and one of many settings that fit. A second table has plans beside exact schedules, a
+third planned times between tokens beside published ones. One network interface for each
+GPU is assumed; the paper says "400 Gbps between nodes" without saying of what.
+DeepSeek-V3 with 6 layers, all of them MoE: the paper's 71B parameters are those (three
+dense layers first, as published, would make 38B).
+
+With --figure, one of the paper's Figures 4 to 7: a table, and a plot in FOLDER, of what
+`fcsd plan --sweep` plans for it, beside the paper's points.
 """
 
+import argparse
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from matplotlib import pyplot as plt
+
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
+from fcsd.pipeline.plan import sweep_plans
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
-from fcsd.planning.cost.times import plan_times
+from fcsd.planning.cost.times import gain, plan_times
+from fcsd.report.figure import GREY, SIZE, save_figure, set_title
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 _SHARES = ("gemm", "grouped", "fp8_grouped", "core", "fused_core", "hbm", "link", "nic")
@@ -146,12 +156,333 @@ is named.
 """
 
 
+OSS_120B = {
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+}
+"""What gpt-oss-120b has that gpt-oss-20b has not: arXiv 2508.10925, table 1."""
+
+STEPS: tuple[
+    tuple[str, str, str, dict[str, Any], dict[str, Any], dict[int, float]], ...
+] = (
+    (
+        "DeepSeek-V3, 8 H200",
+        "SemiAnalysisAI/InferenceX issue 870",
+        "DeepSeek-V3",
+        {},
+        {"gpu": "h200", "length": 1536},
+        {8: 12.8, 16: 17.2, 32: 25.6, 64: 34.6},
+    ),
+    (
+        "DeepSeek-V3, 8 MI300X",
+        "ROCm/aiter pull 1930",
+        "DeepSeek-V3",
+        {},
+        {"gpu": "mi300x", "length": 1536},
+        {4: 22.1, 8: 25.6, 16: 30.8, 32: 34.3},
+    ),
+    (
+        "DeepSeek-V3, 16 H100",
+        "tenstorrent/tt-inference-server issue 356",
+        "DeepSeek-V3",
+        {},
+        {"gpu": "h100", "nodes": 2, "length": 1024},
+        {1: 23.1},
+    ),
+    (
+        "gpt-oss-120b, 8 H100",
+        "SemiAnalysisAI/InferenceX issue 828",
+        "gpt-oss-20b",
+        OSS_120B,
+        {"gpu": "h100", "length": 1536},
+        {4: 3.72, 8: 4.05, 16: 4.83, 32: 5.82, 64: 7.36},
+    ),
+    (
+        "gpt-oss-120b, 8 MI300X",
+        "SemiAnalysisAI/InferenceX pull 1092",
+        "gpt-oss-20b",
+        OSS_120B,
+        {"gpu": "mi300x", "length": 1536},
+        {1: 4.02, 4: 4.27},
+    ),
+    (
+        "gpt-oss-120b, 1 MI300X",
+        "SemiAnalysisAI/InferenceX pull 1061",
+        "gpt-oss-20b",
+        OSS_120B,
+        {"gpu": "mi300x", "tensor_parallel": 1, "length": 1536},
+        {64: 31.4, 96: 36.6, 128: 41.3, 256: 58.3},
+    ),
+)
+"""Published times between tokens that are not the paper's: title, source, config,
+changes, settings, requests -> ms.
+"""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One curve of a figure: what `fcsd plan --sweep SWEPT=VALUES` plans.
+
+    measured: value -> least and most gain that the paper measured. hidden: value ->
+    share of the communication that FarSkip hides there; with the gain it implies how
+    much communication there is.
+    """
+
+    title: str
+    config: str
+    changes: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    swept: str
+    values: tuple[int, ...]
+    measured: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    hidden: Mapping[int, float] = field(default_factory=dict)
+
+    def share(self, value: int) -> tuple[float, float] | None:
+        """Return the shares of communication in the regular step that the paper's gains
+        and hidden part imply, 1 - 1 / (1 + gain) over that part.
+        """
+        if value not in self.hidden:
+            return None
+        least, most = (
+            end / (1 + end) / self.hidden[value] for end in self.measured[value]
+        )
+        return least, most
+
+
+_LENGTHS = (512, 1024, 2048)
+FIGURES: dict[int, tuple[Panel, ...]] = {
+    4: (
+        Panel(
+            "Llama-4-Scout, 8 MI300X, 16 requests",
+            "Llama-4-Scout-17B-16E",
+            {},
+            ON_300X,
+            "length",
+            _LENGTHS,
+            dict.fromkeys(_LENGTHS, (0.122, 0.185)),
+            dict.fromkeys(_LENGTHS, 0.953),
+        ),
+        Panel(
+            "DeepSeek-V2, 8 MI300X, 16 requests",
+            "DeepSeek-V2-Lite",
+            V2,
+            ON_300X,
+            "length",
+            _LENGTHS,
+            dict.fromkeys(_LENGTHS, (0.082, 0.168)),
+            dict.fromkeys(_LENGTHS, 0.976),
+        ),
+    ),
+    5: (
+        Panel(
+            "DeepSeek-V3 (6 layers), nodes of 8 MI325X, 64 rows a step",
+            "DeepSeek-V3",
+            V3,
+            ON_8 | {"global_batch": 64},
+            "nodes",
+            (1, 2, 4),
+            {1: (0.04, 0.04), 4: (0.22, 0.22)},
+            {1: 0.889},
+        ),
+    ),
+    6: (
+        Panel(
+            "DeepSeek-V3, 8 MI300X, 1,024 tokens",
+            "DeepSeek-V3",
+            {},
+            ON_300X | {"length": 1024},
+            "batch",
+            (1, 4, 16, 64),
+            dict.fromkeys((1, 4, 16, 64), (0.0, 0.34)),
+        ),
+        Panel(
+            "DeepSeek-V3, 8 MI300X, 16 requests",
+            "DeepSeek-V3",
+            {},
+            ON_300X,
+            "length",
+            (*_LENGTHS, 4096),
+            dict.fromkeys((*_LENGTHS, 4096), (0.0, 0.34)),
+        ),
+    ),
+    7: (
+        Panel(
+            "DeepSeek-V3, 16 MI300X, 1,024 requests",
+            "DeepSeek-V3",
+            {},
+            FIGURE_7,
+            "length",
+            (*_LENGTHS, 4096),
+        ),
+    ),
+}
+"""The paper's Figures 4 to 7. Its text gives gains over all lengths (Figure 4), of one
+and of four nodes (Figure 5), the largest gain (Figure 6), and none (Figure 7).
+"""
+
+
+def settings_of(
+    folder: Path,
+    name: str,
+    changes: Mapping[str, Any],
+    settings: Mapping[str, Any],
+) -> PlanSettings:
+    """Write a published configuration with changes to a folder, and plan that."""
+    config = read_json(CONFIGS / f"{name}.json") | dict(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return PlanSettings(model=str(folder), **settings)
+
+
 def planned(name: str, changes: dict[str, Any], settings: dict[str, Any]) -> Planned:
     """Prepare a published configuration with changes."""
     with tempfile.TemporaryDirectory() as folder:
-        config = read_json(CONFIGS / f"{name}.json") | changes
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        return prepare(PlanSettings(model=folder, **settings))
+        return prepare(settings_of(Path(folder), name, changes, settings))
+
+
+def swept(panel: Panel) -> list[dict[str, Any]]:
+    """Return the rows of `fcsd plan --sweep` for a panel."""
+    with tempfile.TemporaryDirectory() as folder:
+        values: dict[str, Any] = {
+            str(value): settings_of(
+                Path(folder),
+                panel.config,
+                panel.changes,
+                {**panel.settings, panel.swept: value},
+            )
+            for value in panel.values
+        }
+        return sweep_plans(values)
+
+
+def expected(row: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the least and the most gain that a plan prints: a server's expected gain,
+    or that of a training at either end of any assumption.
+    """
+    if row["expected_gain"] is not None:
+        least, most = row["expected_gain"]
+        return least, most
+    ends = [end for each in row["sensitivity"] for end in each["speed_up"]]
+    return min(ends) - 1, max(ends) - 1
+
+
+def misses(row: Mapping[str, Any], panel: Panel) -> str:
+    """Say by how much the planned gain misses the paper's, and which of its terms makes
+    it: the share of communication, or the hidden part.
+    """
+    value, times = int(row["value"]), row["times"]
+    if value not in panel.measured:
+        return "-"
+    least, most = panel.measured[value]
+    planned_gain = times["speed_up"] - 1
+    off = 100 * (max(0.0, planned_gain - most) - max(0.0, least - planned_gain))
+    if abs(off) < 0.5:
+        return "no"
+    share, hidden = panel.share(value), times["overlap"]["forward"]
+    if share is None:
+        return f"{off:+.0f}"
+    # Each term of the plan beside the other one of the paper: the worse one makes it.
+    middle = (least + most) / 2
+    by_term = {
+        "hidden part": gain(sum(share) / 2, hidden),
+        "communication": gain(times["communication_share"], panel.hidden[value]),
+    }
+    worse = max(by_term, key=lambda term: abs(by_term[term] - middle))
+    return f"{off:+.0f}, by the {worse}"
+
+
+def figure_rows(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
+    """Yield the table of a panel, in per cent."""
+    for row in rows:
+        value, times = int(row["value"]), row["times"]
+        measured, share = panel.measured.get(value), panel.share(value)
+        hidden = panel.hidden.get(value)
+        yield [
+            row["value"],
+            f"{100 * (times['speed_up'] - 1):.1f}",
+            _ends(expected(row)),
+            "-" if measured is None else _ends(measured),
+            f"{100 * times['communication_share']:.0f}",
+            "-" if share is None else _ends(share),
+            " / ".join(f"{100 * part:.0f}" for part in times["overlap"].values()),
+            "-" if hidden is None else f"{100 * hidden:.1f}",
+            misses(row, panel),
+        ]
+
+
+def _ends(values: Sequence[float]) -> str:
+    least, most = (f"{100 * value:.1f}" for value in values)
+    return least if least == most else f"{least} to {most}"
+
+
+def figure_table(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format a panel of a figure."""
+    header = [
+        panel.swept, "gain, %", "printed range", "paper", "communication, %", "paper",
+        "hidden, %", "paper", "misses by",
+    ]  # fmt: skip
+    return f"{panel.title}\n\n{markdown(header, list(figure_rows(panel, rows)))}\n"
+
+
+def plot_figure(
+    panels: Sequence[tuple[Panel, Sequence[Mapping[str, Any]]]], path: Path
+) -> None:
+    """Draw the planned gains with their printed ranges, beside what the paper says."""
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(len(panels) * SIZE[0], SIZE[1]), squeeze=False
+    )
+    for axis, (panel, rows) in zip(axes[0], panels, strict=True):
+        ticks = range(len(rows))
+        gains = [100 * (row["times"]["speed_up"] - 1) for row in rows]
+        least, most = zip(*(expected(row) for row in rows), strict=True)
+        axis.fill_between(
+            ticks,
+            [100 * end for end in least],
+            [100 * end for end in most],
+            color=GREY,
+            alpha=0.3,
+            label="printed range",
+        )
+        axis.plot(ticks, gains, color="black", marker="o", label="planned")
+        for index, value in enumerate(panel.values):
+            if value in panel.measured:
+                low, high = (100 * end for end in panel.measured[value])
+                axis.errorbar(
+                    index + 0.06,
+                    (low + high) / 2,
+                    yerr=(high - low) / 2,
+                    color="tab:red",
+                    marker="s" if low == high else "",
+                    capsize=4,
+                    label="paper",
+                )
+        axis.set_xticks(ticks, [str(value) for value in panel.values])
+        axis.set(xlabel=panel.swept, ylabel="gain, per cent", ylim=(0, None))
+        axis.grid(alpha=0.3)
+        set_title(axis, panel.title)
+        handles, labels = axis.get_legend_handles_labels()
+        shown = dict(zip(labels, handles, strict=True))
+        axis.legend(shown.values(), shown.keys())
+    save_figure(figure, path)
+
+
+def step_rows() -> Iterator[list[str]]:
+    """Yield published and planned times between tokens."""
+    for title, source, name, changes, settings, published in STEPS:
+        times = {
+            batch: 1e3
+            * plan_times(
+                planned(name, changes, settings | {"phase": "decode", "batch": batch})
+            )["regular_s"]
+            for batch in published
+        }
+        ratios = [published[batch] / times[batch] for batch in published]
+        yield [
+            f"{title}, {source}",
+            ", ".join(f"{ms:g} ({batch})" for batch, ms in published.items()),
+            ", ".join(f"{ms:.1f}" for ms in times.values()),
+            f"{min(ratios):.2f}-{max(ratios):.2f}",
+        ]
 
 
 def at(one: Planned, column: str) -> dict[str, Any]:
@@ -202,7 +533,7 @@ def serving_rows() -> Iterator[list[str]]:
     """Yield the gain in the time to the first token, or between tokens: the least and
     the most of three lengths.
     """
-    for title, name, changes, settings, gain, implied in SERVING:
+    for title, name, changes, settings, measured, implied in SERVING:
         cells = []
         each = [
             planned(name, changes, settings | {"length": length})
@@ -215,7 +546,7 @@ def serving_rows() -> Iterator[list[str]]:
             sent = _span(100 * one["communication_share"] for one in times)
             hidden = _span(100 * one["overlap"]["forward"] for one in times)
             shares.append(f"{sent} / {hidden}")
-        yield [title, gain, *cells]
+        yield [title, measured, *cells]
         yield ["communication / hidden of it", implied, *shares]
 
 
@@ -234,11 +565,30 @@ def exact_rows() -> Iterator[list[str]]:
         yield [title, times["best_exact"], *gains]
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--figure", type=int, choices=FIGURES, help="of the paper")
+    parser.add_argument(
+        "--output", type=Path, default=Path(), help="folder of table and plot"
+    )
+    options = parser.parse_args(arguments)
+    if options.figure is not None:
+        panels = [(panel, swept(panel)) for panel in FIGURES[options.figure]]
+        table = "\n".join(figure_table(panel, rows) for panel, rows in panels)
+        options.output.mkdir(parents=True, exist_ok=True)
+        path = options.output / f"figure-{options.figure}"
+        path.with_suffix(".md").write_text(table)
+        plot_figure(panels, path.with_suffix(".png"))
+        print(table)
+        return
     header = ["", "paper", "published peaks", "assumed (not fitted)", "fitted"]
     print(markdown(header, [*training_rows(), *serving_rows()]))
     header = ["", "best exact schedule", "over it", "over regular blocks"]
     print(markdown(header, list(exact_rows()), left=2))
+    header = ["between tokens, ms", "published (requests)", "planned", "ratio"]
+    print(markdown(header, list(step_rows())))
 
 
 if __name__ == "__main__":
