@@ -3,6 +3,7 @@ measured (docs/plan.md).
 
     python benchmarks/plan.py
     python benchmarks/plan.py --figure 6 --output FOLDER
+    python benchmarks/plan.py --questions
 
 Three columns: published peaks (every efficiency 1, links at their nominal rate, no
 slow-down), the assumptions of `fcsd.planning.cost.assumptions`, which are not fitted,
@@ -13,26 +14,30 @@ DeepSeek-V3 with 6 layers, all of them MoE: the paper's 71B parameters are those
 dense layers first, as published, would make 38B).
 
 With --figure, one of the paper's Figures 4 to 7: a table, and a plot in FOLDER, of what
-`fcsd plan --sweep` plans for it, beside the paper's points.
+`fcsd plan --sweep` plans for it, beside the paper's points. With --questions, what
+FarSkip brings to three models on 2 to 8 nodes, beside a roofline by hand
+(`tests/reference/roofline.py`).
 """
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import pyplot as plt
 
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
-from fcsd.pipeline.plan import sweep_plans
+from fcsd.pipeline.plan import plan_from_files, sweep_plans
 from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import gain, plan_times
 from fcsd.report.figure import GREY, SIZE, save_figure, set_title
+from tests.reference.roofline import Answer, decoding, training
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"
 _SHARES = ("gemm", "grouped", "fp8_grouped", "core", "fused_core", "hbm", "link", "nic")
@@ -322,6 +327,131 @@ and of four nodes (Figure 5), the largest gain (Figure 6), and none (Figure 7).
 """
 
 
+@dataclass(frozen=True)
+class Question:
+    """What FarSkip brings to a model on 2, 4 and 8 nodes: what `fcsd plan --sweep`
+    answers.
+
+    weights: bytes of an element of the experts and of all else, as a server holds them.
+    """
+
+    model: str
+    config: str
+    changes: Mapping[str, Any]
+    phase: Literal["train", "decode"]
+    gpu: str
+    weights: tuple[float, float]
+    fp8: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the plan but for the swept one. On MI300X a server's ranks gather
+        all tokens: DeepEP has no release for it.
+        """
+        if self.phase == "train":
+            return {"gpu": self.gpu, "global_batch": 512}
+        served = {"gpu": self.gpu, "phase": "decode", "nodes": 8, "batch": 1024}
+        return served | (
+            {"all2all": "deepep_low_latency"} if self.gpu == "h100" else {}
+        )
+
+    @property
+    def swept(self) -> tuple[str, tuple[int, ...]]:
+        """The swept setting, and its values on 2, 4 and 8 nodes."""
+        if self.phase == "train":
+            return "nodes", (2, 4, 8)
+        return "data_parallel", (16, 32, 64)
+
+    @property
+    def command(self) -> str:
+        """The command that answers it."""
+        name, values = self.swept
+        words = [
+            f"--{key.replace('_', '-')} {value}" for key, value in self.settings.items()
+        ]
+        option = "dp" if name == "data_parallel" else name
+        swept_values = ",".join(map(str, values))
+        return (
+            f"fcsd plan {self.model} {' '.join(words)} --sweep {option}={swept_values}"
+        )
+
+    def by_hand(self, value: int) -> Answer:
+        """Return the answer of the roofline by hand."""
+        config = read_json(CONFIGS / f"{self.config}.json") | dict(self.changes)
+        if self.phase == "train":
+            return training(config, self.gpu, 8 * value, 4096, 512)
+        return decoding(
+            config,
+            self.gpu,
+            value,
+            4096,
+            1024,
+            weights=self.weights,
+            fp8=self.fp8,
+            gathers=self.gpu != "h100",
+        )
+
+
+QUESTIONS = tuple(
+    Question(*model[:3], phase, gpu, *model[3:])
+    for model in (
+        ("Qwen/Qwen3-235B-A22B", "Qwen3-235B-A22B", {}, (2, 2)),
+        ("openai/gpt-oss-120b", "gpt-oss-20b", OSS_120B, (4.25 / 8, 2)),
+        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3", {}, (1, 1), True),
+    )
+    for phase in ("train", "decode")
+    for gpu in ("h100", "mi300x")
+)
+
+
+def question_rows() -> Iterator[list[str]]:
+    """Yield the answers on 2, 4 and 8 nodes, how far they are from those by hand at
+    most, and the GPUs on which the plan fits.
+    """
+    for question in QUESTIONS:
+        print(question.command, file=sys.stderr)
+        name, values = question.swept
+        panel = Panel(
+            "", question.config, question.changes, question.settings, name, values
+        )
+        rows = swept(panel)
+        hands = [question.by_hand(value) for value in values]
+        answers = [
+            [row["times"]["over_exact"] for row in rows],
+            [row["times"]["speed_up"] for row in rows],
+            [row["tokens_per_second_per_gpu"]["overlapped"] for row in rows],
+        ]
+        expected_answers = [
+            [hand.exact_s / hand.overlapped_s for hand in hands],
+            [hand.regular_s / hand.overlapped_s for hand in hands],
+            [hand.rate for hand in hands],
+        ]
+        off = max(
+            abs(ours / theirs - 1)
+            for each in zip(answers, expected_answers, strict=True)
+            for ours, theirs in zip(*each, strict=True)
+        )
+        fits = [8 * 2**k for k, row in enumerate(rows, 1) if row["memory"]["fits"]]
+        yield [
+            f"{question.model.partition('/')[2]}, {question.phase}, {question.gpu}",
+            *(", ".join(f"{each:.2f}" for each in values) for values in answers[:2]),
+            ", ".join(f"{rate:.0f}" for rate in answers[2]),
+            f"{off:.0%}",
+            str(fits[0] if fits else _needed_gpus(question)),
+        ]
+
+
+def _needed_gpus(question: Question) -> int:
+    """Return the GPUs on which a plan fits that does not fit on 8 nodes."""
+    name, values = question.swept
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {**question.settings, name: values[-1]}
+        plan = plan_from_files(
+            settings_of(Path(folder), question.config, question.changes, settings)
+        )
+    return int(plan["memory"]["needs_gpus"])
+
+
 def settings_of(
     folder: Path,
     name: str,
@@ -570,10 +700,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--figure", type=int, choices=FIGURES, help="of the paper")
+    parser.add_argument("--questions", action="store_true", help="on 2 to 8 nodes")
     parser.add_argument(
         "--output", type=Path, default=Path(), help="folder of table and plot"
     )
     options = parser.parse_args(arguments)
+    if options.questions:
+        header = [
+            "on 16, 32, 64 GPUs", "over the best exact", "over regular",
+            "tokens/s a GPU", "by hand, off by", "fits on",
+        ]  # fmt: skip
+        print(markdown(header, list(question_rows())))
+        return
     if options.figure is not None:
         panels = [(panel, swept(panel)) for panel in FIGURES[options.figure]]
         table = "\n".join(figure_table(panel, rows) for panel, rows in panels)

@@ -23,28 +23,49 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     at all (linear attention, convolution, mamba). State that does not grow with the
     text and the keys of sparse attention's indexers are not counted.
     """
-    kinds = (
-        getattr(config, "layer_types", None)
-        or ["full_attention"] * config.num_hidden_layers
-    )
-    layers = (
-        getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    )
-    numbers = 0
-    for kind, layer in zip(kinds[: config.num_hidden_layers], layers, strict=False):
-        if kind in _WITHOUT_KEYS:
-            continue
-        per_token = _numbers_per_token(layer)
+    layers = layer_cache_bytes(config, num_tokens)
+    return None if layers is None else sum(layers)
+
+
+def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
+    """Compute `cache_bytes` layer by layer."""
+    each = []
+    for kind, layer, window in zip(
+        _kinds(config), _layers(config), attention_windows(config), strict=False
+    ):
+        per_token = 0 if kind in _WITHOUT_KEYS else _numbers_per_token(layer)
         if per_token is None:
             return None
         # A window bounds the cache; without one it grows with the text.
-        window = {
-            "sliding_attention": getattr(layer, "sliding_window", None),
-            "hybrid_sliding": getattr(layer, "sliding_window", None),
-            "chunked_attention": getattr(layer, "attention_chunk_size", None),
-        }.get(kind)
-        numbers += per_token * min(num_tokens, window or num_tokens)
-    return BYTES["bfloat16"] * numbers
+        kept = min(num_tokens, window or num_tokens)
+        each.append(BYTES["bfloat16"] * per_token * kept)
+    return each
+
+
+def attention_windows(config: Any) -> list[int | None]:
+    """Return the tokens that attention sees at most, layer by layer; None: all."""
+    names = {
+        "sliding_attention": "sliding_window",
+        "hybrid_sliding": "sliding_window",
+        "chunked_attention": "attention_chunk_size",
+    }
+    return [
+        getattr(layer, names[kind], None) if kind in names else None
+        for kind, layer in zip(_kinds(config), _layers(config), strict=False)
+    ]
+
+
+def _kinds(config: Any) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    return list(kinds or ["full_attention"] * config.num_hidden_layers)[
+        : config.num_hidden_layers
+    ]
+
+
+def _layers(config: Any) -> list[Any]:
+    return (
+        getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    )
 
 
 def _numbers_per_token(config: Any) -> int | None:

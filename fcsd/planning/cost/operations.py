@@ -8,7 +8,7 @@ the rest of attention ("attention b"), router, experts, shared expert, a dense l
 MLP, the head.
 
 Not covered: operations other than matmuls (`fcsd.planning.cost.roofline` counts passes
-over memory for them); sliding windows: attention counts all pairs.
+over memory for them); attention in chunks, which counts as a window of their size.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fcsd.model.families import (
     text_config,
 )
 from fcsd.model.families.structure import output_head
+from fcsd.model.inspect.memory import attention_windows
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 
 WHOLE = ", whole"
@@ -56,7 +57,8 @@ class LayerWork:
 
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two matmuls, over all
     pairs; 0 where attention has no separate core before which an exchange could start.
-    causal: a mask leaves out half of the pairs. cache_bytes: keys and values of earlier
+    causal: a mask leaves out half of the pairs. in_window: share of the other half that a
+    sliding window leaves. cache_bytes: keys and values of earlier
     tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code
     runs them; the step "experts" counts only the chosen experts of each token.
     """
@@ -66,8 +68,14 @@ class LayerWork:
     core: float = 0.0
     scores: float = 0.0
     causal: bool = True
+    in_window: float = 1.0
     cache_bytes: float = 0.0
     experts_run: float = 0.0
+
+    @property
+    def core_left(self) -> float:
+        """FLOPs of the core over the pairs that the mask leaves."""
+        return self.core / 2 * self.in_window if self.causal else self.core
 
     def work(self, name: str) -> Work:
         """Return a step's work; empty where the layer has no such step."""
@@ -106,8 +114,7 @@ class ModelWork:
         pairs that the mask leaves.
         """
         layers = sum(
-            sum(step.flops for step in layer.steps.values())
-            + (layer.core / 2 if layer.causal else layer.core)
+            sum(step.flops for step in layer.steps.values()) + layer.core_left
             for layer in self.layers
         )
         return layers + self.head.flops
@@ -140,11 +147,19 @@ class _Seen:
 
 
 def trace_layers(
-    build: Callable[[], Any], family: Family, where: str, num_rows: int, num_tokens: int
+    build: Callable[[], Any],
+    family: Family,
+    where: str,
+    num_rows: int,
+    num_tokens: int,
+    *,
+    served: bool = False,
 ) -> ModelWork:
     """Run one forward pass of a regular model and count the operations of each layer.
 
-    build: makes the model; called on the meta device.
+    build: makes the model; called on the meta device. served: by an engine, whose
+    attention is a kernel of its own even where transformers' code of the family has
+    only eager attention.
 
     Raises:
         UserError: no MoE layer; a family whose layers cannot be followed without data.
@@ -155,6 +170,8 @@ def trace_layers(
     model.config.use_cache = False
     stack = decoder_layers(model, family)
     config = text_config(model.config, family)
+    if served and config._attn_implementation == "eager":
+        config._attn_implementation = "sdpa"
     num_experts, top_k = expert_counts(config)
     if (
         not any(_is_moe(layer, family) for layer in stack)
@@ -184,7 +201,14 @@ def trace_layers(
     tokens = num_rows * num_tokens
     # Even routing: imbalance is an assumption of the roofline, not of the work.
     rows = top_k * tokens / num_experts
-    layers = {k: _read(stack[k], family, k, flops, records[k], rows) for k in records}
+    windows = attention_windows(config)
+    layers = {
+        k: replace(
+            _read(stack[k], family, k, flops, records[k], rows),
+            in_window=_in_window(windows[k] if k < len(windows) else None, num_tokens),
+        )
+        for k in records
+    }
     return ModelWork(
         layers=tuple(layers[kinds[k]] for k in range(len(stack))),
         head=Work(flops.get("head", 0.0), head.weight.numel()),
@@ -198,6 +222,14 @@ def trace_layers(
         num_expert_parameters=sum(_size(_experts(layer, family)) for layer in stack),
         expert_groups=expert_groups(config),
     )
+
+
+def _in_window(window: int | None, num_tokens: int) -> float:
+    """Return the share of a row's causal pairs that a sliding window leaves."""
+    seen = min(num_tokens, window or num_tokens)
+    # Up to `seen` tokens a token sees all before it, from there on only so many.
+    pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
+    return pairs / (num_tokens * (num_tokens + 1) / 2)
 
 
 def as_run(work: ModelWork) -> ModelWork:

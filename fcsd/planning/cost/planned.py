@@ -4,8 +4,9 @@ layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
@@ -15,7 +16,7 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import text_config
 from fcsd.model.inspect.checkpoint import find_source
-from fcsd.model.inspect.memory import cache_bytes
+from fcsd.model.inspect.memory import attention_windows, layer_cache_bytes
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
@@ -283,8 +284,9 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     _check_size(settings, machine, config, length)
     # Requests are those of the whole server: data-parallel ranks share them out.
     rows = settings.batch // (settings.data_parallel or 1)
-    work = trace_layers(build, family, source.where, rows, length)
-    if settings.phase == "train" and ep == 1:
+    served = settings.phase != "train"
+    work = trace_layers(build, family, source.where, rows, length, served=served)
+    if not served and ep == 1:
         work = as_run(work)
     # Checked after the trace, which knows the number of experts for every family.
     if work.num_experts % ep:
@@ -297,17 +299,14 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"--pp {settings.pipeline_parallel}: {source.where} has {len(work.layers)}"
             " layers, but every stage needs at least one"
         )
-    cached = (
-        0.0
-        if settings.phase == "train"
-        else _cached(settings, text_config(model_config, family), tp)
-    )
+    text = text_config(model_config, family)
+    cached = [0.0] if settings.phase == "train" else _cached(settings, text, tp)
     if settings.phase == "decode":
-        work = _decoding(work, settings.length, cached)
+        work = _decoding(work, settings.length, cached, attention_windows(text))
     inside = kept_inside(family) is not None
     return Planned(
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
-        _micro_batches(settings, machine, tp), cached,
+        _micro_batches(settings, machine, tp), sum(cached),
     )  # fmt: skip
 
 
@@ -483,9 +482,9 @@ def _training(
     )
 
 
-def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
-    """Return the bytes of keys and values on a rank: heads are spread over the ranks,
-    while each rank holds MLA's whole latent.
+def _cached(settings: PlanSettings, config: Any, tp: int) -> list[float]:
+    """Return the bytes of keys and values on a rank by layer: heads are spread over the
+    ranks, while each rank holds MLA's whole latent.
     """
     heads = (
         1
@@ -494,26 +493,32 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> float:
     )
     # With more ranks than heads, several ranks hold the same head.
     shared = min(tp, heads or tp)
-    return (
-        (cache_bytes(config, settings.length) or 0)
-        * settings.batch
-        / (settings.data_parallel or shared)
-    )
+    ranks = settings.data_parallel or shared
+    each = layer_cache_bytes(config, settings.length) or []
+    return [layer * settings.batch / ranks for layer in each]
 
 
-def _decoding(work: ModelWork, length: int, cached: float) -> ModelWork:
+def _decoding(
+    work: ModelWork,
+    length: int,
+    cached: Sequence[float],
+    windows: Sequence[int | None],
+) -> ModelWork:
     """Return the work of one token a row that follows `length` others and reads their
-    keys and values.
+    keys and values. cached, windows: of each layer, as far as the config says.
     """
-    layer_cache_bytes = cached / len(work.layers)
-    layers = [
-        replace(
-            layer,
-            core=layer.core * length,
-            causal=False,
-            scores=layer.scores * length,
-            cache_bytes=layer_cache_bytes,
+    layers = []
+    for layer, layer_cached, window in zip_longest(
+        work.layers, cached[: len(work.layers)], windows[: len(work.layers)]
+    ):
+        seen = min(length, window or length)
+        layers.append(
+            replace(
+                layer,
+                core=layer.core * seen,
+                causal=False,
+                scores=layer.scores * seen,
+                cache_bytes=layer_cached or 0.0,
+            )
         )
-        for layer in work.layers
-    ]
     return replace(work, layers=tuple(layers))

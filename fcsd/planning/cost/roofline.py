@@ -113,8 +113,8 @@ class Roofline:
         ranks = self.tensor_parallel
         reading = layer.cache_bytes / self._bytes_per_s
         if self.fused:
-            # A fused kernel skips the masked half of the pairs.
-            pairs = layer.core / 2 if layer.causal else layer.core
+            # A fused kernel skips the pairs that the mask excludes.
+            pairs = layer.core_left
             return max(pairs / (peak * self.values["fused_core"]) / ranks, reading)
         # Without a fused kernel the scores go through memory, and all pairs are
         # computed.

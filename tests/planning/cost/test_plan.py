@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plan import ON_300X, TRAINING, V2, V3, at
+from benchmarks.plan import ON_300X, STEPS, TRAINING, V2, V3, at
 from benchmarks.plan import planned as published
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
@@ -20,7 +20,7 @@ from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.planning.cost.operations import WHOLE
-from fcsd.planning.cost.plan import OVER_PREDICTION, memory, plan
+from fcsd.planning.cost.plan import OVER_PREDICTION, STEP_RATIO, memory, plan
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
@@ -84,6 +84,41 @@ def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -
     assert (
         scout.work.layers[0].work("shared expert").flops == 2.0 * 64 * 3 * 5120 * 8192
     )
+
+
+def test_a_sliding_window_leaves_few_pairs_and_a_short_cache() -> None:
+    """gpt-oss-20b: 24 layers, every second one of which sees the last 128 tokens; 64
+    heads of 64 on 8 of keys and values.
+    """
+    length = 512
+    served = {"phase": "prefill", "length": length, "batch": 2, "gpu": "h100"}
+    windowed, full = published("gpt-oss-20b", {}, served).work.layers[:2]
+    pairs = sum(min(k + 1, 128) for k in range(length))
+    every = length * (length + 1) / 2
+    assert windowed.in_window == pytest.approx(pairs / every) and full.in_window == 1
+    assert full.core_left == 2 * 64 * (64 + 64) * 2 * length**2 / 2
+    assert windowed.core_left == pytest.approx(full.core_left * pairs / every)
+    # A token of an answer reads keys and values of so many tokens before it.
+    decoding = served | {"phase": "decode", "data_parallel": 2}
+    planned = published("gpt-oss-20b", {}, decoding)
+    windowed, full = planned.work.layers[:2]
+    token_bytes = 2 * 8 * 64 * 2
+    assert windowed.cache_bytes == 128 * token_bytes
+    assert full.cache_bytes == length * token_bytes
+    assert full.core == 4 * windowed.core == 2 * 64 * (64 + 64) * length
+    assert planned.cached == 12 * (128 + length) * token_bytes
+
+
+def test_a_server_has_an_attention_kernel_where_transformers_has_eager_code() -> None:
+    """gpt-oss: its training computes all of attention before the dispatch."""
+    settings = {"length": 64, "gpu": "h100"}
+    trained = published("gpt-oss-20b", {}, settings).work.layers[1]
+    assert trained.core == 0 and "attention b" not in trained.steps
+    served = published("gpt-oss-20b", {}, settings | {"phase": "prefill"})
+    layer = served.work.layers[1]
+    assert layer.work("attention b").flops == 2 * 64 * 64 * 64 * 2880
+    assert layer.work("attention a").flops == 2 * 64 * 2880 * (64 + 8 + 8) * 64
+    assert served.facts()[1].split == "core"  # type: ignore[union-attr]
 
 
 def test_only_moe_layers_have_exchanges_and_dense_ones_an_mlp(tmp_path: Path) -> None:
@@ -177,6 +212,18 @@ def test_a_range_contains_its_planned_gain_where_both_ends_lie_on_one_side() -> 
         ]
         one_sided += max(ends) < facts["times"]["speed_up"] - 1e-3
     assert one_sided
+
+
+def test_published_times_between_tokens_over_planned_ones_are_the_expected_ratio() -> (
+    None
+):
+    ratios = [
+        ms / 1e3 / plan_times(published(name, changes, settings | served))["regular_s"]
+        for _, _, name, changes, settings, steps in STEPS
+        for batch, ms in steps.items()
+        for served in [{"phase": "decode", "batch": batch}]
+    ]
+    assert [min(ratios), max(ratios)] == pytest.approx(STEP_RATIO, abs=0.05)
 
 
 def test_a_decoding_plan_expects_what_published_step_times_leave_of_its_gain(

@@ -1,0 +1,105 @@
+"""What `fcsd plan` answers to an engineer's questions, beside a roofline by hand, and the
+paper's figures beside the paper.
+"""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import (
+    FIGURES,
+    QUESTIONS,
+    Question,
+    expected,
+    main,
+    misses,
+    planned,
+    swept,
+)
+from fcsd.cli.main import build_parser
+from fcsd.planning.cost.exact import compared
+from fcsd.planning.cost.planned import PlanSettings
+from tests.support import ROOT
+
+NAMES = [f"{each.config}, {each.phase}, {each.gpu}" for each in QUESTIONS]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=NAMES)
+def test_an_answer_is_that_of_a_roofline_by_hand(question: Question) -> None:
+    """The step, its communication and gain within 10 %; the schedule of two micro-batches
+    by hand is a bound.
+    """
+    name, values = question.swept
+    for value in values:
+        settings = question.settings | {name: value}
+        plan = planned(question.config, dict(question.changes), settings)
+        times, hand = compared(plan), question.by_hand(value)
+        assert times["regular_s"] == pytest.approx(hand.regular_s, rel=0.1)
+        assert times["communication_s"] == pytest.approx(hand.sent_s, rel=0.01)
+        gains = hand.regular_s / hand.overlapped_s, hand.exact_s / hand.overlapped_s
+        assert times["speed_up"] == pytest.approx(gains[0], rel=0.05)
+        assert times["over_exact"] == pytest.approx(gains[1], rel=0.12)
+        if question.phase == "decode":
+            assert times["regular_s"] == pytest.approx(hand.regular_s, rel=0.005)
+            assert times["speed_up"] == pytest.approx(gains[0], rel=0.005)
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=NAMES)
+def test_a_question_is_one_command(question: Question) -> None:
+    words = shlex.split(question.command)[1:]
+    arguments = vars(build_parser().parse_args(words))
+    name, values = question.swept
+    for value in values:
+        option = {"data_parallel": "dp"}.get(name, name)
+        assert arguments["sweep"] == f"{option}={','.join(map(str, values))}"
+        asked = PlanSettings.from_options(arguments | {option: value})
+        given = PlanSettings(model=question.model, **question.settings, **{name: value})
+        assert asked == given
+
+
+def test_the_page_has_every_command() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text()
+    for question in QUESTIONS:
+        if question.gpu == "h100":
+            assert question.command in page
+
+
+def test_a_figure_of_the_paper_is_a_table_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--figure", "5", "--output", str(tmp_path)])
+    table = capsys.readouterr().out
+    assert table == (tmp_path / "figure-5.md").read_text() + "\n"
+    assert (tmp_path / "figure-5.png").read_bytes().startswith(b"\x89PNG")
+    (panel,) = FIGURES[5]
+    lines = [line for line in table.splitlines() if re.match(r"\| \d", line)]
+    for line, row in zip(lines, swept(panel), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[:2] == [
+            row["value"],
+            f"{100 * (row['times']['speed_up'] - 1):.1f}",
+        ]
+        assert cells[-1] == misses(row, panel)
+        assert cells[3] == {"1": "4.0", "2": "-", "4": "22.0"}[row["value"]]
+    # The share that the gain implies, 1 - 1 / 1.04, over the hidden part of it.
+    assert panel.share(1) == pytest.approx((0.0385 / 0.889,) * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_a_figure_covers_the_papers_points_or_says_by_how_much_it_misses(
+    number: int,
+) -> None:
+    for panel in FIGURES[number]:
+        for row in swept(panel):
+            measured = panel.measured.get(int(row["value"]))
+            if measured is None:
+                continue
+            least, most = expected(row)
+            # On one node a training's range misses 4 % by 0.1 % (docs/plan.md).
+            assert least - 0.002 <= measured[1] and measured[0] <= most
+            off = row["times"]["speed_up"] - 1 - measured[1]
+            if off > 0.005:
+                said = f"+{100 * off:.0f}, by the communication"
+                assert misses(row, panel) == said

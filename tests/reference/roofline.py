@@ -1,0 +1,253 @@
+"""A roofline by hand, beside which `fcsd plan` is compared (docs/plan.md): formulas of a
+layer's operations, bytes and exchanges from the sizes in `config.json`, with published
+figures of GPUs. Nothing of the planner is imported.
+
+A step of training (FSDP2 over all GPUs, which also share the experts, activation
+checkpointing), and the time between tokens of a server with data-parallel attention.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+GEMM, GROUPED, FP8_GROUPED, CORE = 0.5, 0.4, 0.1, 0.25  # shares of the peak
+MEMORY, LINK, INTERFACE = 0.65, 0.85, 0.8  # shares of a rate
+LATENCY_S, SLOWDOWN = 20e-6, 0.15
+INTERFACE_BYTES_S = 50e9
+
+# Peaks in bfloat16 and FP8, bytes per second of memory, and to a node's other GPUs.
+GPUS = {
+    "h100": (989.4e12, 1978.9e12, 3.35e12, 450e9),
+    "mi300x": (1307.4e12, 2614.9e12, 5.3e12, 7 * 64e9 * 0.75),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Seconds of a step whose exchanges block, of one with FarSkip, and of the best
+    exact schedule; share of communication in the first; tokens of a GPU in a step.
+    """
+
+    regular_s: float
+    overlapped_s: float
+    exact_s: float
+    sent_s: float
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second and GPU with FarSkip."""
+        return self.tokens / self.overlapped_s
+
+
+class Model:
+    """Sizes of a model, in elements of weights by part of a layer."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.hidden = hidden = config["hidden_size"]
+        self.layers = config["num_hidden_layers"]
+        self.dense = config.get("first_k_dense_replace", 0)
+        self.vocabulary = config["vocab_size"]
+        self.experts = (
+            config.get("num_local_experts")
+            or config.get("num_experts")
+            or config["n_routed_experts"]
+        )
+        self.chosen = config["num_experts_per_tok"]
+        width = config.get("moe_intermediate_size", config["intermediate_size"])
+        self.expert = 3 * hidden * width
+        self.shared = config.get("n_shared_experts", 0) * self.expert
+        self.dense_mlp = 3 * hidden * config["intermediate_size"]
+        self.router = hidden * self.experts
+        self.groups = (config.get("n_group", 1), config.get("topk_group", 1))
+        heads = config["num_attention_heads"]
+        if rank := config.get("kv_lora_rank"):
+            rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
+            key = config["qk_nope_head_dim"] + rope
+            queries = config["q_lora_rank"]
+            self.attention_a = hidden * (queries + rank + rope)
+            self.attention_a += queries * heads * key
+            self.attention_a += rank * heads * (key - rope + value)
+            self.cached = rank + rope
+        else:
+            key = value = config["head_dim"]
+            kept = config["num_key_value_heads"] * key
+            self.attention_a = hidden * (heads * key + 2 * kept)
+            self.cached = 2 * kept
+        self.attention_b = heads * value * hidden
+        self.pair = 2 * heads * (key + value)
+        # Of gpt-oss every second layer sees the last 128 tokens only.
+        window = config.get("sliding_window") if "layer_types" in config else None
+        self.windows = window, None
+        self.parameters = self.layers * (self.attention_a + self.attention_b)
+        self.parameters += self.dense * self.dense_mlp + 2 * hidden * self.vocabulary
+        self.parameters += (self.layers - self.dense) * (
+            self.experts * self.expert + self.shared + self.router
+        )
+
+    def seen(self, length: int) -> float:
+        """Return the mean over layers of the pairs that a causal mask and windows
+        leave of a text.
+        """
+        pairs = [
+            length**2 / 2 if window is None else window * length - window**2 / 2
+            for window in self.windows
+        ]
+        return sum(pairs) / 2
+
+    def ranks_hit(self, ranks: int) -> float:
+        """Return the ranks that hold one of a token's experts, on average, where
+        experts lie in order and a group on whole ranks.
+        """
+        number, chosen_groups = self.groups
+        share = chosen_groups / number
+        experts, places = round(self.experts * share), round(ranks * share)
+        missed = math.comb(experts - experts // places, self.chosen)
+        return places * (1 - missed / math.comb(experts, self.chosen))
+
+
+def exchange_s(rows: float, width: float, ranks: int, out: float) -> float:
+    """Return the seconds of an all-to-all of `rows` rows of `width` bytes a rank."""
+    near, far = 7 / ranks, 1 - 8 / ranks
+    return max(
+        LATENCY_S + rows * width * near / (out * LINK),
+        2 * LATENCY_S + rows * width * far / (INTERFACE_BYTES_S * INTERFACE),
+    )
+
+
+def best(*seconds: float) -> float:
+    """Return the least seconds."""
+    return min(seconds)
+
+
+def with_hidden(compute: float, sent: float, hidden: float) -> float:
+    """Return the seconds of a step of which some communication is hidden."""
+    return compute + sent - hidden + SLOWDOWN * hidden
+
+
+def training(
+    config: dict[str, Any], gpu: str, ranks: int, length: int, rows: int
+) -> Answer:
+    """Return the step of `rows` texts of `length` tokens, one a micro-batch."""
+    model = Model(config)
+    peak, _, memory, out = GPUS[gpu]
+    tokens, memory, number = length, memory * MEMORY, rows // ranks
+    moe = model.layers - model.dense
+
+    def matmul(weights: float, share: float = GEMM) -> float:
+        return 2 * tokens * weights / (peak * share)
+
+    stream = tokens * model.hidden * 2 / memory
+    queries = matmul(model.attention_a)
+    output = model.pair * model.seen(length) / (peak * CORE) + matmul(model.attention_b)
+    sorting = 8 * model.chosen * stream
+    experts = matmul(model.chosen * model.expert, GROUPED)
+    shared = matmul(model.shared)
+    forward = model.layers * (queries + output + 6 * stream)
+    forward += moe * (matmul(model.router) + experts + shared + sorting)
+    forward += model.dense * matmul(model.dense_mlp)
+    logits = 3 * matmul(model.hidden * model.vocabulary)
+    logits += 8 * 4 * tokens * model.vocabulary / memory
+    # Forward, again, and backward, which takes twice as long.
+    compute = number * (4 * forward + logits) + 32 * model.parameters / ranks / memory
+    width = 2 * model.hidden
+    one = exchange_s(tokens * model.ranks_hit(ranks), width, ranks, out)
+    sent = number * moe * 6 * one
+    dispatch, combine = output, shared + queries
+    # FarSkip recomputes no combine.
+    hidden = 2 * min(one, dispatch) + min(one, 2 * dispatch)
+    hidden += min(one, combine) + min(one, 2 * combine)
+    # Of two micro-batches in turn, each hides its exchanges beside the other's
+    # computation: the forward pass of one, and the rest of the one before.
+    pairs = (number - 1) * (
+        min(4 * moe * one, forward) + min(2 * moe * one, 3 * forward)
+    )
+    return Answer(
+        compute + sent,
+        with_hidden(compute, number * moe * 5 * one, number * moe * hidden),
+        best(compute + sent, with_hidden(compute, sent, pairs)),
+        sent,
+        number * tokens,
+    )
+
+
+def decoding(
+    config: dict[str, Any],
+    gpu: str,
+    ranks: int,
+    length: int,
+    requests: int,
+    *,
+    weights: tuple[float, float],
+    fp8: bool,
+    gathers: bool,
+) -> Answer:
+    """Return the step of a server with `requests` requests. weights: bytes of an element
+    of experts and of all else. gathers: every rank receives all tokens, and no other
+    exact schedule than the regular one runs; else a row goes to each expert.
+    """
+    model = Model(config)
+    bfloat16, eight, memory, out = GPUS[gpu]
+    peak, memory = (eight if fp8 else bfloat16), memory * MEMORY
+    grouped = FP8_GROUPED if fp8 else GROUPED
+    moe = model.layers - model.dense
+
+    def step(tokens: float) -> tuple[float, float, float, float, float]:
+        """Return the seconds of computation, and of a layer those of both exchanges, of
+        its shared expert, and of what an even and an odd layer hide.
+        """
+
+        def matmul(elements: float) -> float:
+            computing = 2 * tokens * elements / (peak * GEMM)
+            return max(computing, elements * weights[1] / memory)
+
+        stream = tokens * model.hidden * 2 / memory
+        queries, outputs = matmul(model.attention_a), []
+        for window in model.windows:
+            kept = tokens * min(length, window or length)
+            cache = kept * model.cached * 2 / memory
+            pairs = model.pair * kept / (bfloat16 * CORE)
+            outputs.append(max(cache, pairs) + matmul(model.attention_b))
+        used = 1 - (1 - model.chosen / model.experts) ** (tokens * ranks)
+        experts = max(
+            2 * tokens * model.chosen * model.expert / (peak * grouped),
+            used * model.experts / ranks * model.expert * weights[0] / memory,
+        )
+        shared = matmul(model.shared)
+        compute = model.layers * (queries + sum(outputs) / 2 + 6 * stream)
+        compute += moe * (
+            matmul(model.router) + experts + shared + 8 * model.chosen * stream
+        )
+        compute += model.dense * matmul(model.dense_mlp)
+        compute += matmul(model.hidden * model.vocabulary)
+        # Rows in FP8 have a scale of four bytes for 128 elements.
+        there, back = model.hidden * (1 + 4 / 128 if fp8 else 2), model.hidden * 2
+        if gathers:
+            rate = min(out * LINK, 8 * INTERFACE_BYTES_S * INTERFACE)
+            both = [
+                width * tokens * (ranks - 1) / rate + 2 * LATENCY_S
+                for width in (there, back)
+            ]
+        else:
+            rows = tokens * model.chosen
+            both = [exchange_s(rows, width, ranks, out) for width in (there, back)]
+        even, odd = (
+            min(both[0], output) + min(both[1], shared + queries) for output in outputs
+        )
+        return compute, sum(both), shared, even, odd
+
+    compute, sent, shared, even, odd = step(requests / ranks)
+    hidden = moe * (even + odd) / 2
+    regular = compute + moe * sent
+    exact = [regular]
+    if not gathers:
+        twice, again, *_ = (2 * part for part in step(requests / ranks / 2))
+        exact.append(with_hidden(twice, moe * again, min(moe * again, twice)))
+    exact.append(with_hidden(compute, moe * sent, moe * min(sent, shared)))
+    return Answer(
+        regular,
+        with_hidden(compute, moe * sent, hidden),
+        best(*exact),
+        moe * sent,
+        requests / ranks,
+    )
