@@ -72,7 +72,7 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 # Options of a file of samples alone, and those that a model and a file share.
-_SAMPLES_ONLY = frozenset({"partial", "timeout_s", "scorer", "evalplus_data"})
+_SAMPLES_ONLY = frozenset({"partial", "timeout_s"})
 _FOR_SAMPLES = frozenset(
     {
         *("command", "run", "json", "samples", "output"),

@@ -422,12 +422,4 @@ class Scoring(Strict):
     timeout_s: float | None = option(
         None, "processor time of one program, in seconds (default: 10)"
     )
-    scorer: Literal["fcsd", "evalplus"] = option(
-        "fcsd",
-        "grader of programs; evalplus: the package of that name, in a separate process,"
-        " without fcsd's sandbox",
-    )
-    evalplus_data: Path | None = option(
-        None, "with --scorer evalplus: evalplus's own .jsonl.gz file of problems"
-    )
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")

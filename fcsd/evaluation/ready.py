@@ -14,7 +14,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, file_sha256, is_empty
 from fcsd.evaluation.code.problems import load_problems
-from fcsd.evaluation.code.ready import evalplus_outcomes, programs_of
+from fcsd.evaluation.code.ready import programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
     CodeTaskConfig,
@@ -54,12 +54,6 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     if scoring.output is not None:
         _refuse_foreign(scoring.output)
     rows, suite = _rows(scoring)
-    for row, _ in rows:
-        if scoring.scorer == "evalplus" and row.kind != "code":
-            raise UserError(
-                "--scorer evalplus: grades mbpp_plus and humaneval_plus, not"
-                f" {row.task}"
-            )
     graded: dict[str, Graded] = {}
     tasks: dict[str, dict[str, Any]] = {}
     for row, lines in rows:
@@ -74,7 +68,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     total = sum(size for _, size, _ in graded.values())
     settings = {
         "limit": count if count < total else None,
-        "scorer": scoring.scorer,
+        "scorer": "fcsd",
         "samples_sha256": file_sha256(scoring.samples),
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
@@ -189,28 +183,16 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
             f" task {row.task} alone with --partial"
         )
     graded = [problem for problem in problems if problem.task_id in programs]
-    layers: dict[str, Any] | None = None
-    # EvalPlus runs programs in a process of its own; our sandbox is checked first.
-    if scoring.scorer == "evalplus":
-        if missing:
-            raise UserError(
-                f"task {row.task}: EvalPlus grades whole benchmarks only; leave"
-                " --partial out"
-            )
-        outcomes = evalplus_outcomes(
-            row, graded, programs, scoring.evalplus_data, scoring.allow_weak_sandbox
+    with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
+        pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
+        outcomes = pool.score_samples(
+            graded,
+            programs,
+            timeout_s=row.timeout_s,
+            whole_programs=True,
+            progress=True,
         )
-    else:
-        with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
-            pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
-            outcomes = pool.score_samples(
-                graded,
-                programs,
-                timeout_s=row.timeout_s,
-                whole_programs=True,
-                progress=True,
-            )
-            layers = pool.layers
+        layers = pool.layers
     samples = [
         code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
         for problem, grades in zip(graded, outcomes, strict=True)

@@ -1,8 +1,6 @@
 """`fcsd evaluate --samples`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -201,94 +199,6 @@ def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
         "| mbpp_plus " in out and "| mbpp_plus (base tests) " in out and "1 of 3" in out
     )
     assert "a quick look, not a result" in out
-
-
-# What evalplus 0.3.1 leaves beside the samples, by a module of its name: passes what
-# says "right".
-STAND_IN = """
-import json, os, sys
-words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-samples = [json.loads(line) for line in open(words["--samples"])]
-assert words["--dataset"] == "mbpp" and os.environ["MBPP_OVERRIDE_PATH"].endswith("data.jsonl.gz")
-assert "EVALPLUS_TIMEOUT_PER_TASK" not in os.environ
-if any("crash" in s["solution"] for s in samples): sys.exit("no such problem")
-found = {}
-for s in samples:
-    plus = "pass" if "right" in s["solution"] else "timeout"
-    found.setdefault(s["task_id"], []).append({"task_id": s["task_id"], "solution": s["solution"],
-        "base_status": "fail" if "bad" in s["solution"] else "pass", "plus_status": plus})
-json.dump({"eval": found}, open(words["--samples"].replace(".jsonl", "_eval_results.json"), "w"))
-"""
-
-
-@pytest.fixture
-def evalplus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "lib/evalplus").mkdir(parents=True)
-    (tmp_path / "lib/evalplus/__init__.py").write_text("")
-    (tmp_path / "lib/evalplus/evaluate.py").write_text(STAND_IN)
-    monkeypatch.syspath_prepend(tmp_path / "lib")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "lib"))
-    monkeypatch.setenv("EVALPLUS_TIMEOUT_PER_TASK", "5")
-    yield
-    sys.modules.pop("evalplus", None)
-
-
-def test_evalplus_grades_in_a_process_of_its_own(
-    root: Path, tmp_path: Path, evalplus: None
-) -> None:
-    texts = ["right", "slow", "right but bad"]
-    path = lines(
-        tmp_path / "s.jsonl",
-        *({"task_id": 1000 + i, "solution": t} for i, t in enumerate(texts)),
-    )
-    options: dict[str, Any] = {
-        "data_root": root, "scorer": "evalplus", "evalplus_data": tmp_path / "data.jsonl.gz",
-    }  # fmt: skip
-    with pytest.raises(
-        UserError,
-        match=r"EvalPlus runs programs without our sandbox.*--allow-weak-sandbox",
-    ):
-        score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
-    options["allow_weak_sandbox"] = True
-    task = score_file(Scoring(samples=path, dataset="mbpp_plus", **options))["tasks"][
-        "mbpp_plus"
-    ]
-    assert task["outcomes"] == {"passed": 1, "timeout": 1, "wrong": 1}
-    assert (task["value"], task["base"]["value"]) == (
-        pytest.approx(1 / 3),
-        pytest.approx(2 / 3),
-    )
-    with pytest.raises(
-        UserError, match="grades mbpp_plus and humaneval_plus, not mbpp_plus_lmeval"
-    ):
-        score_file(Scoring(samples=path, dataset="mbpp_plus_lmeval", **options))
-    lines(path, *({"task_id": 1000 + i, "solution": "crash"} for i in range(3)))
-    with pytest.raises(
-        RuntimeError, match="EvalPlus failed with status 1: no such problem"
-    ):
-        score_file(Scoring(samples=path, dataset="mbpp_plus", **options))
-
-
-def test_without_the_package_the_error_says_what_to_install(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec",
-        lambda name, *p: None if name == "evalplus" else find(name, *p),
-    )
-    path = lines(
-        tmp_path / "s.jsonl",
-        *({"task_id": 1000 + i, "solution": "x"} for i in range(3)),
-    )
-    with pytest.raises(
-        UserError, match=r"not installed; pip install 'fcsd\[evalplus\]'"
-    ):
-        score_file(
-            Scoring(
-                samples=path, dataset="mbpp_plus", data_root=root, scorer="evalplus"
-            )
-        )
 
 
 # ----------------------------------------------------------------------------------

@@ -12,10 +12,8 @@ import pytest
 
 from fcsd.evaluation.code.problems import Problem, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import Scoring
-from fcsd.evaluation.ready import score_file
 from tests.evaluation.code.mutants import CHANGES, changed, edited
-from tests.evaluation.rows import ASSERTION, mbpp_row, write_root
+from tests.evaluation.rows import ASSERTION, mbpp_row
 
 evaluation = pytest.importorskip(
     "evalplus.eval", reason="evalplus is not installed; `make test-extras` installs it"
@@ -242,49 +240,3 @@ def test_where_the_two_differ(
     assert theirs(problem, row, everything) == (True, True) and ours(
         scorer, problem, [everything]
     ) == [(False, False)]
-
-
-def test_the_package_itself_grades_a_file_of_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # its cache of right outputs
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    root = write_root(tmp_path / "root")
-    lines = [
-        {"task_id": f"Mbpp/{1000 + i}", "prompt": mbpp_row(i)["prompt"], "entry_point": f"mul{i}", "contract": "",
-         "canonical_solution": mbpp_row(i)["code"], "base_input": [[1, 2], [3, 3], [0, 3]], "plus_input": [[-1, 5]],
-         "atol": 0, "assertion": ""} for i in range(3)
-    ]  # fmt: skip
-    data, samples = tmp_path / "data.jsonl", tmp_path / "samples.jsonl"
-    data.write_text(
-        "".join(
-            json.dumps(line | {"prompt": '"""' + line["prompt"] + '"""\n'}) + "\n"
-            for line in lines
-        )
-    )
-    programs = [
-        mbpp_row(0)["code"],
-        "def mul1(a, b): return a * b + 1 if a >= 0 else 0\n",
-        "def mul2(a, b): return None\n",
-    ]
-    samples.write_text(
-        "".join(
-            json.dumps({"task_id": 1000 + i, "solution": p}) + "\n"
-            for i, p in enumerate(programs)
-        )
-    )
-    results = [
-        score_file(
-            Scoring(samples=samples, dataset="mbpp_plus", data_root=root, **options)
-        )["tasks"]["mbpp_plus"]
-        for options in (
-            {},
-            {"scorer": "evalplus", "evalplus_data": data, "allow_weak_sandbox": True},
-        )
-    ]
-    for task in results:
-        assert (task["value"], task["base"]["value"]) == (
-            pytest.approx(1 / 3),
-            pytest.approx(2 / 3),
-        )
-        assert task["outcomes"] == {"passed": 1, "wrong": 2}
