@@ -245,28 +245,15 @@ def plot_sweep(facts: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in facts["rows"] if "times" in row]
     ticks = range(len(rows))
     figure, (gains, rates) = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
-    for key, label, colour in (
-        ("speed_up", "over regular blocks", "black"),
-        ("over_exact", "over the best exact schedule", GREY),
+    for axis, facts_of, key, label, colour in (
+        (gains, "times", "speed_up", "over regular blocks", "black"),
+        (gains, "times", "over_exact", "over the best exact schedule", GREY),
+        (rates, "tokens_per_second_per_gpu", "overlapped", "overlapped", "black"),
+        (rates, "tokens_per_second_per_gpu", "regular", "regular", GREY),
     ):
-        gains.plot(
-            ticks,
-            [row["times"][key] for row in rows],
-            color=colour,
-            marker="o",
-            markersize=4,
-            label=label,
-        )
+        values = [row[facts_of][key] for row in rows]
+        axis.plot(ticks, values, color=colour, marker="o", markersize=4, label=label)
     gains.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
-    for name, colour in (("regular", GREY), ("overlapped", "black")):
-        rates.plot(
-            ticks,
-            [row["tokens_per_second_per_gpu"][name] for row in rows],
-            color=colour,
-            marker="o",
-            markersize=4,
-            label=name,
-        )
     rates.set(ylim=(0, None))
     set_title(gains, "Planned gain of FarSkip")
     set_title(rates, "Tokens/s per GPU")
