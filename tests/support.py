@@ -397,9 +397,7 @@ def evaluate(
     progress: bool = True,
     **plan: Any,
 ) -> Any:
-    """Result and samples of one model; plan: keys of a recipe's `evaluation`, which may
-    be out of their range.
-    """
+    """Result and samples of one model; plan: keys of a recipe's `evaluation`."""
     prepared = prepare_evaluation(
         tokenizer,
         suite,

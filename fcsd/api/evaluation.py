@@ -115,18 +115,20 @@ def evaluate_model(
             " model was trained with"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
-    _check_kinds(suite, limit, launch)
+    _check_kinds(suite, launch)
     if launch is None:
         launch = join_launch()
         stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
-    # `prepare_evaluation` checks the ranges of numbers, so nothing is validated here.
-    config = EvaluationConfig.model_construct(
-        data_root=None if data_root is None else str(data_root),
-        batch_size=batch_size,
-        limit=limit,
-        allow_weak_sandbox=allow_weak_sandbox,
+    config = EvaluationConfig.from_plain(
+        {
+            "data_root": None if data_root is None else str(data_root),
+            "batch_size": batch_size,
+            "limit": limit,
+            "allow_weak_sandbox": allow_weak_sandbox,
+        },
+        "evaluate_model",
     )
     prepared = prepare_evaluation(
         tokenizer,
@@ -143,14 +145,13 @@ def evaluate_model(
     return Evaluation(result, samples)
 
 
-def _check_kinds(suite: Any, limit: Any, launch: Any) -> None:
+def _check_kinds(suite: Any, launch: Any) -> None:
     check_kind(
         "suite",
         suite,
         str | Path | SuiteConfig,
         "the name or path of a suite, or a SuiteConfig(…),",
     )
-    check_kind("limit", limit, int | None, "a whole number or None")
     check_kind(
         "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
     )

@@ -83,27 +83,24 @@ _FOR_SAMPLES = frozenset(
 
 
 def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
-    """Return the evaluation that the options describe; `run_evaluation` checks the
-    ranges of its numbers.
-    """
+    """Return the evaluation that the options describe."""
     from fcsd.evaluation.config import EvaluationConfig
     from fcsd.evaluation.stage import Evaluation
     from fcsd.model.config import ModelConfig
 
-    data_root, cache = arguments.fetch or arguments.data_root, arguments.cache
+    options = vars(arguments)
+    places = {
+        "data_root": arguments.fetch or arguments.data_root,
+        "cache": arguments.cache,
+    }
     return Evaluation(
         name=arguments.model,
-        model=ModelConfig.from_options(vars(arguments), path=arguments.model),
+        model=ModelConfig.from_options(options, path=arguments.model),
         suite=suite,
-        config=EvaluationConfig.model_construct(
-            data_root=None if data_root is None else str(data_root),
-            batch_size=arguments.batch_size,
-            cache=None if cache is None else str(cache),
-            limit=arguments.limit,
-            allow_weak_sandbox=arguments.allow_weak_sandbox,
+        config=EvaluationConfig.from_options(
+            options,
             server=_server(arguments),
-            capacity_factor=arguments.capacity_factor,
-            capacity_drop=arguments.capacity_drop,
+            **{name: str(path) for name, path in places.items() if path is not None},
         ),
         server_check=not arguments.no_server_check,
     )

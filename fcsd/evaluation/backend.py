@@ -44,16 +44,12 @@ _FIRST, _ON_CPU = 128, 16
 
 
 def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raise UserError for a number below 1, and for "auto" where the weights are
-    sharded over the ranks.
-    """
+    """Raise UserError for "auto" where the weights are sharded over the ranks."""
     if size == "auto" and ranks.lockstep:
         raise UserError(
             "batch_size: 'auto' needs a rank that can try again alone, and this launch"
             f" shards the weights over {ranks.size}; give a number"
         )
-    if isinstance(size, int) and size < 1:
-        raise UserError(f"batch_size: must be at least 1, got {size}")
 
 
 class BatchSizer:

@@ -364,13 +364,11 @@ class EvaluationConfig(Strict):
             "capacity_drop": self.capacity_drop or "order",
         }
 
-    def check_capacity(self) -> None:
-        """Raise ValueError where a capacity has no meaning, or would not be that of one
-        sequence.
-        """
+    @model_validator(mode="after")
+    def _a_capacity_is_that_of_a_sequence(self) -> "EvaluationConfig":
         check_capacity(self.capacity_factor, self.capacity_drop)
         if self.capacity_factor is None:
-            return
+            return self
         if self.server is not None:
             raise ValueError(
                 "capacity_factor: a server's capacity cannot be set; evaluate in"
@@ -386,10 +384,6 @@ class EvaluationConfig(Strict):
             raise ValueError(
                 "capacity_factor: not with layer_study.tasks; leave one of them out"
             )
-
-    @model_validator(mode="after")
-    def _a_capacity_is_that_of_a_sequence(self) -> "EvaluationConfig":
-        self.check_capacity()
         return self
 
     @field_validator("layer_study", mode="before")

@@ -71,7 +71,7 @@ def prepare_evaluation(
             sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
-    _check(config, ranks)
+    check_batch_size(config.batch_size, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
     # The first rank alone reads the store; the others follow what it found.
     stored = ranks.from_first(
@@ -126,16 +126,6 @@ def prepare_evaluation(
             ranks,
             progress,
         )
-
-
-def _check(config: EvaluationConfig, ranks: Ranks) -> None:
-    check_batch_size(config.batch_size, ranks)
-    try:
-        config.check_capacity()
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    if config.limit is not None and config.limit < 1:
-        raise UserError(f"limit: must be at least 1, got {config.limit}")
 
 
 @contextlib.contextmanager

@@ -261,7 +261,7 @@ def test_what_is_finished_is_not_done_again_and_other_links_are_refused(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(study_module, "load_for_evaluation", None)  # no model is loaded
-        patch.setattr("fcsd.evaluation.stage.load_for_evaluation", None)
+        patch.setattr("fcsd.pipeline.reference.load_for_evaluation", None)
         run_study(finished.study, finished.run.launch)
     other = read_json(LINKS)
     other["dispatch"]["alpha_s"][0][1] *= 2

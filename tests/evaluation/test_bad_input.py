@@ -260,7 +260,7 @@ def test_unknown_suites_and_places_that_cannot_be_used_are_refused(
             {"output": model},
             f"{model}: is not empty and was not made by stage 'evaluate'",
         ),
-        ({"limit": 0}, "limit: must be at least 1, got 0"),
+        ({"limit": 0}, "--limit: Input should be greater than 0, got 0"),
     ):
         assert error_of(words(model, root, PIQA, **options), capsys).startswith(message)
 
@@ -272,10 +272,10 @@ def test_a_model_without_a_tokenizer_is_refused_before_its_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from fcsd.evaluation import stage
+    from fcsd.parallel import place
 
     monkeypatch.setattr(
-        stage, "load_for_evaluation", lambda *_, **__: pytest.fail("weights were read")
+        place, "load_for_evaluation", lambda *_, **__: pytest.fail("weights were read")
     )
     bare = shutil.copytree(model, tmp_path / "bare")
     for path in bare.glob("*token*"):

@@ -68,7 +68,7 @@ def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> 
         (["--capacity-factor", "1.5"], "capacity_factor: needs batch_size 1, not 16"),
         (
             ["--capacity-factor", "-1", "--batch-size", "1"],
-            "capacity_factor: must be above 0, got -1",
+            "--capacity-factor: Input should be greater than 0, got -1",
         ),
         (
             ["--capacity-drop", "weight"],

@@ -413,13 +413,9 @@ def test_nothing_is_asked_of_the_model_before_everything_is_there(place: Path) -
         )
 
 
-def test_a_missing_data_root_or_template_and_a_wrong_number_are_refused(
-    model: Any, place: Path
-) -> None:
+def test_a_missing_data_root_or_template_is_refused(model: Any, place: Path) -> None:
     with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
         judge(model, place, likelihood(), data_root=place / "nowhere")
-    with pytest.raises(UserError, match="limit: must be at least 1, got 0"):
-        judge(model, place, likelihood(), limit=0)
     for row in (likelihood(chat_template=True), CODE | {"chat_template": True}):
         with pytest.raises(
             UserError,
