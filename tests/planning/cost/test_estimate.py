@@ -28,10 +28,7 @@ from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
 from fcsd.planning.cost.job import Hardware
 from fcsd.planning.cost.memory import Layout, memory_parts
-from fcsd.planning.cost.plan import memory
-from fcsd.planning.cost.planned import PlanSettings, prepare
 from fcsd.planning.cost.table import estimate_table
-from fcsd.planning.cost.times import plan_times
 from fcsd.planning.cost.trace import Setting, Trace, trace_step
 from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
@@ -497,52 +494,6 @@ def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
     assert facts["time"]["sharding_s"] == pytest.approx(
         sent / (8 * 0.001e9 * 0.8), rel=2e-3
     )
-
-
-@pytest.mark.usefixtures("own_setting_only")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("ranks", [1, 8])
-def test_a_step_takes_as_long_as_fcsd_plan_says(
-    recipe: Callable[..., Path], ranks: int, checkpointing: bool
-) -> None:
-    """Check a pre-training: no teacher, everything sharded by FSDP2; exchanges that
-    block.
-    """
-    train = {
-        "bf16": True, "gradient_checkpointing": checkpointing, "per_device_train_batch_size": 2, "max_steps": 10,
-        "batch_size_tokens": 2 * 2 * 8 * 1024, "learning_rate": 1e-4, "warmup_steps": 1,
-    }  # fmt: skip
-    folder = few_layers(recipe(), 2).parent / "Qwen3-30B-A3B"
-    config = json.loads((folder / "config.json").read_text())
-    del config["router_aux_loss_coef"]
-    data = {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}
-    section = {"config": config, "tokenizer": "none", "train": train, "data": data}
-    path = recipe(pretrain=section)
-    (folder / "config.json").write_text(json.dumps(config))
-    text = yaml.safe_load(path.read_text())
-    del text["model"]["path"]
-    path.write_text(yaml.safe_dump(text))
-    hardware = Hardware(
-        gpu="mi300x", num_gpus=8, sharding="fsdp2", expert_parallel=ranks
-    )
-    facts = estimate(load_recipe(path), hardware, pretrain=True)
-    planned = prepare(
-        PlanSettings(
-            model=str(folder),
-            gpu="mi300x",
-            expert_parallel=ranks,
-            batch=2,
-            global_batch=32,
-            length=1024,
-            keep_activations=not checkpointing,
-            connectivity=Connectivity("none"),
-        )
-    )
-    times = plan_times(planned)
-    assert facts["time"]["expected_s"] == times["regular_s"]
-    assert facts["time"]["exchanges_s"] == times["communication_s"]
-    assert (times["communication_s"] > 0) == (ranks > 1)
-    assert facts["memory"]["parts"] == memory(planned)["parts"]
 
 
 SHIPPED = {
