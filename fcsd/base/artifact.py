@@ -1,12 +1,12 @@
-"""A stage's output folder: what it was made from, whether it is finished, and files
-that are never half-written.
+"""A stage's output folder: its origin, whether it is finished, and files that are never
+half-written.
 
 A stage reads folders and leaves one. `stage.json` is written when the stage starts
 (settings and inputs), `manifest.json` when it has finished (the same, plus versions,
 results and the hashes of what it left). A finished stage is not run again; one whose
 settings or inputs have changed is refused with the difference shown.
 
-Not covered: what the stages do; that is `fcsd.pipeline.run`.
+Not covered: the work of the stages (`fcsd.pipeline.run`).
 """
 
 import contextlib
@@ -99,7 +99,7 @@ class Stage:
         return "absent"
 
     def start(self) -> None:
-        """Create the folder and record what the stage is made from."""
+        """Create the folder and record the stage's settings and inputs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(self.folder / "stage.json", self._record())
 
@@ -222,7 +222,7 @@ def check_outputs(folder: Path, *names: str) -> None:
     names: the files to compare; none: all of them, and the model.
 
     Raises:
-        UserError: a file is missing, or is not what the stage left.
+        UserError: a file is missing, or has changed since the stage wrote it.
     """
     recorded = read_manifest(folder).get("outputs", {})
     expected = {name: recorded[name] for name in names or recorded if name in recorded}
@@ -235,8 +235,8 @@ def check_outputs(folder: Path, *names: str) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Compare a checkpoint with what its stage, or the command that wrote it, has noted
-    of its weights and files. One of which nothing is noted passes.
+    """Compare a checkpoint with the record that its stage, or the command that wrote
+    it, has of its weights and files. One of which nothing is noted passes.
 
     Raises:
         UserError: as `check_outputs`.
@@ -246,7 +246,7 @@ def check_checkpoint(folder: Path) -> None:
     path = folder / "manifest.json"
     if not path.is_file():
         return
-    # Checkpoints of others may have a file of this name.
+    # Checkpoints from elsewhere may have a file of this name.
     hint = f"write the checkpoint again, or remove {path} if the change is yours"
     record = read_json(path, hint)
     if not isinstance(record, dict) or "stage" not in record:

@@ -90,7 +90,7 @@ _NO_MEMORY = (
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error means that memory ran out, on a device or on the host.
 
-    torch raises no common class for this, so the message is searched, too.
+    torch raises no common class for this, so the message is also searched.
     """
     if isinstance(error, RuntimeError | OSError):
         return re.search(_NO_MEMORY, str(error), re.IGNORECASE) is not None

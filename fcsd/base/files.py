@@ -22,7 +22,7 @@ from fcsd.base.temporary import beside, file_beside, replace_folder
 
 # The hint on a damaged file that fcsd itself wrote.
 _OURS = "remove the folder to run its stage again"
-# Files that nobody put into a folder: those of macOS, Windows, desktops and network
+# Files that no user put into a folder: those of macOS, Windows, desktops and network
 # disks, and the temporary files of a killed process.
 _NOISE = re.compile(
     r"\.DS_Store|\._.*|\.localized|\.Spotlight-V100|\.Trashes|\.fseventsd|\.TemporaryItems|\.AppleDouble|\.apdisk"
@@ -42,7 +42,7 @@ def read_text(path: Path, expected: str = "a text file", hint: str = "") -> str:
     """Read a text file.
 
     expected: the kind of file that the caller needs, with its article, for errors.
-    hint: what to do where there is none, for errors.
+    hint: for errors, what to do if the file is missing.
 
     Raises:
         UserError: there is no such file, it cannot be read, or holds no text.
@@ -132,13 +132,13 @@ def write_text(path: Path, text: str) -> None:
     """Write text under a temporary name, then rename it."""
     with writing(path), file_beside(path) as temporary:
         # A path that is not UTF-8 has lone surrogates; backslashreplace writes them as
-        # `\\udc80`, which is their escape in JSON, too.
+        # `\\udc80`, which is also their escape in JSON.
         temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         os.replace(temporary, path)
 
 
 def is_noise(name: str) -> bool:
-    """Tell whether a name is that of a file nobody put there: a system's own file, or a
+    """Tell whether no user put the file of this name there: a system's file, or a
     temporary file of a killed process.
     """
     return _NOISE.fullmatch(name) is not None

@@ -2,8 +2,8 @@
 with a hash of their content.
 
 The identity of a checkpoint is its weights, the fields of its config that change a
-number, its generation defaults and the files of its tokenizer and processor. Neither
-its path nor the version of transformers that wrote it is part of it.
+number, its generation defaults and the files of its tokenizer and processor. It
+includes neither the path nor the version of transformers that wrote the checkpoint.
 
 Not covered: code that a checkpoint brings, unless the caller asks for it.
 """

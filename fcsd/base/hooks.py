@@ -1,5 +1,5 @@
-"""Observe the inputs and outputs of modules while they run. Hooks are removed at the
-end, whatever happens.
+"""Observe the inputs and outputs of modules while they run. Hooks are always removed at
+the end.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ def hooked(
     """Call functions before and after each call of modules in the block; they must
     return None, since torch replaces a module's inputs or output by any other value.
 
-    prepend: register the hooks ahead of those that others have registered, not behind
-    them.
+    prepend: register the hooks before existing ones, not after them.
     """
 
     # Each makes a new scope: a lambda in the loops below would call the last function.

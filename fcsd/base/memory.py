@@ -30,7 +30,7 @@ def available_memory() -> int:
         if kind in ("", "memory"):  # of version 2, and of version 1
             root = _CGROUPS / kind
             cgroup = root / path.lstrip("/")
-            # A limit of any cgroup above binds this process, too.
+            # The limits of all parent cgroups also apply to this process.
             for folder in (cgroup, *cgroup.parents):
                 room = _room(folder)
                 if room is not None:

@@ -20,7 +20,8 @@ def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
     n = len(sums)
     if sum(count > 0 for count in counts) < 2:
         return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
-    # Rows are the independent units, not tokens: those of a row depend on each other.
+    # Rows are the independent units, not tokens: the tokens of a row depend on each
+    # other.
     residuals = math.fsum(
         (total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True)
     )

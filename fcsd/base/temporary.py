@@ -27,7 +27,7 @@ def beside(path: Path) -> Iterator[Path]:
     """Make a temporary folder on the disk of `path`, so that it, or a file in it, can
     be renamed to `path`.
 
-    Whatever was not renamed is removed at the end.
+    Files that were not renamed are removed at the end.
     """
     with _owned(path.parent, f".{path.name}", 0o777) as temporary:
         yield temporary
@@ -163,7 +163,7 @@ def discard_folder(folder: Path) -> None:
     """Remove a folder, renaming it first: a process that is killed meanwhile leaves it
     complete or gone under its name, never half removed.
 
-    Remains of it that killed processes left are removed, too.
+    Its remains from killed processes are also removed.
     """
     shutil.rmtree(_retired(folder), ignore_errors=True)
     sweep(folder.parent, f".{folder.name}.")

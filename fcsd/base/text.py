@@ -56,8 +56,7 @@ def plus_minus(value: float, error: float | None, sign: str = "") -> str:
     out where it is None.
     """
     size = max(abs(value), error or 0.0)
-    # Scores want equally many digits, so that they stand in a column; small KLs want
-    # more.
+    # Scores have equally many digits, so that columns align; small KLs need more.
     digits = 4 if size >= 0.01 else _decimals(size)
     text = f"{value:{sign}.{digits}f}"
     return text if error is None else f"{text} ± {error:.{digits}f}"

@@ -166,7 +166,7 @@ def drop_foreign_keys(
         if key in kind.model_fields:
             drop_foreign_keys(kind.model_fields[key], raw[key], changes, f"{dotted}.")
         elif choice is not None:
-            # What a user changed on purpose stays, so that it is refused by name.
+            # A key that a user changed on purpose stays, so that it is refused by name.
             is_changed = any(
                 f"{name}.".startswith(f"{dotted}.")
                 or f"{dotted}.".startswith(f"{name}.")

@@ -101,14 +101,14 @@ def is_config_only(folder: Path) -> bool:
     record: Any = None
     with contextlib.suppress(UserError):
         record = read_json(folder / "manifest.json", keys=())
-    # Weights that somebody has put there since count.
+    # Weights that were added since count.
     return bool(record and record.get(CONFIG_ONLY)) and not any(
         folder.glob("*.safetensors")
     )
 
 
 def without_weights(folder: Path) -> UserError:
-    """Return the error of what reads weights from a folder of `is_config_only`."""
+    """Return the error for reading weights from a folder of `is_config_only`."""
     return UserError(
         f"{folder}: was written by `fcsd convert --config-only` and has no weights;"
         " `fcsd convert` of the original writes them; without weights it can only be"

@@ -56,7 +56,9 @@ class Program:
             parser.error(
                 f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
             )
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            _refuse_unknown(parser.commands.get(arguments.command, parser), unknown[0])
         if arguments.command is None:
             parser.print_help()
             return 2
@@ -154,6 +156,17 @@ class Program:
                 options(command)
         parser.commands = commands.choices
         return parser
+
+
+def _refuse_unknown(parser: ArgumentParser, word: str) -> None:
+    """End the program with an error for a word that a command does not accept."""
+    from fcsd.base.strict import did_you_mean
+
+    if not word.startswith("-"):
+        parser.error(f"unexpected argument '{word}'; put a name with spaces in quotes")
+    option = word.partition("=")[0]
+    options = [name for action in parser._actions for name in action.option_strings]
+    parser.error(f"no option '{option}'{did_you_mean(option, options)}")
 
 
 def _failed(text: str, status: int, error: Exception) -> int:

@@ -131,8 +131,9 @@ def _check_run_options(arguments: Namespace) -> None:
         is_given = getattr(arguments, name) not in (None, False)
         if is_given and arguments.only not in stages:
             raise UserError(
-                f"--{name.replace('_', '-')} has no meaning here; it belongs to"
-                f" {' or '.join(f'--only {stage}' for stage in stages)}"
+                f"--{name.replace('_', '-')} needs"
+                f" {' or '.join(f'--only {stage}' for stage in stages)}; add it, or"
+                " leave the option out"
             )
     writes_report = arguments.only in (None, "report", "publish")
     if arguments.json and (arguments.show or not writes_report):

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError
 from fcsd.model.families.routers import find_routers
 
-# Where torch's kernel is not available, transformers runs a loop, which is an operator
-# of its own.
+# Without torch's kernel, transformers runs a loop, which is a separate operator.
 _OPERATORS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 _libraries: list[torch.library.Library] = []  # a rule lasts as long as its library
@@ -112,7 +111,7 @@ def float32_routers(model: nn.Module) -> Iterator[None]:
                     leave_autocast, with_kwargs=True
                 ).remove
             )
-            # Called after an error, too, so that no autocast stays disabled.
+            # Also called after an error, so that no autocast stays disabled.
             stack.callback(
                 router.register_forward_hook(enter_again, always_call=True).remove
             )

@@ -19,7 +19,7 @@ class ModelConfig(Strict):
     path: str = ""
     revision: str | None = option(None, "revision of a hub id")
     trust_remote_code: bool = option(False, "run code that comes with the checkpoint")
-    # Also the teacher's dtype, and that of every model while it is evaluated.
+    # Also the dtype of the teacher, and of every model during evaluation.
     dtype: Dtype = option("auto", "dtype of the model; auto: the checkpoint's dtype")
     attn_implementation: str | None = None
     experts_implementation: str | None = None

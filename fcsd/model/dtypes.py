@@ -80,7 +80,7 @@ def kept_routers(model: "PreTrainedModel") -> list[nn.Module]:
         names = {
             f"{router.name}.{name}" for name, _ in router.module.named_parameters()
         }
-        # Only whole modules can be set apart. A family may keep the correction bias
+        # Only whole modules can be excluded. A family may keep the correction bias
         # alone in float32; its router then stays with its layer.
         if names and names <= float32_names:
             modules.append(router.module)

@@ -1,4 +1,4 @@
-"""Load what the stages work on: checkpoints, their configs and tokenizers."""
+"""Load the inputs of the stages: checkpoints, their configs and tokenizers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,8 +119,8 @@ def load_checkpoint(
     shard from another. any_family, options and errors: as in `load_model`.
     """
     config = model.config
-    # From the folder, not the id: what was found stays the same while a command runs,
-    # even if the repository moves on.
+    # From the folder, not the id: the facts stay the same while a command runs, even if
+    # the repository changes.
     loaded: PreTrainedModel = load_model(
         model.folder,
         connectivity=connectivity,

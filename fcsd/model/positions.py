@@ -43,7 +43,7 @@ def check_positions(
     """Warn on stderr, if `tell`, when rows of `max_length` tokens are longer than the
     model's positions.
 
-    model: a config stands for a model that is not built yet. key: the user's name for
+    model: or the config of a model that is not built yet. key: the user's name for
     max_length.
 
     Raises:

@@ -31,8 +31,8 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
         if tokenizer
     }
     python, array = random.getstate(), numpy.random.get_state()
-    # The training that goes on afterwards has to draw the same random numbers as without
-    # the evaluation.
+    # Afterwards the training must draw the same random numbers as without the
+    # evaluation.
     with torch.random.fork_rng(devices=_devices(model)):
         try:
             yield
@@ -49,7 +49,7 @@ def preserved(model: "PreTrainedModel", tokenizer: Any = None) -> Iterator[None]
 
 
 def _devices(model: "PreTrainedModel") -> list[int]:
-    """Return the CUDA devices that the model computes on, and no others.
+    """Return the CUDA devices on which the model computes, and no others.
 
     Reading a device's generator costs a context of 0.5 GB there; with all devices,
     every rank would have one on each.

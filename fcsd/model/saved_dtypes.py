@@ -24,8 +24,8 @@ _ADAPTED = ".base_layer"  # peft inserts it into the names of adapted tensors
 
 @dataclass(frozen=True)
 class FileDtypes:
-    """The dtypes that a model is saved in: the one that its config declares, and that of
-    each tensor by name.
+    """The dtypes in which a model is saved: the dtype that its config declares, and
+    each tensor's by name.
     """
 
     declared: torch.dtype
@@ -39,7 +39,7 @@ def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
     from. It has its dtype in memory if there is no checkpoint, if it is quantised, or
     if the model was loaded in another dtype than the checkpoint declares.
 
-    model: as it was loaded, before a training casts it; it may have adapters.
+    model: as loaded, before a training casts it; it may have adapters.
     """
     state = {
         name.replace(_ADAPTED, ""): tensor

@@ -566,10 +566,10 @@ def test_families_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (
             "--variant sft",
-            "--variant has no meaning here; it belongs to --only pretrain",
+            "--variant needs --only pretrain or",
         ),
-        ("--only convert --verify", "--verify .* belongs to --only cache-teacher"),
-        ("--show-rows 3", "--show-rows has no meaning here; .* --only tokenize"),
+        ("--only convert --verify", "--verify needs --only cache-teacher; add it"),
+        ("--show-rows 3", "--show-rows needs --only tokenize; add it"),
         ("--show --only convert", "--show and --only are both given; leave one out"),
         (
             "--only convert --json",
@@ -629,6 +629,22 @@ def test_a_command_that_is_misspelt_is_guessed(
         main([word, "recipe.yaml"])
     assert ended.value.code == 2
     assert f"no command '{word}'; did you mean '{said}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--laers=1", "fcsd convert: error: no option '--laers'; did you mean '--layers'?"),
+        ("more", "fcsd convert: error: unexpected argument 'more'; put a name with"),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_misspelt_is_guessed(
+    word: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "model", "out", word])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("word", sorted(cli.MOVED_COMMANDS))

@@ -1,11 +1,11 @@
-"""FarSkip connectivity: what is rewired, the rewiring, and checkpoints that carry it.
+"""FarSkip connectivity: its specification, the rewiring, and checkpoints with it.
 
     from fcsd.model.connectivity import Connectivity, convert_model, load_model
     model = load_model("path/to/Qwen3-30B-A3B", connectivity=Connectivity(layers="all"))
 
-`spec` says what is rewired, `rewire` does it, `modeling` makes the
+`spec` specifies what is rewired, `rewire` rewires, `modeling` creates the
 `FarSkip<Family>ForCausalLM` classes, `convert` works on models in memory, `load` and
-`export` on folders. Names that need torch are imported when first asked for.
+`export` on folders. Names that need torch are imported at first use.
 
 Not covered: transformers' pipelines with a stage boundary between two rewired layers (a
 stage hands on one tensor, a rewired layer two; `pipeline_cuts` names the other

@@ -1,9 +1,9 @@
 """Other projects' configuration keys for the same connectivity, read as ours. Standard
 library only.
 
-AMD's Instella-MoE checkpoints are FarSkip models from scratch. Their `config.json` says
-so in five keys, whose meaning is that of `modeling_instella_moe.py` (AMD, 2026, written
-for transformers 4.57.1; it is shipped in the checkpoints):
+AMD's Instella-MoE checkpoints are FarSkip models from scratch. Their `config.json` has
+five keys for it, defined by `modeling_instella_moe.py` (AMD, 2026, written for
+transformers 4.57.1; the checkpoints contain it):
 
     farskip             bool; false or absent: the regular model
     farskip_start_idx   first FarSkip layer, default 0
@@ -18,15 +18,15 @@ of the model and the layer after a dense one read one stream for both, as ours.
 There is one difference. In AMD's file *every* MoE layer hands the stream without its
 routed output on, a regular one too, so the first FarSkip layer after a regular MoE
 layer reads o - routed of that regular layer. Here the routed output of a regular layer
-is never in flight. With `attn_only_farskip` the connectivity is still ours, with the
-selection begun one layer earlier (whose attention and MLP then both read what a regular
-layer reads). With both sides it has no counterpart and is refused. No published
-checkpoint sets the start.
+is never in flight. `attn_only_farskip` equals our connectivity with a selection that
+begins one layer earlier (in that layer attention and MLP read the same as in a regular
+layer). With both sides it has no counterpart and is refused. No published checkpoint
+sets the start.
 
 `gated_attention` on a deepseek_v3 is the attention gate of the family instella_moe,
-with or without the keys above. Every key of such a config must be one that is described
-(`_DESCRIBED`); of other configs, every key with `farskip` in its name: what an unknown
-one would change, nobody knows. `to_instella` is the other direction.
+with or without the keys above. Every key of such a config must be described
+(`_DESCRIBED`); in other configs, every key with `farskip` in its name must be: the
+effect of an unknown key is unknown. `to_instella` is the other direction.
 
 Not covered: AMD's own code, which calls `DeepseekV3MoE.moe`; transformers 5 no longer
 has it.
@@ -110,7 +110,7 @@ def instella_type(config: Mapping[str, Any]) -> str:
 
 
 def check_described(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a key of a config with Instella's keys that nobody has described."""
+    """Raise UserError for an undescribed key in a config with Instella's keys."""
     gated = config.get("model_type") in GATED and bool(config.get(GATE))
     described_keys = _DESCRIBED.union(INSTELLA_KEYS)
     for key in config:
@@ -129,8 +129,8 @@ def from_instella(
     """Return the connectivity that Instella's keys in a `config.json` describe;
     `layers: none` for a regular model.
 
-    moe_mask: one entry a decoder layer, True for an MoE layer. where: what an error
-    names.
+    moe_mask: one entry per decoder layer, True for an MoE layer. where: the config's
+    name in errors.
 
     Raises:
         UserError: a key has a value of the wrong kind, or the range begins with both
@@ -194,9 +194,9 @@ def translate_instella(
             f" not on '{model_type}'"
         )
     try:
-        # The raw fields stand in for transformers' config object, which this module
-        # must not import. A field that upstream would fill in is missing here, so the
-        # rule for MoE layers may fail.
+        # The raw fields replace transformers' config object, which this module must not
+        # import. A field that upstream would fill in is missing here, so the rule for
+        # MoE layers may fail.
         mask = moe_mask(SimpleNamespace(**config), family)
     except (AttributeError, TypeError):
         fields = ", ".join(("num_hidden_layers", *MOE_LAYERS[family.moe_layers][0]))
@@ -245,12 +245,12 @@ def to_instella(
     the same model.
 
     AMD's code for transformers 4.57 has DeepSeek-V3's router and reads the keys. AMD's
-    SGLang knows all layers with both sides or none, by variables of its environment,
-    and has DeepSeek-V2's router, too.
+    SGLang supports all layers with both sides, or none, chosen by environment
+    variables; it also has DeepSeek-V2's router.
 
     config: of a checkpoint of fcsd, or in Instella's keys but translated. field: its
-    `farskip` field; `layers: []` for a regular model. mask: one entry a decoder layer,
-    True for an MoE layer. where: what an error names.
+    `farskip` field; `layers: []` for a regular model. mask: one entry per decoder
+    layer, True for an MoE layer. where: the config's name in errors.
 
     Raises:
         UserError: the family or the connectivity cannot be said in these keys; a key is
@@ -282,8 +282,8 @@ def to_instella(
                 auto: f"{AMDS_CODE}--{class_path}" for auto, class_path in _AUTO.items()
             },
             GATE: family in GATED.values(),
-            # What holds without MTP tensors: an engine that finds a number and no
-            # tensors drafts from random ones. `export_checkpoint` puts the number back
+            # The value without MTP tensors: an engine that finds a number but no
+            # tensors drafts with random ones. `export_checkpoint` puts the number back
             # where the tensors are.
             "num_nextn_predict_layers": 0,
         }
@@ -305,8 +305,8 @@ def _keys_of(
         "mlp_only_farskip": field["attention"] == "full",
     }
     last = {"farskip_end_idx": layers[-1]} if layers[-1] < len(mask) - 1 else {}
-    # With attention alone AMD's range begins one layer later; the first one computes
-    # what a regular layer does.
+    # With attention alone, AMD's range begins one layer later; our first layer computes
+    # the same as a regular layer.
     for first in (layers[0], layers[0] + 1):
         keys = {
             "farskip": True,

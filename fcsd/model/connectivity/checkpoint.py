@@ -60,8 +60,8 @@ Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose files are complete; without weight files, shapes and
-    dtypes where they were not asked for (`read_without_weights`).
+    """A checkpoint folder with complete files; `read_without_weights` leaves out weight
+    files, shapes and dtypes.
     """
 
     folder: Path
@@ -154,7 +154,7 @@ def _check_no_state(folder: Path) -> None:
     """Raise UserError where a training has left its states in a folder, or its model in
     a folder below.
     """
-    # transformers' Trainer puts its state beside a model: what can be read counts.
+    # transformers' Trainer saves its state beside a model: any readable file counts.
     if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
         return
     if (folder / "model" / CONFIG).is_file():
@@ -198,8 +198,9 @@ def source_folder(config: Any) -> Path | None:
         LocalEntryNotFoundError,
     )
 
-    # transformers notes what it loaded, and from the Hub the commit, too. A snapshot is
-    # only looked up: nothing is fetched for a model that is in memory already.
+    # transformers records what it loaded, and the commit if it came from the Hub. A
+    # snapshot is only looked up: nothing is fetched for a model that is in memory
+    # already.
     name = str(getattr(config, "_name_or_path", "") or "")
     if not name or (folder := Path(name)).is_dir():
         return folder if name and (folder / CONFIG).is_file() else None
@@ -222,7 +223,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
 
     Raises:
         UserError: a file, a revision for a folder, or neither a folder nor a name;
-            `contents` is what the message says of a checkpoint's folder.
+            `contents` describes a checkpoint's folder in the message.
     """
     if path == "":
         raise UserError(
@@ -308,7 +309,7 @@ def check_file(file: Path, folder: Path) -> None:
     cache to a blob of its repository (`snapshots/REVISION/NAME -> ../../blobs/HASH`).
 
     Raises:
-        UserError: it is a link to what lies outside `folder`, or to nothing; a pipe, a
+        UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
     # Links above the folder are resolved on both sides: only those inside it count.
@@ -443,8 +444,9 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     checkpoint = _of_config(folder, any_family)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:
-        # The usual reasons for a folder without safetensors have messages of their own:
-        # none were written, or they are pickles, which can run code and are never read.
+        # The usual reasons for a folder without safetensors have separate messages:
+        # none were written, or the weights are pickles, which can run code and are
+        # never read.
         if is_config_only(folder):
             raise without_weights(folder)
         pickled = sorted(
@@ -482,8 +484,8 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
 def read_without_weights(folder: Path) -> Checkpoint:
     """Check the config of a checkpoint folder whose weights need not be there, or whole.
 
-    What it says of quantisation is believed, unless the weights lie there and show that
-    it is left over.
+    Its quantisation fields count, unless weights in the folder show that they are left
+    over.
 
     Raises:
         UserError: as `read_config`.
@@ -491,7 +493,7 @@ def read_without_weights(folder: Path) -> Checkpoint:
     checkpoint = _of_config(folder)
     try:
         weights = read_checkpoint(folder)
-    except UserError:  # none, or a part of them, or Git LFS's pointers to them
+    except UserError:  # no weights, some of them, or Git LFS pointers
         quantisation = said_quantisation(checkpoint.config, folder)
         if quantisation is not None:
             _tell_once(
@@ -509,7 +511,9 @@ def read_without_weights(folder: Path) -> Checkpoint:
 
 
 def _of_config(folder: Path, any_family: bool = False) -> Checkpoint:
-    """Return what the config of a folder says of a checkpoint; raises UserError as `read_config`."""
+    """Return the facts about a checkpoint in its folder's config. Raises UserError as
+    `read_config`.
+    """
     config, family, connectivity = read_config(folder, any_family)
     foreign = family is not None and has_other_names(
         read_checkpoint_json(folder / CONFIG)
@@ -518,8 +522,8 @@ def _of_config(folder: Path, any_family: bool = False) -> Checkpoint:
 
 
 def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
-    """Compare what the files say of quantisation with the tensors; fields that are left
-    over do not count.
+    """Compare the files' quantisation fields with the tensors; left-over fields do not
+    count.
     """
     quantisation = said_quantisation(checkpoint.config, checkpoint.folder)
     folder = checkpoint.folder
@@ -551,8 +555,8 @@ def _check_shard(
     """Refuse a shard that lacks a tensor which the index names there, or has one of an
     earlier shard.
 
-    transformers loads all that the shards hold, and of two tensors of a name the last,
-    whatever the index says.
+    transformers loads everything in the shards, whatever the index says; of two tensors
+    with one name it keeps the last.
     """
     if weights.weight_map is None:
         return
@@ -586,7 +590,7 @@ def check_weights_path(path: Path) -> None:
 
 
 def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Return what a safetensors file says of its tensors, and where their bytes begin.
+    """Return a safetensors file's header, and where the bytes of its tensors begin.
 
     Raises:
         UserError: it cannot be read, or safetensors itself finds that the offsets do

@@ -25,13 +25,13 @@ def convert_model(
     conversion is undone first.
 
     The model becomes a `FarSkip<Family>ForCausalLM` (or `…ForConditionalGeneration`)
-    with a config of its own, so that what it saves can never be loaded silently as the
+    with a new config, so that its saved checkpoints can never be loaded silently as the
     regular model. Parameters, buffers and their names stay. With no layer selected
     nothing is rewired, and outputs are bit-identical.
 
     Args:
-        regular_ok: let layers be rewired that compute what regular ones do; a study of
-            single layers may want it.
+        regular_ok: accept rewired layers that compute the same as regular ones; a study
+            of single layers may need it.
 
     Returns:
         The indices of the rewired layers.
@@ -48,8 +48,8 @@ def convert_model(
     else:
         field = connectivity.new_field(mask, family.layout)
     try:
-        # Both check before they change anything, and come before class and config are
-        # exchanged: a refusal leaves the model as it was.
+        # Both check before they change anything, and run before class and config are
+        # exchanged: a refusal leaves the model unchanged.
         _check_blocks(model, family, mask)
         layers = rewire.rewire(model, family, field)
     except ValueError as error:
@@ -63,7 +63,7 @@ def unconvert_model(model: Any) -> None:
     """Give a converted model its original class, config and connectivity back; outputs
     are bit-identical to the original's.
 
-    A model that is not converted is left as it is.
+    A model that is not converted stays unchanged.
 
     Raises:
         UserError: hooks that have set `forward` on a rewired layer (device_map,
@@ -122,8 +122,9 @@ def _family(model: Any) -> Family:
 
 
 def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
-    """Raise ValueError where something else has taken the place of an MoE block: what
-    it computes would not stay in flight."""
+    """Raise ValueError if another module has replaced an MoE block: its output would
+    not stay in flight.
+    """
     for k, (layer, moe) in enumerate(
         zip(rewire.decoder_layers(model, family), mask, strict=True)
     ):
@@ -140,9 +141,9 @@ def _replace_config(model: Any, new: Any) -> None:
     """Put `new`, and its parts (text, vision), in the place of the model's config in
     every module that holds them.
 
-    The old objects are left alone: another model (the teacher) may share them. All
-    modules of this model go on sharing one object, because the attention implementation
-    is read from it at run time.
+    The old objects do not change: another model (the teacher) may share them. All
+    modules of this model still share one object, from which the attention
+    implementation is read at run time.
     """
     replaced = {id(old): part for old, part in _parts(model.config, new)}
     for module in model.modules():

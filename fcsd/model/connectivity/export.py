@@ -59,19 +59,21 @@ def convert_checkpoint(
 
     The weight files are hard-linked, with the source's permissions, or copied where the
     file system cannot link; the config is rewritten, `modeling_farskip.py` is added.
-    Everything is written beside `destination` and renamed at the end. No values are
-    read, so that one that is NaN is seen by the first stage (`check_finite`), not here.
+    The folder is written under a temporary name beside `destination` and renamed at the
+    end. No values are read, so that one that is NaN is seen by the first stage
+    (`check_finite`), not here.
 
     The result loads without fcsd with `trust_remote_code=True`, and is refused with
     False. Its tokenizer, whose files are those of `source`, is the base's with
     `trust_remote_code=True` or with fcsd (`load_tokenizer`); with False it is of the
-    class that its file names. So is the processor. Without the argument transformers
-    asks on a terminal whether to run the code, and goes on without it after 15 seconds.
+    class that its file names. So is the processor. Without the argument, transformers
+    asks on a terminal whether to run the code, and continues without it after 15
+    seconds.
 
     Args:
-        connectivity: None takes what the source says in another project's keys (AMD's
-            Instella), and rewires all layers where it says nothing.
-        record: left beside the weights as `manifest.json`, with the layers as its
+        connectivity: None: as the source's keys of another project say (AMD's
+            Instella); without such keys, all layers.
+        record: written beside the weights as `manifest.json`, with the layers as its
             results.
         config_only: `source` needs no weights, and none are written or fetched: for a
             server with dummy weights, which is timed. All else is the same; the
@@ -125,8 +127,8 @@ def unconvert_checkpoint(
     source: str | Path, destination: str | Path, *, revision: str | None = None
 ) -> None:
     """Write the base family's checkpoint with the weights of a FarSkip checkpoint:
-    regular connectivity, no own code but that of classes which transformers does not
-    have (`Family.like`).
+    regular connectivity, and no code except classes that transformers lacks
+    (`Family.like`).
 
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
@@ -141,7 +143,7 @@ def unconvert_checkpoint(
         "model_type": family.model_type,
         "architectures": [family.causal_lm],
     }
-    # The code that these two name is not written beside a regular checkpoint. A family
+    # The code named by these two is not written beside a regular checkpoint. A family
     # that transformers lacks brings the code of its regular classes.
     del config["farskip"]
     config.pop("auto_map", None)
@@ -163,7 +165,8 @@ def export_checkpoint(
     as it does AMD's own.
 
     Raises:
-        UserError: as `convert_checkpoint`; what the keys cannot say (`to_instella`).
+        UserError: as in `convert_checkpoint`; a connectivity that the keys cannot
+        express (`to_instella`).
     """
     checkpoint, family, extra = _checked(source, destination, revision)
     connectivity = checkpoint.connectivity or Connectivity("none")
@@ -182,8 +185,8 @@ def _checked(
     revision: str | None,
     weights: bool = True,
 ) -> tuple[Checkpoint, Family, set[str]]:
-    """Return a checkpoint whose files are whole, its family, and the names of tensors
-    that no model loads; of its weights nothing is asked where they do not count.
+    """Return a checkpoint with complete files, its family, and the names of tensors
+    that no model loads; do not check weights that do not count.
     """
     check_weights_path(Path(destination))
     folder = find_folder(source, revision, weights=weights)
@@ -191,7 +194,7 @@ def _checked(
         checkpoint = read_checkpoint(folder)
         extra = check_tensors(checkpoint, *config_and_class(checkpoint))
     else:
-        # Without tensors to compare, building the model is what checks the config.
+        # Without tensors to compare, building the model checks the config.
         checkpoint, extra = read_without_weights(folder), set()
         build_on_meta(checkpoint, *config_and_class(checkpoint))
     assert checkpoint.family is not None
@@ -242,7 +245,7 @@ def link_or_copy(source: Path, destination: Path) -> None:
 
 
 def carry_over(source: Path, folder: Path, repository: str | None = None) -> None:
-    """Copy what a checkpoint has beside config and weights, so that tokenizer and
+    """Copy a checkpoint's files other than config and weights, so that tokenizer and
     processor load in `folder`.
 
     Their files stay as they are: `modeling_farskip.py` enters the model type in
@@ -259,8 +262,8 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
 
 
 def code_files(folder: Path, module: str) -> list[Path]:
-    """Return a module of code that a tokenizer or processor brings, and those beside it
-    that it imports.
+    """Return a code module of a tokenizer or processor, and the modules beside it that
+    it imports.
 
     Raises:
         UserError: as `check_file`; one is missing, or called like the file that fcsd

@@ -68,8 +68,8 @@ def _promises(config: Any) -> Iterator[tuple[dict[str, Any], str]]:
 def not_loaded(
     model: Any, names: Collection[str], family: Family, where: Path
 ) -> set[str]:
-    """Return those of `names`, none of which is a parameter's, that the family's model
-    leaves out when it is loaded.
+    """Return those of `names` that the family's model skips when it is loaded; none of
+    them names a parameter.
 
     MTP layers are known by their names, and behind the decoder layers by their place,
     wherever transformers' patterns of the family expect them: these are the places of
@@ -78,8 +78,8 @@ def not_loaded(
     Raises:
         UserError: an MTP layer in a place where the config promises none.
     """
-    # transformers' own rule for what a load may leave out; the method reads the two
-    # sets of a report and changes them in place.
+    # transformers' rule for tensors that a load may skip; the method reads the two sets
+    # of a report and changes them in place.
     report = SimpleNamespace(missing_keys=set(), unexpected_keys=set(names))
     model._adjust_missing_and_unexpected_keys(report)
     unknown: set[str] = {
@@ -115,7 +115,7 @@ def not_loaded(
 
 
 class _Piece(NamedTuple):
-    """A tensor in an open file: what its header says, and where its bytes are."""
+    """A tensor in an open file: its header entry, and where its bytes are."""
 
     header: dict[str, Any]
     stream: BinaryIO
@@ -125,8 +125,8 @@ class _Piece(NamedTuple):
 
 @contextlib.contextmanager
 def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
-    """Let the block write `model` into `folder`, and add what the checkpoint that it
-    was loaded from holds beside it.
+    """After the block has written `model` into `folder`, add the other tensors of the
+    checkpoint from which it was loaded.
 
     Tensors keep their names, dtypes and bytes, in a shard for each file that they come
     from. They are opened before the block, which may write over the very checkpoint.
@@ -158,8 +158,8 @@ def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
 
 
 def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]:
-    """Open what the model's checkpoint holds and the model does not load: for each file
-    its tensors by name.
+    """Open the tensors of the model's checkpoint that the model does not load: for each
+    file, its tensors by name.
 
     Raises:
         UserError: there is no such checkpoint, or it is not this model's.
@@ -190,8 +190,8 @@ def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]
 
 
 def _source(model: Any) -> Checkpoint:
-    """Return the checkpoint that a model was loaded from: a folder, or what is here of
-    a Hub repository.
+    """Return the checkpoint from which a model was loaded: a folder, or the cached part
+    of a Hub repository.
 
     Raises:
         UserError: there is none, or another model's.
@@ -239,13 +239,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
-    """Add shards to a checkpoint, whose files are then counted anew:
+    """Add shards to a checkpoint and renumber its files:
     model-00002-of-00003.safetensors.
     """
     weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values()))
     total = len(files) + len(shards)
-    # The number of files is in each name, so those that are there are renamed, too.
+    # Each name contains the number of files, so the existing files are also renamed.
     names = [
         f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)
     ]

@@ -1,15 +1,15 @@
 """A rewired decoder layer. Self-contained (torch and standard library): it is shipped
 in checkpoints.
 
-The *class* of a rewired layer is swapped for a generated subclass whose `forward`
-re-enters the family's own `forward` with a stand-in `self` in which the norms and the
-MoE block are closures: what the norms read is what changes, everything else is the
-family's code. No module is added and no parameter moves. A layer whose routed output
-stays in flight returns the pair (o_k, o_k - routed_k); the model's loop hands it on
-unchanged, and the next layer's `__call__` takes it apart into two positional tensors,
-so that hooks and re-entrant checkpointing see tensors. o_k - routed_k is summed up
-without routed_k, never subtracted. Layers that are not the plain pre-norm layer have
-their equations in `fcsd.model.families.Family`.
+The *class* of a rewired layer is replaced by a generated subclass whose `forward` calls
+the family's `forward` with a substitute `self` in which the norms and the MoE block are
+closures: only the inputs of the norms change, everything else is the family's code. No
+module is added and no parameter moves. A layer whose routed output stays in flight
+returns the pair (o_k, o_k - routed_k); the model's loop passes it on unchanged, and the
+next layer's `__call__` splits it into two positional tensors, so that hooks and
+re-entrant checkpointing see tensors. o_k - routed_k is a sum without routed_k; nothing
+is subtracted. Layers that are not the plain pre-norm layer have their equations in
+`fcsd.model.families.Family`.
 
 Class swap and not `layer.forward = …`: transformers wraps `cls.forward` for activation
 checkpointing, an instance attribute would bypass it silently.
@@ -27,7 +27,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one rewired layer does."""
+    """The inputs and outputs of one rewired layer."""
 
     family: Any
     """The attribute names (`fcsd.model.families.Family`)."""
@@ -75,8 +75,8 @@ def _generated(base: type, kind: str, namespace: dict[str, Any]) -> type:
 
 
 class _SharedOutput:
-    """A shared expert's output on its way into the block's sum: what the family makes
-    of it is kept, not made twice.
+    """A shared expert's output before the block's sum: the family's operations on it
+    are recorded, so that they run only once.
     """
 
     def __init__(self, output: torch.Tensor) -> None:
@@ -86,8 +86,8 @@ class _SharedOutput:
     def __torch_function__(
         cls, multiply: Any, types: Any, args: Any, kwargs: Any = None
     ) -> torch.Tensor:
-        """Multiply by the gate. torch asks for this first; before `__rmul__` it throws,
-        which takes 20 microseconds.
+        """Multiply by the gate. torch calls this first; before it would call `__rmul__`
+        it raises, which takes 20 microseconds.
         """
         gate, shared = args
         shared.output = multiply(gate, shared.output)
@@ -105,9 +105,10 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
 
     The shared expert's output is caught on its way into the sum. `in_place`: the family
     adds the routed output into it. `gate`: its sigmoid multiplies it. Eager code
-    without gradients makes nothing twice for that. With gradients the gated product is
-    made twice, because one product for both sums would add them up in another order; a
-    compiler cannot follow the stand-in, and finds what is double by itself.
+    without gradients makes nothing twice for that. With gradients, the gated product is
+    computed twice, because one product for both sums would change the order of
+    summation. A compiler cannot follow the substitute, and removes the duplicate by
+    itself.
     """
     base_forward: Any = base.forward  # type: ignore[attr-defined]
 
@@ -185,8 +186,8 @@ class LayerPass:
         return getattr(self.norms, name)(x) if name else x
 
     def kept(self, side: int, stream: torch.Tensor) -> torch.Tensor:
-        """Return what the residual connection of a side makes of `stream` when its
-        branch gives nothing.
+        """Return the result of a side's residual connection for `stream` if its branch
+        returns zero.
         """
         rule, name = self.family.residual, self.family.residual_names[side]
         if name is None:
@@ -314,7 +315,10 @@ def layer_class(base: type) -> type:
             attention_input, kwargs[side] = kwargs[side]
         out = base_call(self, o, attention_input, *args, **kwargs)
         if side and self.farskip_plan.carry:
-            return out[0], (out[1], out[2])  # what the loop hands on by the name `side`
+            return out[0], (
+                out[1],
+                out[2],
+            )  # the value that the loop passes on under the name `side`
         return out
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +331,7 @@ def layer_class(base: type) -> type:
         out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out
-        # Flat also beside a second output: re-entrant checkpointing sees no tensors
+        # Flat also with a second output: re-entrant checkpointing sees no tensors
         # inside tuples.
         return (
             (out[0], run.partial(), out[1])
@@ -335,7 +339,7 @@ def layer_class(base: type) -> type:
             else (out, run.partial())
         )
 
-    # What computes the layer in another order, with its communication beside it
+    # Computes the layer in another order, with overlapped communication
     # (`fcsd.parallel.overlap`).
     namespace = {
         "__call__": __call__,

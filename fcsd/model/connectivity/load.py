@@ -77,7 +77,7 @@ def load_model(
             dtypes may differ).
         options: passed on to `from_pretrained` (`attn_implementation`,
             `experts_implementation`, `device_map`, `distributed_config`,
-            `quantization_config`, …); None stands for transformers' own.
+            `quantization_config`, …); None: transformers' default.
 
     Raises:
         UserError: folder, config or weights missing, damaged, truncated or of other
@@ -131,7 +131,9 @@ def _check_quantisation(checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def _loading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turn what a quantisation method raises where it cannot load the weights into one line."""
+    """Turn a quantisation method's error about weights that it cannot load into one
+    line.
+    """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -184,7 +186,9 @@ def _load_unknown(
 def _check_sharded_loading(
     family: Family, folder: Path, distributed_config: Any
 ) -> None:
-    """Refuse that transformers shards while it loads what it would put together wrongly."""
+    """Refuse to let transformers shard tensors while loading if it would assemble them
+    wrongly.
+    """
     if distributed_config is not None and family.fuses_rows is not None:
         raise UserError(
             f"{folder}: transformers loads {family.fuses_rows} of {family.model_type}"
@@ -254,8 +258,8 @@ def _check_architectures(checkpoint: Checkpoint) -> None:
     """Refuse a class in the config's `architectures` that transformers knows, but for
     other model types.
 
-    Names that transformers does not know are those of code in a repository; they say
-    nothing.
+    Names that transformers does not know belong to code in a repository, and are
+    ignored.
     """
     family, types = checkpoint.family, _types_by_class()
     assert family is not None
@@ -377,7 +381,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
     if missing := [
         name for name in expected_names if name not in have and name not in tied
     ]:
-        # Where a packed tensor could stand for a missing one, the cause is another: the
+        # If a packed tensor could replace a missing one, the cause is different: the
         # weights are quantised, and the config does not say so.
         packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(
             missing

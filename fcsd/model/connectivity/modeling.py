@@ -157,8 +157,8 @@ _MODEL = """class FarSkip{name}({name}):
 
 
 def _embedded(file: str) -> str:
-    """Return the text of a file here without its imports from fcsd: what they name
-    stands before it.
+    """Return the text of a file here without its imports from fcsd, whose definitions
+    precede it.
     """
     text = (Path(__file__).parent / file).read_text(encoding="utf-8")
     return re.sub(r"^from fcsd\..*\n", "", text, flags=re.MULTILINE)
@@ -217,8 +217,8 @@ def _imports(family: Family, classes: list[str]) -> str:
 
 
 def _own_classes(family: Family) -> str:
-    """Return the text of the classes that transformers does not have, which a
-    checkpoint with them brings, too.
+    """Return the text of the classes that transformers lacks; a checkpoint with them
+    also contains it.
     """
     if family.like is None:
         return ""

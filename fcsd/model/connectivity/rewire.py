@@ -123,7 +123,7 @@ def unrewire(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def regular(model: nn.Module) -> Iterator[None]:
-    """Let every rewired layer compute what the original's does while the context lasts,
+    """Within the context, make every rewired layer compute the same as the original's,
     with the same weights.
 
     Classes, hooks and parameters stay in place: this is for a pass in between, under
@@ -238,8 +238,8 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
             shared_scale=0.5 if averaged else 1.0,
         )
     if family.stream_edit:
-        # On the instance: transformers looks what to record up by the model's class,
-        # which must stay its own.
+        # On the instance: transformers looks up what to record by the model's class,
+        # which must not change.
         for module in model.modules():
             if getattr(module, "layers", None) is stack:
                 setattr(

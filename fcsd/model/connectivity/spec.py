@@ -46,7 +46,7 @@ class Connectivity:
         attention: full      a = o_{k-1}
         mlp: outdated        m = o_{k-1}
         mlp: full            m = h_k = o_{k-1} + attn_k(a), the regular MLP input
-        mlp: SELECTION       outdated in these of the selected layers, full in the others
+        mlp: SELECTION outdated in these selected layers, full in the others
 
     The output in flight does not depend on the MLP side: `mlp: full` is attention-only
     FarSkip, in which attention still reads the stream without the routed output of the
@@ -54,8 +54,8 @@ class Connectivity:
     FarSkip: attention and MoE block of one layer run in parallel on the same full
     o_{k-1}, and nothing is carried to the next layer. A selected dense layer follows
     the same two rules and leaves nothing in flight, so the layer after it reads the
-    full stream. With `mlp: full` the first layer of a run of selected layers computes
-    what a regular layer does. Both sides full is the regular model and is refused,
+    full stream. With `mlp: full`, the first layer of a run of selected layers computes
+    the same as a regular layer. Both sides full is the regular model and is refused,
     except with no layers.
 
     Raises:
@@ -99,8 +99,8 @@ class Connectivity:
         if layers and self.mlp not in ("outdated", "full"):
             chosen = resolve_layers(self.mlp, moe_mask, "mlp")
             outdated = [layer for layer in chosen if layer in layers]
-            # A list names its layers one by one; a rule such as last:50% may name
-            # others, too.
+            # A list names its layers one by one; a rule such as last:50% may also name
+            # others.
             if isinstance(self.mlp, list) and outdated != chosen:
                 regular = sorted(set(chosen) - set(layers))
                 raise UserError(
@@ -171,8 +171,7 @@ class Connectivity:
                 f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
                 f" {version!r}"
             )
-        # A key that is not known may change what the others mean, so none is passed
-        # over.
+        # An unknown key may change the meaning of the others, so none is ignored.
         if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(
             field["layers"], list
         ):
@@ -207,13 +206,12 @@ def connectivity_of(
     of None none.
 
     Raises:
-        UserError: sides without layers, or beside a `Connectivity`; what `Connectivity`
-            refuses.
+        UserError: sides without layers, or together with a `Connectivity`; an error of
+            `Connectivity`.
     """
     if layers is not None and not isinstance(layers, Connectivity):
         return Connectivity(layers, attention, mlp)
-    # Without layers, or beside the sides of a `Connectivity`, they would change
-    # nothing.
+    # Without layers, or together with a `Connectivity`, they would change nothing.
     if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
         if layers is None:
             raise UserError(
@@ -224,7 +222,7 @@ def connectivity_of(
 
 
 def parse_mlp(value: Any) -> MlpInput:
-    """Return what the MLP side reads in its normal form: "outdated", "full" or a selection.
+    """Return the MLP side's input in normal form: "outdated", "full" or a selection.
 
     Raises:
         UserError: neither of the two words nor a selection.
@@ -264,7 +262,7 @@ def parse_selection(value: Any, name: str = "layers") -> Selection:
                 f" {dict(value)!r}"
             )
         return {end: _count(value[end], f"{name}.{end}")}
-    # True is an int in Python, but nobody who writes it means a number of layers.
+    # True is an int in Python, but is never meant as a number of layers.
     if isinstance(value, int) and not isinstance(value, bool):
         raise UserError(
             f"{name}: {value} is ambiguous; write first:{value}, last:{value} or the"

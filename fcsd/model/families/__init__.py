@@ -66,7 +66,7 @@ _INSTALLED = _installed_transformers()
 
 
 def _unavailable(row: Family) -> str | None:
-    """Say which transformers a family needs, where it is not the installed one."""
+    """Say which transformers a family needs, if the installed one does not fit."""
     if _INSTALLED is None:
         return None
     if _release(row.since) > _release(_INSTALLED):

@@ -11,8 +11,8 @@ The tokens are those of one forward pass of one process, as in the article's tex
 GPU gathers its tokens into expert-specific buffers"), GShard's groups and Megatron; the
 article's code counts those of all devices. Expert parallelism therefore changes
 nothing: two ranks drop the same pairs as one process that runs their micro-batches one
-after the other. Padding takes no room, and in training neither does text behind the
-last token with loss in a row.
+after the other. Padding uses no capacity; in training, text after the last token with
+loss in a row does not either.
 
 Not covered: saving the work and traffic of dropped pairs.
 """
@@ -58,7 +58,8 @@ def kept_pairs(experts: Tensor, limit: int, weights: Tensor | None = None) -> Te
     # The second, stable sort groups the pairs by expert and keeps the order within each.
     order = order[flat[order].argsort(stable=True)]
     ordered = flat[order].contiguous()
-    # The rank of a pair within its expert: its index less that of the expert's first.
+    # The rank of a pair within its expert: its index minus the index of the expert's
+    # first pair.
     rank = torch.arange(len(flat), device=flat.device) - torch.searchsorted(
         ordered, ordered
     )
@@ -188,8 +189,8 @@ def dropping(
 
     A dropped pair has weight zero: it adds nothing and has no gradient. The weights of
     a token's other pairs stay the same. The `attention_mask` of a call marks padding,
-    which takes no room. training_only: passes in evaluation mode drop nothing, and
-    padding is marked by `begin` instead of the call.
+    which uses no capacity. training_only: passes in evaluation mode drop nothing, and
+    `begin` marks padding instead of the call.
 
     Raises:
         UserError: the model has no routers, its experts are not called with choices and
@@ -216,7 +217,8 @@ def dropping(
             raise UserError(
                 "capacity factor: an attention_mask (B, T) is needed, got another mask"
             )
-        # With a cache the mask covers earlier tokens, too; those of this pass come last.
+        # With a cache, the mask also covers earlier tokens; those of this pass come
+        # last.
         state.begin(None if mask is None or length is None else mask[:, -length:])
 
     with contextlib.ExitStack() as stack:

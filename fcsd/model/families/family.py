@@ -167,8 +167,8 @@ class Family:
 
     @property
     def multimodal(self) -> bool:
-        """Whether it is a wrapper: the text stack in it is rewired, whose fields are in
-        its text config.
+        """Whether it is a wrapper: its text stack is rewired, whose fields are in the
+        text config.
         """
         return not self.causal_lm.endswith("ForCausalLM")
 
@@ -191,8 +191,8 @@ def wrapper(
         causal_lm=causal_lm or f"{name}ForConditionalGeneration",
         base_model=base_model,
         auto_model="",
-        # What was found out about the text stack does not hold for the wrapper: these
-        # three begin at their defaults.
+        # Facts about the text stack do not hold for the wrapper: these three begin at
+        # their defaults.
         reference="written",
         since=Family.since,
     )

@@ -218,7 +218,7 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
 
 
 def _special_float(value: dict[str, Any]) -> Any:
-    """Decode transformers' {"__float__": "Infinity"} to the number that it stands for."""
+    """Decode transformers' {"__float__": "Infinity"} to its number."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 

@@ -18,7 +18,7 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
     """Compute the bytes of one sequence's key-value cache in bfloat16; None if the
     config does not say.
 
-    config: that of the decoder layers. Its `layer_types` says which layers cache only a
+    config: the decoder layers' config. Its `layer_types` says which layers cache only a
     window (`sliding_window`, `attention_chunk_size`) and which cache no keys and values
     at all (linear attention, convolution, mamba). State that does not grow with the
     text and the keys of sparse attention's indexers are not counted.

@@ -89,7 +89,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             model_type, str(path), weights=not source.config_only
         ),
     }
-    # By what the config means, which AMD's keys may say otherwise than `model_type`.
+    # By the config's meaning: AMD's keys may differ from `model_type`.
     family = FAMILIES.get(base_model_type(instella_type(raw)))
     if family is None:
         facts |= _of_another_family(raw, source)
@@ -108,8 +108,8 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             f" missing, the first is {source.missing_files[0]}; fetch the checkpoint"
             " again"
         )
-    # Last, because it reads what the others found: headers are read only of checkpoints
-    # that could be converted.
+    # Last, because it reads the others' results: headers are read only for checkpoints
+    # that can be converted.
     facts |= _of_weights(source, facts)
     facts["memory"] = _memory(facts, facts.pop("cache"), raw)
     return facts
@@ -370,8 +370,8 @@ def _memory(
     serve = {"weights_bytes": number * BYTES["bfloat16"], "cache": cache}
     if facts["family"] is None or facts["config_only"]:
         return {"convert": None, "serve": serve}
-    # For a repository that does not tell the sizes of its files; of quantised weights
-    # the number of bytes does not follow from that of parameters.
+    # For a repository without file sizes; for quantised weights the number of bytes
+    # does not follow from the number of parameters.
     copies = None if facts["quantization"] else number * BYTES[checkpoint_dtype(raw)]
     files = facts["files"]
     convert = {

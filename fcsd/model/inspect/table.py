@@ -75,7 +75,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             rows.append(
                 ("to load it", f"not on this machine: {facts['loading_problem']}")
             )
-    # Never beside the row above: what is left over does not count as quantised.
+    # Never together with the row above: left-over fields do not count as quantised.
     if facts["leftover_quantization"]:
         text = (
             f"no: the fields of {facts['leftover_quantization']} are left over, and"
@@ -177,7 +177,7 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         ]
         rows.append(["all", f"{parameters['total']:,}", _number(parameters["active"])])
         yield [markdown(["parameters", "total", "one text token uses"], rows)]
-    # transformers builds no model of it, so there is no memory to tell either.
+    # transformers cannot build its model, so its memory is unknown too.
     else:
         yield [
             "parameters    unknown: transformers has no class for this model type, and"

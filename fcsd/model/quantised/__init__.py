@@ -1,5 +1,5 @@
-"""Quantised checkpoints: what they say of it, how their files hold a weight, a copy of
-them in bfloat16, and a copy of others in FP8.
+"""Quantised checkpoints: their quantisation fields, the storage of weights in their
+files, copies of them in bfloat16, and copies of other checkpoints in FP8.
 
 Not covered: methods that transformers' own packages alone can read (GPTQ,
 AWQ, …), which are refused.

@@ -57,7 +57,7 @@ from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.dtypes import PLAIN
 
 SHARD_BYTES = 5 * 10**9
-CHUNK_VALUES = 1 << 23  # of a weight in memory at once
+CHUNK_VALUES = 1 << 23  # bytes of a weight in memory at once
 _DTYPES = PLAIN | {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -66,7 +66,7 @@ _DTYPES = PLAIN | {
 
 @dataclass(frozen=True)
 class Copy:
-    """What a copy of a checkpoint holds.
+    """The contents of a checkpoint's copy.
 
     command: of `fcsd`, which writes it. config: of the copy. tensors: of its files.
     write: writes the bytes of the tensor of this name.
@@ -79,7 +79,7 @@ class Copy:
 
 
 def check_destination(destination: Path) -> None:
-    """Raise UserError where no checkpoint can be written: it is there already."""
+    """Raise UserError if the destination exists."""
     check_weights_path(destination)
     if destination.exists() and not (destination.is_dir() and is_empty(destination)):
         raise UserError(
@@ -98,8 +98,8 @@ def write_copy(
     """Write a copy, or continue one that was cut off.
 
     Raises:
-        UserError: `OUT.partial` is of another checkpoint or command; the source is not
-            what its stage or command left; tensors that are not those of the copy's
+        UserError: `OUT.partial` belongs to another checkpoint or command; the source
+            has changed since its stage or command; the tensors do not fit the copy's
             config.
     """
     partial = destination.with_name(f"{destination.name}.partial")
@@ -121,8 +121,8 @@ def write_copy(
 
 
 def _begin(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """Note what is copied, or compare it with what an earlier call noted; return the
-    note, with the hashes of the `shards` that are finished.
+    """Record what is copied, or compare it with an earlier call's record; return the
+    record, with the hashes of the finished `shards`.
     """
     facts = {
         tensor: [checkpoint.dtypes[tensor], list(shape)]
@@ -227,7 +227,8 @@ def _write_shards(
             bar.update()
 
         for file, names in shards.items():
-            # A shard gets its name when it is whole, so one that is there is finished.
+            # A shard gets its name when it is complete, so an existing shard is
+            # finished.
             if (folder / file).is_file():
                 if file_sha256(folder / file) == hashes.get(file):
                     bar.update(len(names))
@@ -280,7 +281,7 @@ def _write_rest(
 
 
 def _leave_manifest(command: str, folder: Path, hashes: dict[str, str]) -> None:
-    """Note what the copy is, by which readers notice later changes."""
+    """Record the copy's hashes, with which readers notice later changes."""
     names = [file.name for file in weight_files(folder)]
     weights = fingerprint_of({name: hashes[name] for name in names})
     record = {
@@ -293,7 +294,9 @@ def _leave_manifest(command: str, folder: Path, hashes: dict[str, str]) -> None:
 
 
 def _check_result(folder: Path) -> None:
-    """Compare the copy's tensors with what its config needs, where the family is known."""
+    """Compare the copy's tensors with those that its config needs, if the family is
+    known.
+    """
     checkpoint = read_checkpoint(folder, any_family=True)
     if checkpoint.family is not None:
         check_tensors(checkpoint, *config_and_class(checkpoint))

@@ -45,7 +45,7 @@ def dequantize_checkpoint(
     family.
 
     Raises:
-        UserError: what `read_contents` and `write_copy` refuse; `destination` exists
+        UserError: as in `read_contents` and `write_copy`; `destination` exists
             and is not an empty folder.
     """
     destination = Path(destination)

@@ -1,4 +1,4 @@
-"""What the published formulas make of a weight that files hold in fewer bits.
+"""Decode weights that files hold in fewer bits, by the published formulas.
 
 | form | tensors in the files | value, in float32 |
 |---|---|---|
@@ -63,8 +63,8 @@ it says nothing.
 
 
 def scaled(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of FP8 or integer values times their scales: one for all, for a row,
-    a group of columns, a block.
+    """Return rows of FP8 or integer values times their scales: one scale for all, per
+    row, per group of columns, or per block.
     """
     weight = parts["weight"][begin:end].to(torch.float32)
     if "zero_point" in parts:
@@ -101,8 +101,8 @@ def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor
 
 
 def nvfp4(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of E2M1 values times the E4M3 scale of each group of columns, and
-    that of the tensor.
+    """Return rows of E2M1 values times the E4M3 scale of each group of columns and the
+    tensor's scale.
     """
     # compressed-tensors divides by its second scale, ModelOpt multiplies by its own.
     scale = parts["scale"][begin:end].to(torch.float32)
@@ -214,8 +214,8 @@ def block_of(scales: list[int], shape: list[int], block: Block) -> tuple[int, in
     """Return the rows and columns that share a scale; the last block of a dimension may
     be smaller.
 
-    scales, shape: of the scales and of the weight. block: as the config says; None:
-    what divides the weight evenly.
+    scales, shape: of the scales and of the weight. block: as the config says; None: the
+    size that divides the weight evenly.
 
     Raises:
         UserError: blocks of this size do not make up these scales.

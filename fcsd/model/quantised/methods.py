@@ -1,8 +1,8 @@
-"""What a checkpoint says of its quantisation, whether its tensors agree, and whether
+"""A checkpoint's quantisation fields, whether its tensors agree with them, and whether
 transformers can load it.
 
-It is said in `quantization_config` of the config, or of its `text_config`, or by
-NVIDIA's ModelOpt in `hf_quant_config.json` beside it. The fields may be left over:
+The fields are in `quantization_config` of the config or of its `text_config`; NVIDIA's
+ModelOpt writes them to `hf_quant_config.json` beside it. The fields may be left over:
 weights that somebody has dequantised, or a conversion.
 
 Not covered: the numbers; a method names and packs its tensors as it likes.
@@ -58,7 +58,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Quantisation(NamedTuple):
-    """What a checkpoint says of how its weights are quantised."""
+    """A checkpoint's description of how its weights are quantised."""
 
     method: str
     """`quant_method` as it is written; "None" where it is not."""
@@ -76,7 +76,7 @@ class Quantisation(NamedTuple):
 def said_quantisation(
     config: Mapping[str, Any], folder: Path | None = None
 ) -> Quantisation | None:
-    """Return what a config, or ModelOpt's file in its folder, says of quantisation;
+    """Return the quantisation fields of a config, or of ModelOpt's file in its folder;
     None: nothing.
     """
     for section, settings in quantisation_fields(config):
@@ -97,7 +97,7 @@ def said_quantisation(
 
 
 def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
-    """Return what `hf_quant_config.json` says."""
+    """Return the fields of `hf_quant_config.json`."""
     settings = written.get("quantization")
     algorithm = settings.get("quant_algo") if isinstance(settings, Mapping) else None
     return Quantisation(
@@ -106,7 +106,9 @@ def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
 
 
 def quantisation_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what transformers reads: the field of the config, or else that of its text config."""
+    """Yield the configs whose field transformers reads: the config, or else its text
+    config.
+    """
     inner = config.get("text_config")
     if config.get(FIELD):
         yield FIELD, config[FIELD]
@@ -115,7 +117,7 @@ def quantisation_fields(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config without what it says of quantisation."""
+    """Return a config without its quantisation fields."""
     inner = config.get("text_config")
     plain = {key: value for key, value in config.items() if key != FIELD}
     if isinstance(inner, Mapping):
@@ -126,7 +128,7 @@ def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_quantisation_fields(config: Any) -> Any:
-    """Take from a config object what it says of quantisation, and return it."""
+    """Remove the quantisation fields from a config object, and return them."""
     for part in (config, config.get_text_config()):
         if hasattr(part, FIELD):
             delattr(part, FIELD)
@@ -134,7 +136,7 @@ def without_quantisation_fields(config: Any) -> Any:
 
 
 def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
-    """Return the names of tensors that are quantised, or are there because others are."""
+    """Return the names of tensors that are quantised, or exist because others are."""
     return [
         name
         for name, dtype in dtypes.items()
@@ -145,7 +147,9 @@ def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
 
 
 def is_left_over(quantisation: Quantisation, dtypes: Mapping[str, str]) -> bool:
-    """Return whether tensors are plain that would not be if they were quantised as it is said."""
+    """Return whether tensors are plain that would be quantised according to the
+    fields.
+    """
     return quantisation.method in _PACKING and not quantised_tensors(dtypes)
 
 
@@ -219,20 +223,20 @@ def why_not_here(config: Mapping[str, Any]) -> str | None:
 def missing_tensors(
     expected: Shapes, dtypes: Mapping[str, str], tied: Collection[str]
 ) -> list[str]:
-    """Return those of a plain model's tensors for which a quantised checkpoint has
-    nothing that could hold them.
+    """Return a plain model's tensors that no tensor of a quantised checkpoint could
+    hold.
 
-    A method may call a tensor otherwise, and put others beside it, but begins their
-    names with that of the module (`x.weight` -> `x.weight_packed`, `x.qweight`) or of
-    the parameter (`down_proj` -> `down_proj_blocks`). It may give each expert a module
-    where the family has one tensor for all. FP8 needs its scales, too.
+    A method may rename a tensor and add others, but their names begin with that of the
+    module (`x.weight` -> `x.weight_packed`, `x.qweight`) or of the parameter
+    (`down_proj` -> `down_proj_blocks`). It may give each expert a module where the
+    family has one tensor for all. FP8 needs its scales, too.
     """
     held: set[str] = set()
     experts: dict[str, set[str]] = defaultdict(set)
     for name in dtypes:
         module, _, last = name.rpartition(".")
         held.add(name)
-        # A scale is there beside its weight; alone it holds nothing.
+        # A scale belongs to a weight; alone it holds nothing.
         if _SCALES.fullmatch(last) or _SCALE.fullmatch(name):
             continue
         held.add(re.sub(r"_(blocks|packed)$", "", name))

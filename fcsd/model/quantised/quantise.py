@@ -1,7 +1,7 @@
 """Write a checkpoint in FP8 with a scale for each block of 128 x 128, as DeepSeek and
 Qwen publish theirs: vLLM, SGLang and transformers know it as `quant_method: fp8`.
 
-Values and scales are what transformers' `Fp8Quantize` makes of a weight w, in float32:
+Values and scales of a weight w are those of transformers' `Fp8Quantize`, in float32:
 
     scale = max |w| of its block / 448;   value = w / scale, rounded to E4M3
 
@@ -59,9 +59,8 @@ def quantize_checkpoint(
     and bytes; the config names their modules.
 
     Raises:
-        UserError: what `quantised_names` and `write_copy` refuse; it is quantised
-            already; a value that is NaN or infinite; `destination` exists and is not an
-            empty folder.
+        UserError: as in `quantised_names` and `write_copy`; it is already quantised; a
+            value is NaN or infinite; `destination` exists and is not an empty folder.
     """
     destination = Path(destination)
     check_destination(destination)
@@ -111,14 +110,14 @@ def quantised_names(checkpoint: Checkpoint) -> set[str]:
     """Return the names of the weights that are quantised: of experts, and of linear
     layers in decoder layers.
 
-    Sizes have to be multiples of `SIDE`: of a last block with fewer rows, which
-    DeepSeek's own files have, transformers (5.23) makes other values without a GPU.
-    Layers of a module with inputs of the same width are quantised together or not at
-    all: engines make one matrix of some (q, k, v; gate, up).
+    Sizes must be multiples of `SIDE`: for a last block with fewer rows, as in
+    DeepSeek's files, transformers (5.23) computes other values without a GPU. Layers of
+    a module with inputs of the same width are quantised together or not at all: engines
+    make one matrix of some (q, k, v; gate, up).
 
     Raises:
-        UserError: tensors that are not those of the config; experts that are not a
-            tensor each, or whose sizes are no multiples of `SIDE`.
+        UserError: tensors that do not fit the config; experts that are not one tensor
+            each, or whose sizes are not multiples of `SIDE`.
     """
     config, cls = config_and_class(checkpoint)
     check_tensors(checkpoint, config, cls)
@@ -191,7 +190,7 @@ def _shapes_in_files(
 
 
 def _operation() -> Any:
-    """Return what transformers quantises a weight with."""
+    """Return the function with which transformers quantises a weight."""
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.auto import AutoHfQuantizer
 

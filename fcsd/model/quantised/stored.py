@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint's files make up which weight.
 
-Not covered: what their values mean (`fcsd.model.quantised.formats`).
+Not covered: the meaning of their values (`fcsd.model.quantised.formats`).
 """
 
 import math
@@ -111,7 +111,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         # Nothing reads them once weights are in bfloat16.
         if name.rpartition(".")[2] in _ACTIVATIONS or name.endswith("_input_scale"):
             continue
-        # Copied as it is, it would load as plain numbers and be wrong without a word.
+        # Copied unchanged, it would load as plain numbers and be silently wrong.
         if checkpoint.dtypes[name] in {*FP8, "F8_E8M0", "U8", "I8", "F4"}:
             raise UserError(
                 f"{checkpoint.folder}: tensor '{name}' ({checkpoint.dtypes[name]}) has"
@@ -134,7 +134,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
         key for key in ("transform_config", "sparsity_config") if config.get(key)
     ]
     sparsity = config.get("sparsity_config")
-    # compressed-tensors writes the section for dense weights, too.
+    # compressed-tensors also writes the section for dense weights.
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
         changes.remove("sparsity_config")
     algorithm = str(config.get("quant_algo") or "")
@@ -156,7 +156,7 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
 def _block(config: Mapping[str, Any]) -> Block:
     """Return the rows and columns that share a scale, of block FP8."""
     block = config.get("weight_block_size")
-    # compressed-tensors says it in each group of layers, others once for all.
+    # compressed-tensors has it in each group of layers, others once for all.
     groups = config.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None

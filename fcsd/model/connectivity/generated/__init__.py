@@ -2,7 +2,7 @@
 checkpoints carry for that family.
 
 They are importable by name (not only in the process that made them), so that models
-pickle. Holds no code of its own; not covered here: what the text says
+pickle. Contains no code of its own. Not covered: the text of the files
 (`fcsd.model.connectivity.modeling`).
 """
 
