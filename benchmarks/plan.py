@@ -37,6 +37,9 @@ from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import gain, plan_times
 from fcsd.report.figure import GREY, SIZE, save_figure, set_title
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from tests.reference.roofline import Answer, decoding, training
 
 CONFIGS = Path(__file__).resolve().parents[1] / "tests" / "files" / "configs"

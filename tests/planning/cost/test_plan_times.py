@@ -432,6 +432,17 @@ def test_rows_of_an_fp8_server_are_dispatched_in_fp8_and_come_back_in_bfloat16(
     assert sent["dispatch"] == pytest.approx(sent["combine"] * (7168 + 4 * 56) / 14336)
     in_bfloat16 = exchange(dtype="bfloat16")
     assert in_bfloat16["dispatch"] == in_bfloat16["combine"] == sent["combine"]
+    # Measured links take as much less time, and as long back.
+    few: dict[str, Any] = V3 | {"num_hidden_layers": 2}
+    linked = published("DeepSeek-V3", few, settings)
+    linked = with_links(linked, even_links(ranks, 1e-9))
+    if all2all != "allgather_reducescatter":
+        one, fp8, two = (
+            replace(linked.roofline, sent_bytes=width).exchange(linked.work, ranks)
+            for width in (1.0, linked.stored.sent, 2.0)
+        )
+        assert two[0] - fp8[0] == pytest.approx((1 - 4 / 128) * (two[0] - one[0]))
+        assert one[1] == fp8[1] == two[1]
     # Without FP8 matmuls the activations are not quantised.
     on_a100 = exchange(gpu="a100")
     assert on_a100["dispatch"] == on_a100["combine"]
