@@ -15,6 +15,7 @@ from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.model.connectivity import Connectivity, Selection
 from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
+from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import MlpInput, connectivity_of
 from fcsd.model.families import family_of, moe_mask
@@ -216,9 +217,10 @@ def convert_checkpoint(
     mlp: MlpInput = "outdated",
     revision: str | None = None,
     config_only: bool = False,
+    format: Literal["amd"] | None = None,
 ) -> Path:
-    """Write a FarSkip checkpoint with the weights of another checkpoint; the weights
-    are linked or copied, never loaded.
+    """Write a FarSkip checkpoint with the weights of another checkpoint, as `fcsd
+    convert` does; the weights are linked or copied, never loaded.
 
     The result loads without fcsd with `trust_remote_code=True`.
 
@@ -228,6 +230,7 @@ def convert_checkpoint(
         layers: as for `convert`; None: the layers that the checkpoint names in another
             project's keys, otherwise all.
         config_only: write no weights, and need none, for servers with dummy weights.
+        format: "amd" writes the connectivity that the model has with AMD's keys.
 
     Returns:
         The new folder.
@@ -248,7 +251,23 @@ def convert_checkpoint(
     if not is_default:
         selection = "all" if layers is None else layers
         connectivity = connectivity_of(selection, attention, mlp)
-    convert_folder(model, out, connectivity, revision=revision, config_only=config_only)
+    if format is None:
+        convert_folder(
+            model,
+            out,
+            connectivity,
+            revision=revision,
+            config_only=config_only,
+            alone=True,
+        )
+    elif connectivity is not None or config_only:
+        raise UserError(
+            f"--format {format} (format={format!r}): writes the model's own"
+            " connectivity and weights; leave layers, attention, mlp and config-only"
+            " out, and convert the model first"
+        )
+    else:
+        export_checkpoint(model, out, revision=revision)
     return Path(out)
 
 

@@ -347,6 +347,18 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def command_record(command: str, **facts: Any) -> dict[str, Any]:
+    """Return the manifest of a checkpoint that a command writes without the folder of a
+    stage around it.
+    """
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "stage": command,
+        **facts,
+        "versions": versions(),
+    }
+
+
 def versions() -> dict[str, str]:
     """Collect the versions of the packages that a result depends on."""
     by_package = {"python": platform.python_version()}

@@ -3,8 +3,6 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from fcsd.base.artifact import SCHEMA_VERSION, versions
-from fcsd.base.errors import UserError
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
@@ -26,50 +24,18 @@ def _inspect(arguments: Namespace) -> None:
 
 
 def _convert(arguments: Namespace) -> None:
-    if arguments.format is not None:
-        _write_format(arguments)
-        return
-    record = {  # what `fcsd push` cannot see from the checkpoint: where it comes from
-        "schema_version": SCHEMA_VERSION,
-        "stage": "convert",
-        "settings": {
-            "model": {"path": str(arguments.model), "revision": arguments.revision}
-        },
-        "versions": versions(),
-    }
-    from fcsd.model.connectivity.checkpoint import read_checkpoint
-    from fcsd.model.connectivity.export import convert_checkpoint
-    from fcsd.model.connectivity.load import load_config
-    from fcsd.planning.layers.first import tell_first_layers
+    from fcsd.api.models import convert_checkpoint
 
-    convert_checkpoint(
-        arguments.model,
-        arguments.out,
-        connectivity_of(arguments),
-        revision=arguments.revision,
-        record=record,
-        config_only=arguments.config_only,
-    )
-    if not arguments.config_only:  # such a model is timed and never scored
-        checkpoint = read_checkpoint(arguments.out)
-        assert checkpoint.connectivity is not None and checkpoint.family is not None
-        config, wired = load_config(checkpoint), checkpoint.connectivity
-        tell_first_layers(wired, config, checkpoint.family, "--layers", arguments.model)
-    print(arguments.out)
-
-
-def _write_format(arguments: Namespace) -> None:
-    """Write a checkpoint, converted or not, in the keys of another project."""
-    if connectivity_of(arguments) is not None or arguments.config_only:
-        raise UserError(
-            f"--format {arguments.format}: writes MODEL's own connectivity and weights;"
-            " leave --layers, --attention, --mlp and --config-only out, and convert"
-            " MODEL first"
+    print(
+        convert_checkpoint(
+            arguments.model,
+            arguments.out,
+            layers=connectivity_of(arguments),
+            revision=arguments.revision,
+            config_only=arguments.config_only,
+            format=arguments.format,
         )
-    from fcsd.model.connectivity.export import export_checkpoint
-
-    export_checkpoint(arguments.model, arguments.out, revision=arguments.revision)
-    print(arguments.out)
+    )
 
 
 def _calibrate(arguments: Namespace) -> None:

@@ -24,11 +24,12 @@ from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.base.text import calibration_kl_text
 from fcsd.data.counts import tell_examples
+from fcsd.model.connectivity.export import tell_first_layers
+from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
-from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.calibration.checkpoint import (
@@ -208,13 +209,8 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     if launch.first:
         assert checkpoint.family is not None
         connectivity = recipe.connectivity.spec()
-        tell_first_layers(
-            connectivity,
-            run.original.load_config(),
-            checkpoint.family,
-            "--layers",
-            recipe.model_path,
-        )
+        mask = moe_mask(run.original.load_config(), checkpoint.family)
+        tell_first_layers(connectivity, mask, checkpoint.family, recipe.model_path)
     stage = calibrate(run, on_bad_row=None)
 
     # The records move with the model, so that `out` is complete at the moment it

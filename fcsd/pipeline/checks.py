@@ -20,6 +20,7 @@ from fcsd.evaluation.config import named_tasks
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
@@ -32,7 +33,6 @@ from fcsd.parallel.engine import check_precision
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 from fcsd.pipeline.context import Run
-from fcsd.planning.layers.first import tell_first_layers
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
 from fcsd.training.arguments import (
@@ -91,8 +91,7 @@ def check_run(run: Run) -> None:
             except UserError as error:
                 raise UserError(f"{where}{error}") from None
     if run.launch.first and _unfinished(layout.convert):
-        connectivity, where = recipe.connectivity.spec(), "connectivity.layers:"
-        tell_first_layers(connectivity, config, family, where, recipe.model_path)
+        tell_first_layers(recipe.connectivity.spec(), mask, family, recipe.model_path)
     if any(_unfinished(layout.evaluation(name)) for name in recipe.model_names):
         _check_evaluation(run)
 

@@ -11,6 +11,7 @@ import numpy as np
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.model.connectivity.spec import selection_text
 from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan, reach
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
@@ -18,7 +19,6 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.layers.points import (
     has_calibrated,
     point_loss,
-    selection_text,
     study_metric,
 )
 from fcsd.planning.layers.study import read_study

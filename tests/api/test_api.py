@@ -75,6 +75,16 @@ def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
         str(base_checkpoint), tmp_path / "out", layers="last:1"
     )
     assert out == tmp_path / "out"
+    # The command leaves the same files, with a note of the original.
+    words = [str(base_checkpoint), str(tmp_path / "command"), "--layers", "last:1"]
+    assert main(["convert", *words]) == 0
+    left_by_python, left_by_command = (
+        {file.name: file.read_bytes() for file in folder.iterdir()}
+        for folder in (out, tmp_path / "command")
+    )
+    assert left_by_python == left_by_command
+    noted = {"model": {"path": str(base_checkpoint), "revision": None}}
+    assert read_json(out / "manifest.json")["settings"] == noted
     model, tokenizer = fcsd.load(out)
     while_loaded, _ = fcsd.load(base_checkpoint, layers=[1])
     back, _ = fcsd.load(str(out), original=True)
@@ -355,6 +365,11 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
         "convert_checkpoint",
         {"model": "x", "out": None},
         "out: None; the path of a new folder is needed",
+    ),
+    (
+        "convert_checkpoint",
+        {"model": "BASE", "out": "x", "layers": "all", "format": "amd"},
+        "format='amd'): writes the model's own connectivity and weights; leave layers,",
     ),
     (
         "convert_checkpoint",

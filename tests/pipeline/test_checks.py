@@ -133,7 +133,7 @@ def test_a_recipe_whose_first_layer_is_rewired_has_a_warning_with_what_leaves_it
         "in the models that we measured, layer 0 costs the most. To find how many first layers to keep regular, run"
         in said
     )
-    assert "`; connectivity.layers: last:1 leaves out layer 0" in said
+    assert "`; the selection last:1 leaves out layer 0" in said
     check_run(run_of(bench.recipe("but-one", connectivity={"layers": "last:1"})))
     assert "layer 0" not in capsys.readouterr().err
 

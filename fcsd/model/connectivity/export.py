@@ -5,13 +5,16 @@ over."""
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_imports
 
+from fcsd.base.artifact import command_record
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_json
 from fcsd.base.weights import CONFIG_ONLY
@@ -37,7 +40,11 @@ from fcsd.model.connectivity.load import (
     load_config,
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
-from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    resolve_layers,
+    selection_text,
+)
 from fcsd.model.families import PREFIX, Family, moe_mask
 
 # no path in it leads out of the folder
@@ -51,8 +58,8 @@ def convert_checkpoint(
     connectivity: Connectivity | None = None,
     *,
     revision: str | None = None,
-    record: dict[str, Any] | None = None,
     config_only: bool = False,
+    alone: bool = False,
 ) -> list[int]:
     """Write a FarSkip checkpoint with the weights of `source`, which may be a base or a
     FarSkip checkpoint.
@@ -73,11 +80,12 @@ def convert_checkpoint(
     Args:
         connectivity: None: as the source's keys of another project say (AMD's
             Instella); without such keys, all layers.
-        record: written beside the weights as `manifest.json`, with the layers as its
-            results.
         config_only: `source` needs no weights, and none are written or fetched: for a
             server with dummy weights, which is timed. All else is the same; the
             `manifest.json` says that there are none.
+        alone: no stage's folder is around `destination`. A `manifest.json` beside the
+            weights says where they come from (`fcsd push` cannot see it from them), and
+            a line on stderr how to keep first layers regular.
 
     Returns:
         The indices of the rewired layers.
@@ -89,8 +97,6 @@ def convert_checkpoint(
     checkpoint, family, _ = _checked(source, destination, revision, not config_only)
     mask = moe_mask(load_config(checkpoint), family)
     current = checkpoint.connectivity
-    if config_only:
-        record = {"stage": "convert"} | (record or {}) | {CONFIG_ONLY: True}
     if connectivity is None:
         # A checkpoint in another project's keys keeps the connectivity that they describe.
         connectivity = Connectivity()
@@ -115,12 +121,44 @@ def convert_checkpoint(
     with new_folder(Path(destination), replaces=False) as folder:
         write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
-        if record is not None:
-            write_json(
-                folder / "manifest.json",
-                record | {"results": {"layers": field["layers"]}},
+        if alone or config_only:
+            record = command_record(
+                "convert",
+                settings={"model": {"path": str(source), "revision": revision}},
+                results={"layers": field["layers"]},
+                **({CONFIG_ONLY: True} if config_only else {}),
             )
+            write_json(folder / "manifest.json", record)
+    # A model without weights is timed and never scored.
+    if alone and not config_only:
+        tell_first_layers(connectivity, mask, family, source)
     return field["layers"]
+
+
+def tell_first_layers(
+    connectivity: Connectivity, mask: Sequence[bool], family: Family, model: Any
+) -> None:
+    """Warn in one line that layer 0 is about to be rewired, and say how to measure
+    which layers to leave as they are and how to leave layer 0 out.
+
+    Nothing is printed where layer 0 is not selected, is selected alone, or computes the
+    same as a regular layer. model: the model argument for the suggested `fcsd layers`
+    command.
+    """
+    layers = resolve_layers(connectivity.layers, mask)
+    later_layers = [layer for layer in layers if layer]
+    # With a regular MLP input, or in a parallel layout, layer 0 has nothing before it
+    # that its inputs could miss: rewiring it changes nothing.
+    regular = 0 not in connectivity.outdated_layers(mask) or family.layout == "parallel"
+    if regular or len(later_layers) in (0, len(layers)):
+        return
+    print(
+        "in the models that we measured, layer 0 costs the most. To find how many first"
+        f" layers to keep regular, run `fcsd layers {shlex.quote(str(model))}`;"
+        f" the selection {selection_text(later_layers, len(mask))} leaves out layer 0"
+        " (docs/convert.md)",
+        file=sys.stderr,
+    )
 
 
 def unconvert_checkpoint(

@@ -221,6 +221,32 @@ def connectivity_of(
     return layers
 
 
+def ranges(indices: Sequence[int]) -> str:
+    """Format indices as ranges: `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
+    spans: list[list[int]] = []
+    for index in sorted(indices):
+        if spans and index == spans[-1][1] + 1:
+            spans[-1][1] = index
+        else:
+            spans.append([index, index])
+    return (
+        ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+        or "-"
+    )
+
+
+def selection_text(layers: Sequence[int], num_layers: int | None = None) -> str:
+    """Format sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer.
+
+    num_layers: of the model, whose last layers are then `last:N`; None: not known.
+    """
+    if num_layers is not None and layers == list(
+        range(num_layers - len(layers), num_layers)
+    ):
+        return f"last:{len(layers)}"
+    return ranges(layers) if layers else "none"
+
+
 def parse_mlp(value: Any) -> MlpInput:
     """Return the MLP side's input in normal form: "outdated", "full" or a selection.
 

@@ -1,10 +1,11 @@
 """Format the facts about a checkpoint as text."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fcsd.base.repository import plugin_install
 from fcsd.base.text import markdown, size
+from fcsd.model.connectivity.spec import ranges
 
 PARTS = {
     "embeddings": "embeddings",
@@ -226,17 +227,3 @@ def _cache(cache: Mapping[str, Any] | None) -> str:
 
 def _number(value: int | None) -> str:
     return "?" if value is None else f"{value:,}"
-
-
-def ranges(indices: Sequence[int]) -> str:
-    """Format indices as ranges: `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
-    spans: list[list[int]] = []
-    for index in sorted(indices):
-        if spans and index == spans[-1][1] + 1:
-            spans[-1][1] = index
-        else:
-            spans.append([index, index])
-    return (
-        ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
-        or "-"
-    )

@@ -18,12 +18,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from fcsd.base.artifact import (
-    SCHEMA_VERSION,
-    check_checkpoint,
-    model_outputs,
-    versions,
-)
+from fcsd.base.artifact import check_checkpoint, command_record, model_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
@@ -284,12 +279,7 @@ def _leave_manifest(command: str, folder: Path, hashes: dict[str, str]) -> None:
     """Record the copy's hashes, with which readers notice later changes."""
     names = [file.name for file in weight_files(folder)]
     weights = fingerprint_of({name: hashes[name] for name in names})
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "stage": command,
-        "outputs": model_outputs(folder, weights),
-        "versions": versions(),
-    }
+    record = command_record(command, outputs=model_outputs(folder, weights))
     write_sealed(folder / "manifest.json", record)
 
 

@@ -6,28 +6,23 @@ that were measured (docs/convert.md).
 
 Their number differs: one in models trained on little text, the first two in SmolLM2
 (1.8 and 0.5 nats). `special_layers` finds them in a study, together with the cost and
-the overlap of all other layers; before anything is measured, `tell_first_layers` can
-only say that such layers exist.
+the overlap of all other layers; before anything is measured, `tell_first_layers`
+(`fcsd.model.connectivity.export`) can only say that such layers exist.
 
 Not covered: the quality that training recovers.
 """
 
-import shlex
 import statistics
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from fcsd.base.text import nats
-from fcsd.model.connectivity.spec import Connectivity, resolve_layers
-from fcsd.model.families import Family, moe_mask
-from fcsd.model.inspect.table import ranges
+from fcsd.model.connectivity.spec import ranges, selection_text
 from fcsd.planning.layers.points import (
     has_calibrated,
     number_text,
     point_loss,
     selection_facts,
-    selection_text,
     study_overlap,
     values_of,
 )
@@ -37,39 +32,6 @@ FAR_MORE = 5.0
 """SmolLM2 as a MoE of copies: layers 0 and 1 cost 47 and 14 times as much as a typical
 one, the next 2.7 times. With a shared expert 0, 1, 29 (the last) and 19 cost 65, 18, 8
 and 6 times as much, the next 3.6 times."""
-
-
-def tell_first_layers(
-    connectivity: Connectivity, config: Any, family: Family, option: str, model: Any
-) -> None:
-    """Warn in one line that layer 0 is about to be rewired, and say how to measure
-    which layers to leave as they are and how to leave layer 0 out.
-
-    Nothing is printed where layer 0 is not selected, is selected alone, or computes the
-    same as a regular layer. option: the caller's option for a selection: `--layers`.
-    model: the model argument for the suggested `fcsd layers` command.
-    """
-    mask = moe_mask(config, family)
-    layers = resolve_layers(connectivity.layers, mask)
-    later_layers = [layer for layer in layers if layer]
-    # With a regular MLP input, or in a parallel layout, layer 0 has nothing before it
-    # that its inputs could miss: rewiring it changes nothing.
-    regular = 0 not in connectivity.outdated_layers(mask) or family.layout == "parallel"
-    if regular or len(later_layers) in (0, len(layers)):
-        return
-    print(
-        "in the models that we measured, layer 0 costs the most. To find how many first"
-        f" layers to keep regular, run `fcsd layers {shlex.quote(str(model))}`;"
-        f" {option} {_selection(later_layers, len(mask))} leaves out layer 0"
-        " (docs/convert.md)",
-        file=sys.stderr,
-    )
-
-
-def _selection(layers: Sequence[int], num_layers: int) -> str:
-    # `last:N` is shorter than the list of its layers.
-    last = list(range(num_layers - len(layers), num_layers))
-    return f"last:{len(layers)}" if layers == last else selection_text(layers)
 
 
 def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
@@ -119,7 +81,7 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     remaining_point = points.get(tuple(remaining_layers))
     without = {
         "name": f"all but {_left_text(left_out, num_first)}",
-        "selection": _selection(remaining_layers, num_layers),
+        "selection": selection_text(remaining_layers, num_layers),
         "measured": (
             remaining_point
             and {

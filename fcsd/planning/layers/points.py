@@ -8,8 +8,8 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
 from fcsd.base.text import nats
+from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.families import FAMILIES
-from fcsd.model.inspect.table import ranges
 from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.layers.settings import KL
@@ -54,11 +54,6 @@ def point_loss(
         p["values"][metric]["value"] for p in study["points"] if p["side"] == "none"
     )
     return original - row["value"], row["stderr"]
-
-
-def selection_text(layers: Sequence[int]) -> str:
-    """Format sorted indices as `--layers` reads them: `3,5-27`; `none` for no layer."""
-    return ranges(layers) if layers else "none"
 
 
 def overlapped_collectives(

@@ -24,7 +24,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown, nats
-from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.connectivity.spec import resolve_layers, selection_text
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text
@@ -35,7 +35,6 @@ from fcsd.planning.layers.points import (
     point_loss,
     selecting_option,
     selection_facts,
-    selection_text,
     study_metric,
     study_overlap,
     values_of,

@@ -14,11 +14,11 @@ from fcsd.base.repository import plugin_install
 from fcsd.base.text import size
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
+from fcsd.model.connectivity.spec import ranges
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.refused import REFUSED
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.inspect.memory import cache_bytes
-from fcsd.model.inspect.table import ranges
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import cache_of, few

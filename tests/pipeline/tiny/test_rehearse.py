@@ -470,7 +470,7 @@ def test_data_that_fcsd_makes_are_advised_with_their_command_and_used_when_they_
     )
     assert main(["run", "tiny/demo", "--rehearse", "small"]) == 2
     *warnings, line = capsys.readouterr().err.splitlines()
-    first = "connectivity.layers: last:3 leaves out layer 0 (docs/convert.md)"
+    first = "the selection last:3 leaves out layer 0 (docs/convert.md)"
     assert [each.rpartition("; ")[2] for each in warnings] == [*[command] * 3, first]
     assert line.endswith(
         "in the layout of its hub repository; `fcsd tiny-data OUT` makes it"

@@ -33,12 +33,13 @@ from fcsd.model.connectivity import (
     load_model,
     parse_selection,
 )
+from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as study_module
 from fcsd.planning.layers.first import special_layers
-from fcsd.planning.layers.points import overlapped_collectives, selection_text
+from fcsd.planning.layers.points import overlapped_collectives
 from fcsd.planning.layers.proposal import (
     layers_within,
     least_sensitive,
@@ -1156,7 +1157,7 @@ def test_convert_says_when_the_first_layer_is_among_those_to_rewire(
             in said
         )
         assert (
-            f"`fcsd layers {tmp_path / 'model'}`; --layers {selection} leaves out"
+            f"`fcsd layers {tmp_path / 'model'}`; the selection {selection} leaves out"
             " layer 0" in said
         )
 

@@ -778,7 +778,7 @@ def test_the_command_calibrates_and_tells_what_it_did(
         str(tmp_path / "gone.jsonl"),
     ]
     assert main(every) == 2
-    said_of_first = f"run `fcsd layers {base}`; --layers last:3 leaves out layer 0"
+    said_of_first = f"run `fcsd layers {base}`; the selection last:3 leaves out layer 0"
     assert said_of_first in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
     assert (
