@@ -95,7 +95,7 @@ class BatchSizer:
 
 
 class Backend(Protocol):
-    """A model that can be asked, wherever it is computed.
+    """A model that answers questions, wherever it runs.
 
     at_limit: problems of the last code task with a completion that ended at the token
     limit.
@@ -104,9 +104,7 @@ class Backend(Protocol):
     at_limit: set[str]
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which all questions are asked; it leaves the model as
-        it found it.
-        """
+        """Return the context for all questions; it leaves the model unchanged."""
 
     def begin(self, journal: Journal) -> None:
         """Start a task, whose single answers may be kept in `journal`."""
@@ -197,7 +195,7 @@ class InMemoryBackend:
         in order, on all ranks.
 
         ask: takes a batch and the number of its sequences that go into one forward.
-        idle: runs a pass whose result nobody reads. bar: options of `progress_bar`.
+        idle: runs a pass whose result is not used. bar: options of `progress_bar`.
         """
 
         def answer(number: int, batch: Any) -> list[Any]:
@@ -234,7 +232,7 @@ class InMemoryBackend:
                 chat template.
         """
         tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
-        # Longest first: what memory cannot hold fails in the first batch.
+        # Longest first: if memory is too small, the first batch fails.
         order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
         samples = [index for index in order for _ in range(row.num_samples)]
         self.batch.begin(len(samples), self.ranks)

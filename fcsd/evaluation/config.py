@@ -179,7 +179,7 @@ class SuiteConfig(Strict, strict=True):
     name: Name
     description: str = ""
     tasks: list[TaskConfig] = Field(min_length=1)
-    # Task -> column -> what it holds; a task that another suite of fcsd describes needs
+    # Task -> column -> its contents; a task that another suite of fcsd describes needs
     # no entry here.
     columns: dict[str, dict[str, Column]] = Field({}, exclude=True)
     # where the suite file lies; set by `load_suite`
@@ -267,8 +267,8 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
             for key, value in changes.items()
             if key != "thinking" or row.kind != "likelihood"
         }
-        # Only what was set, so that the rules of each kind see a row as a file would
-        # have it.
+        # Only keys that were set, so that the rules of each kind see a row as in a
+        # file.
         rows.append(row.model_dump(mode="json", exclude_unset=True) | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"

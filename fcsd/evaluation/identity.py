@@ -4,8 +4,8 @@ forward of the model in memory.
 A stock engine serves the weights of a FarSkip checkpoint with regular connectivity, and
 a served name says nothing.
 
-Not covered: two models that answer alike within float noise, unless the server was
-started with a folder of this machine, whose weights are compared then.
+Not covered: two models whose answers are equal within float noise, unless the server
+loaded a folder of this machine, whose weights are then compared.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def check_identity(
     tokenizer: PreTrainedTokenizerBase,
     load: Callable[[], PreTrainedModel],
 ) -> dict[str, Any]:
-    """Return how far the log-probabilities of 8 prompts differ, in nats a token, and
+    """Return how far the log-probabilities of 8 prompts differ, in nats per token, and
     how far they may.
 
     ask: rows of tokens -> the server's log-probability of each token but the first.
@@ -110,7 +110,7 @@ def check_identity(
     ]
     difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
-    # Not `>`: a NaN must be refused, too.
+    # Not `>`: a NaN must also be refused.
     if not difference <= allowed:
         raise server.error(
             f"serves {server.model}, and not {path} as it is in {dtype}:"
@@ -131,7 +131,7 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
     """Refuse a server that was started with another folder of this machine: two
     trainings may answer alike.
 
-    A relative one is looked for from here, where a server is usually started, too.
+    A relative path is resolved from here, where a server is usually started as well.
     """
     root = Path(server.root).resolve()
     if not server.root or root == model.folder.resolve() or not weight_files(root):

@@ -63,8 +63,8 @@ def _load(location: str, row: CodeTaskConfig) -> Any:
         "revision": None if Path(location).exists() else row.revision,
         "columns": {},
     }
-    # Not validated: the columns of a test set are any, those of a training source make
-    # an example.
+    # Not validated: a test set may have any columns, but a training source's columns
+    # make an example.
     return load_source(SourceConfig.model_construct(**options))
 
 

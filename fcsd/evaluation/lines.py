@@ -52,8 +52,8 @@ def texts_of(
 ) -> tuple[str, list[str]]:
     """Return the first of these keys that a line has, and its texts, at least one.
 
-    keys: key -> whether it holds a list of texts, or one. missing: what an error says
-    of a line without any.
+    keys: key -> whether it holds a list of texts, or one text. missing: the error for a
+    line without any of them.
     """
     key = next((key for key in keys if key in line), None)
     if key is None:

@@ -26,13 +26,12 @@ class Work:
 
 
 class Progress:
-    """Counts tasks, or stages; the time left is that of the work still to come, at the
-    pace of its kind so far.
+    """Counts tasks, or stages; estimates the time left from the remaining work, at each
+    kind's pace so far.
 
-    tasks: name -> work of each task still to do, in order. kept: number of tasks that
+    tasks: name -> work of each remaining task, in order. kept: number of tasks that
     were finished before. label: (name, position, work) -> beginning of the line. ended:
-    (name, duration) -> the line that says how long a task took. noun: what a task is
-    called.
+    (name, duration) -> the line with a task's duration. noun: the word for a task.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Progress:
         self._current: tuple[str, float] | None = None
 
     def start(self, task: str) -> None:
-        """Say that `task` begins; the one before has ended."""
+        """Print that `task` begins and the previous task has ended."""
         self.end()
         self._current = task, self._clock()
         names = list(self.tasks)
@@ -86,7 +85,7 @@ class Progress:
         finished; "" while there is nothing to estimate from."""
         assert self._current is not None
         names, spent = list(self.tasks), self._with_current(done)
-        # Each kind of work has a pace of its own, in seconds for one unit.
+        # Each kind of work has its pace, in seconds per unit.
         pace = {
             unit: seconds / amount
             for unit, (seconds, amount) in spent.items()

@@ -2,7 +2,7 @@
 whose answers lm-eval grades.
 
 A line is a JSON object; `task` names its task where --tasks does not
-(docs/evaluate.md). What `fcsd evaluate` wrote is read for both. Not covered: tasks that
+(docs/evaluate.md). Both accept files of `fcsd evaluate`. Not covered: tasks that
 are scored by likelihood.
 """
 
@@ -73,7 +73,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         "rows": [row.model_dump(mode="json") for row, _ in rows],
         "versions": evaluation_versions(),
     }
-    # All code tasks ran in this machine's sandbox, so those of any of them will do.
+    # All code tasks ran in this machine's sandbox, so the facts of any of them apply.
     layers = next(
         (task_layers for *_, task_layers in reversed(graded.values()) if task_layers),
         None,
@@ -156,7 +156,7 @@ def _refuse_foreign(output: Path) -> None:
             "suite"
         ]
     except (OSError, ValueError, KeyError, TypeError):
-        # What cannot be read as a result is something else.
+        # A file that cannot be read as a result is something else.
         earlier = ""
     if not output.is_dir() or (
         not is_empty(output) and not str(earlier).startswith(_SUITE)
@@ -206,8 +206,8 @@ def _answers(
     from fcsd.evaluation.lm_eval.ready import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 
-    # How the model was asked is not known here, and no tokenizer is: prompts are hashed
-    # as plain text.
+    # Neither the form of the prompts nor the tokenizer is known here: prompts are
+    # hashed as plain text.
     plain = row.model_copy(
         update={"chat_template": False, "system_prompt": None, "thinking": None}
     )

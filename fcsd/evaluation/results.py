@@ -278,7 +278,7 @@ def write_result(
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """Read what `write_result` wrote: (result, samples).
+    """Read the files of `write_result`: (result, samples).
 
     Raises:
         UserError: no result there, a damaged file, or a version of the format that this
@@ -316,7 +316,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
 def read_samples(
     folder: Path, task: str, row: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Read the samples of one task; `row` is what results.json has of it. Raises as
+    """Read the samples of one task; `row` is its entry in results.json. Raises as
     `read_result`.
     """
     if missing := [key for key in _ROW_KEYS if key not in row]:

@@ -59,12 +59,12 @@ def prepare_evaluation(
     """Prepare data and sandbox once, to evaluate one model after another; yield a
     function of a model and its name.
 
-    All data, templates and the sandbox are checked before a model is asked anything.
+    All data, templates and the sandbox are checked before a model runs.
 
     config: its batch size, limit, data root and `allow_weak_sandbox` are read. store:
     where the first rank keeps finished tasks and looks for them. ranks: those that
-    share the work; by default this process does all of it. any_direction: take metrics
-    of which less is better, too; for scores that are not compared between models.
+    share the work; by default this process does all of it. any_direction: also accept
+    metrics for which less is better, if scores are not compared between models.
 
     Raises:
         UserError: a task, data set, metric or chat template that does not exist; a
@@ -73,7 +73,7 @@ def prepare_evaluation(
     """
     check_batch_size(config.batch_size, ranks)
     data_root = Path(config.data_root) if config.data_root is not None else None
-    # The first rank alone reads the store; the others follow what it found.
+    # Only the first rank reads the store, and tells the others.
     stored = ranks.from_first(
         lambda: {
             row.task: task
@@ -155,11 +155,12 @@ def _prepare_task(
     limit: int | None,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the items of a task, and the facts of its result that are known before a
-    model is asked.
+    model runs.
     """
     if row.kind == "code":
         problems = load_problems(row, data_root)
-        # For its errors alone, before a model is asked: no chat template, say.
+        # Only for its errors, before a model runs: for example, a missing chat
+        # template.
         prompts(tokenizer, problems[:1], row)
         return problems[:limit], {
             "num_items_total": len(problems),
@@ -210,7 +211,7 @@ class PreparedEvaluation:
             lambda: [int(number) for number in counts.take() or (0, 0)]
         )
         dropped, total = (sum(of_ranks) for of_ranks in zip(*pairs, strict=True))
-        # The share is that of the tasks that were not finished before; None: all were.
+        # The share counts the tasks that were not finished before; None: all were.
         result["settings"]["dropped_share"] = dropped / total if total else None
         return result, samples
 

@@ -47,7 +47,7 @@ def paired(
     Standard errors are None for one item.
 
     Raises:
-        UserError: the two were not asked the same items with the same prompts.
+        UserError: the two were not evaluated on the same items with the same prompts.
     """
     return _paired(_join(original, converted, task))
 
@@ -58,8 +58,8 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    # Items with equal scores say nothing about which model is better, so McNemar's test
-    # counts the others alone.
+    # Items with equal scores do not show which model is better, so McNemar's test
+    # counts only the others.
     changed = gained + lost
     original_mean = math.fsum(original_scores) / len(pairs)
     converted_mean = math.fsum(converted_scores) / len(pairs)
@@ -157,10 +157,10 @@ def compare(
     """Compare all tasks of two evaluations, and the plain mean over the headline tasks;
     docs/results.md has the keys.
 
-    original, converted: {"result": …, "samples": …} as `read_result` gives them. only:
-    tasks to compare where the results have others, too. A task is "lost" or "gained"
-    where its p after Holm's correction for the number of tasks is below 0.05; the mean
-    where its interval does not hold 0, of one task as that task.
+    original, converted: {"result": …, "samples": …} from `read_result`. only: tasks to
+    compare, if the results have more. A task is "lost" or "gained" where its p after
+    Holm's correction for the number of tasks is below 0.05; the mean where its interval
+    does not hold 0, of one task as that task.
 
     Raises:
         UserError: other tasks, metrics, shots or decoding, or samples that do not
@@ -235,7 +235,7 @@ def _common(
                 f" {', '.join(common_tasks) or 'none in common'}"
             )
         return [task for task in common_tasks if task in only]
-    # Different suites are refused rather than silently cut to what they share.
+    # Different suites are refused rather than silently cut to their common tasks.
     if original_tasks.keys() != converted_tasks.keys():
         missing_text = ", ".join(sorted(original_tasks.keys() ^ converted_tasks.keys()))
         advice = "evaluate both on the same suite"

@@ -72,7 +72,7 @@ class ServedBackend:
             bodies = [
                 {"prompt": list(row), "answer_tokens": len(row) - 1} for row in rows
             ]
-            # A journal of its own: these answers belong to no task.
+            # A separate journal: these answers belong to no task.
             return [
                 logprobs
                 for logprobs, _ in self.ask(
@@ -130,7 +130,7 @@ class ServedBackend:
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling: Body = {"temperature": 0.0}
         if row.temperature:
-            # top_k and min_p are switched off: a server may have defaults of its own.
+            # top_k and min_p are switched off: a server may have other defaults.
             sampling = {
                 "temperature": row.temperature,
                 "top_p": row.top_p,
@@ -216,7 +216,7 @@ class ServedBackend:
         answers = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(answers) if answer is None]
         read = self._read_likelihood if kind == "likelihood" else self._read_generation
-        # Answers that the journal holds are not asked for again.
+        # Answers in the journal are not requested again.
         requests = [self._request(kind, bodies[number]) for number in missing]
         with progress_bar(
             total=len(bodies),
@@ -239,8 +239,8 @@ class ServedBackend:
         return answers
 
     def _request(self, kind: str, body: Body) -> Body:
-        """Return the body of the request. Where the server returns tokens, it is asked
-        to ignore its own end tokens, and answers are cut here.
+        """Return the body of the request. A server that returns tokens is told to
+        ignore its end tokens, and answers are cut here.
         """
         if kind == "likelihood":
             return {

@@ -73,8 +73,8 @@ class Server:
         whether it returns them, of the prompt and of an answer.
 
     Raises (all methods):
-        UserError: one line that names the address: nothing answers, no such server, a
-            key is asked for, a refusal.
+        UserError: one line with the address: nothing answers, no such server, a missing
+            key, a refusal.
     """
 
     def __init__(self, url: str, *, concurrency: int = 64):
@@ -118,15 +118,15 @@ class Server:
         card = chosen[0]
         self.model, self.root = str(card.get("id")), str(card.get("root") or "")
         self.context = int(card["max_model_len"]) if card.get("max_model_len") else None
-        # vLLM and SGLang describe themselves under different paths; others may not at
-        # all.
+        # vLLM and SGLang describe themselves under different paths; other servers may
+        # not at all.
         info = self._optional("/server_info?config_format=json") or self._optional(
             "/get_server_info"
         )
         vllm = info["vllm_config"] if isinstance(info.get("vllm_config"), dict) else {}
         dtype = (vllm.get("model_config") or {}).get("dtype") or info.get("dtype")
         version = self._optional("/version").get("version") or info.get("version")
-        # SGLang's sizes; those of vLLM come from an answer's fingerprint (`_probe`).
+        # SGLang's sizes; vLLM's come from an answer's fingerprint (`_probe`).
         sizes = {
             "tp": info.get("tp_size"),
             "dp": info.get("dp_size"),
@@ -146,9 +146,7 @@ class Server:
         self.facts["parallelism"] = self._parallelism
 
     def _probe(self) -> None:
-        """Learn from one answer what it holds, and what vLLM writes into its
-        fingerprint.
-        """
+        """Learn the fields of an answer, and vLLM's fingerprint, from one request."""
         body = {
             "prompt": [1, 2],
             "max_tokens": 1,
@@ -181,7 +179,7 @@ class Server:
         note: Callable[[int, Any], None] = lambda number, answer: None,
     ) -> list[Any]:
         """Ask for completions and return read(number, answer) of each, in order; `note`
-        is called with each as soon as it is there.
+        is called with each answer as it arrives.
 
         Overload (429), failures (5xx) and dropped connections are tried again, with
         growing pauses, until all of them have failed for `PATIENCE_S`, or one alone for
@@ -235,7 +233,9 @@ class Server:
     async def _patiently(
         self, client: httpx2.AsyncClient, body: Body, outage: "_Outage"
     ) -> Body:
-        """Ask until an answer comes; outage: what all that wait share."""
+        """Repeat the request until an answer comes; outage: shared by all waiting
+        requests.
+        """
         pause = 0.25
         first_failure_s: float | None = None
         dropped = False

@@ -4,8 +4,8 @@ server, with or without a recipe.
     stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
     config), folder, launch, load_for_evaluation)
 
-Not covered: how a model is loaded and distributed (`fcsd.parallel.place`), and what is
-measured of it beside its scores (`fcsd.pipeline.reference`).
+Not covered: loading and distributing a model (`fcsd.parallel.place`), and its
+measurements other than scores (`fcsd.pipeline.reference`).
 """
 
 import contextlib
@@ -48,13 +48,15 @@ Load = Callable[[ModelFolder, Launch], PreTrainedModel]
 
 
 class Reference(Protocol):
-    """What a recipe's models are measured against, beside their scores."""
+    """The reference against which a recipe's models are measured, in addition to their
+    scores.
+    """
 
     def settings(self) -> dict[str, Any]:
         """Return the settings on which the measure depends, for the manifest."""
 
     def inputs(self) -> dict[str, Any]:
-        """Return the fingerprints of what the measure reads."""
+        """Return the fingerprints of the measurement's inputs."""
 
     def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:
         """Return the function that measures a model; None where there is nothing to
@@ -117,9 +119,9 @@ class Evaluation:
         }
 
     def inputs(self) -> dict[str, Any]:
-        """Return the fingerprints of all inputs; no path is part of them."""
+        """Return the fingerprints of all inputs, without paths."""
         model = self.checkpoint
-        # Weights do not tell it: a converted checkpoint has those of its original.
+        # Weights do not show it: a converted checkpoint has the same as its original.
         fingerprints = {
             **model.fingerprints("model"),
             "connectivity": str(
@@ -141,8 +143,8 @@ def run_evaluation(
     task. All ranks call this.
 
     Raises:
-        UserError: what rules itself out (a server and several ranks); a model, task or
-            data set that is not there; a folder with another evaluation.
+        UserError: contradictory settings (a server and several ranks); a missing model,
+            task or data set; a folder with another evaluation.
     """
     config = evaluation.config
     check_server(config.server, launch)
@@ -209,7 +211,7 @@ def _store(
     """Return the store of finished tasks, keyed by the fingerprints of the model and
     its settings, never by a path.
 
-    backend: which server answers for the model, if one does.
+    backend: the server that answers for the model, if any.
     """
     config, loading = evaluation.config, dict[str, Any]()
     if evaluation.reference is not None:
@@ -217,7 +219,7 @@ def _store(
         loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
         loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
     if backend:
-        # Another engine, or another form of it, answers with other rounding.
+        # Another engine, or another configuration of it, rounds differently.
         served = {
             "server": {**backend.server.facts, "checked": evaluation.server_check}
         }
@@ -236,7 +238,7 @@ def _store(
             if name not in ("python", "accelerate")
         },
     }
-    # A kept answer counts as long as the items and how they are asked are the same.
+    # A kept answer counts as long as the items and their prompts are the same.
     data = {}
     for row in evaluation.suite.tasks:
         items = stage.inputs.get(f"task {row.task}", "")
@@ -301,8 +303,8 @@ def _leave(
 
 def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
     if launch.first:
-        # The samples are in files of their own; a kill may have left some after the
-        # stage had finished.
+        # The samples are in separate files; a kill may have left some after the stage
+        # had finished.
         shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
 
 
@@ -311,8 +313,9 @@ def test_set_fingerprints(
     data_root: Path | None,
     heldout: SourceConfig | None = None,
 ) -> dict[str, str]:
-    """Return fingerprints of the test sets' items and of the lm-eval files that say how
-    they are asked: a score is never reused for others."""
+    """Return fingerprints of the test sets' items and of the lm-eval files that define
+    their prompts: a score is never reused for others.
+    """
     fingerprints: dict[str, str] = {}
     for row in suite.tasks if suite is not None else ():
         location = dataset_location(row, data_root)

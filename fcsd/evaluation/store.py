@@ -1,5 +1,5 @@
-"""Keep the finished tasks of an evaluation: one that was cut off continues with the
-next task, and the same weights are never asked the same questions twice.
+"""Keep the finished tasks of an evaluation: an interrupted evaluation continues with
+the next task, and the same weights never get the same questions twice.
 
 The key of a task is a hash over the weights, the configuration and tokenizer, the
 suite's row, the bytes of the data, the limit and the versions; a path or a name never
@@ -29,7 +29,7 @@ def configuration_fingerprint(folder: Path) -> str:
 
 
 class TaskStore:
-    """A folder with one file a finished task, created when the first is put there;
+    """A folder with one file per finished task, created with the first;
     UserError where it is a file.
 
     identity: name -> fingerprint of everything that all tasks depend on (weights,
@@ -47,8 +47,8 @@ class TaskStore:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity,
-            # Whether a task counts in the mean, and what its data set is called,
-            # changes no answer.
+            # Whether a task counts in the mean, and its data set's name, change no
+            # answer.
             "row": row.model_dump(
                 mode="json", exclude={"headline", "dataset", "revision"}
             ),
@@ -104,8 +104,8 @@ class TaskStore:
 
 
 class Journal:
-    """Answers by question, each written as it comes; where a line is cut off or
-    damaged, the question is asked again.
+    """Answers by question, each written on arrival; if a line is cut off or damaged,
+    the question is repeated.
 
     path: None keeps them for this process only.
     """

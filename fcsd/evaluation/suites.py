@@ -3,8 +3,8 @@
 their pinned revisions.
 
 ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
-fetched. A data set is fetched into a hidden folder beside its place and renamed when it
-is whole; what an interrupted fetch has left is used by the next one.
+fetched. A data set is fetched into a hidden folder beside its destination and renamed
+when complete; the next fetch continues an interrupted one.
 
 Not covered: data sets that need the user to agree to terms on the Hub first, other than
 with the user's own token.
@@ -31,7 +31,7 @@ from fcsd.data.thoughts import thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
 
-MARK = ".fcsd-fetch"  # no suffix of data: it must not change what identifies the rows
+MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the
 # folder unreadable.
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
@@ -66,7 +66,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
 
 
 def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
-    """Find where the row's task YAML is, beside the suite or in eval/tasks; None: in
+    """Find the row's task YAML, beside the suite or in eval/tasks; None: in
     lm-eval's own tasks, if at all.
     """
     name = row.lm_eval_include or row.task
@@ -76,8 +76,8 @@ def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
 
 
 def damaged_file(location: str) -> str:
-    """Name the parquet file in a folder that cannot be read to its end, and why; ""
-    where there is none.
+    """Name a parquet file in a folder that cannot be read completely, and the reason;
+    "" if there is none.
     """
     import pyarrow
     from pyarrow.parquet import ParquetFile
@@ -95,7 +95,7 @@ def damaged_file(location: str) -> str:
 
 
 def hub_advice(data_root: Path | None) -> str:
-    """Say what to do where a data set cannot be read from the Hub."""
+    """Say what to do if a data set cannot be read from the Hub."""
     if data_root is not None:
         return ""
     return (
@@ -208,7 +208,7 @@ def _fetch(row: TaskConfig, root: Path) -> None:
             commit = _download(row.dataset, row.revision, staging)
         except Exception as error:
             network = isinstance(error, ConnectionError | TimeoutError)
-            # Errors of the disk are raised as they are; others get advice on the Hub.
+            # Disk errors are raised unchanged; others get advice on the Hub.
             if isinstance(error, OSError) and error.errno is not None and not network:
                 raise  # a full disk
             raise _unreachable(row, error) from error
@@ -240,8 +240,8 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
     from huggingface_hub import errors
 
     name = f"{row.dataset}@{row.revision or 'main'}"
-    # The order matters: a gated repository's error is a kind of the one for a missing
-    # repository.
+    # The order matters: a gated repository's error is a subclass of a missing
+    # repository's.
     advice: dict[Any, str] = {
         errors.GatedRepoError: (
             "agree to its terms on the Hub and log in with `hf auth login`"

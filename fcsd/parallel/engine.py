@@ -321,8 +321,8 @@ def _set_environment(values: dict[str, str | None]) -> None:
 
 
 def finish_zero_settings(arguments: Any, train: Precision, engine: Engine) -> None:
-    """Overwrite DeepSpeed's settings, if it is used, with those of the recipe and of
-    fcsd, whatever accelerate's configuration says.
+    """If DeepSpeed is used, overwrite its settings in accelerate's configuration with
+    the recipe's and fcsd's.
     """
     if not engine.uses_deepspeed:
         return

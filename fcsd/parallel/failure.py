@@ -1,11 +1,11 @@
 """End all processes of a launch within seconds when one of them fails, and print its
 error once.
 
-Otherwise a process that fails leaves the others waiting in a collective, for the hours
-that a score may take, and in the end they only print that a connection was closed. So
-each rank has a thread that looks once a second into the store through which the ranks
-met. The first rank to fail writes there and prints its error, and the others end; a
-rank that stops counting there was killed.
+Otherwise, when a process fails, the others wait in a collective for the hours that a
+score may take, and finally print only that a connection was closed. So each rank has a
+thread that looks once a second into the store through which the ranks met. The first
+rank to fail writes its error there and prints it, and the others end; a rank that stops
+counting there was killed.
 
 Heavy libraries are imported only by the first launch of several processes.
 
@@ -51,7 +51,7 @@ def in_step(yes: bool = True) -> None:
 
 
 def further_in_step() -> None:
-    """Note that this rank has made progress, if it is in a step."""
+    """Record that this rank has made progress, if it is in a step."""
     if _step_began is not None:
         in_step()
 
@@ -85,7 +85,7 @@ def first_failure(
     """Return the text that this process prints about its error (None: another process
     prints it), and the status to end with.
 
-    text, status: those of this process if it were alone.
+    text, status: the values for a process without others.
     """
     if _watch is not None:
         return _watch.first_failure(text, status, error)
@@ -153,8 +153,7 @@ class Watch:
     def _end(self) -> None:
         failure = self._failure()
         self.store.set(f"knows/{self.rank}", "1")
-        # The main thread may raise an error of its own, now that a peer is gone, and
-        # end.
+        # The main thread may now raise an error because a peer is gone, and end.
         if failure["rank"] != self.rank and not self._stopped.wait(_GRACE_S):
             self._exit("", failure["status"])
 

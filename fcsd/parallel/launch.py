@@ -89,7 +89,7 @@ class Launch:
 
         def begin() -> str:
             state = stage.state()
-            # Only the first rank looks at files; the others learn the state from it.
+            # Only the first rank reads files; the others get the state from it.
             if state == "finished":
                 check_outputs(stage.folder)
                 print(
@@ -124,7 +124,7 @@ class Launch:
 
 
 def join_launch(*, expert_parallel: int = 1, overlap: Overlap | None = None) -> Launch:
-    """Join the other processes of the launch, with gloo where there is no accelerator.
+    """Join the other processes of the launch, with gloo if there is no accelerator.
 
     expert_parallel: number of ranks that share the experts of an MoE layer; 1: every
     rank holds all. overlap: how much of their communication runs beside computation;

@@ -98,7 +98,7 @@ def load_for_evaluation(
 
 
 def _check_unchanged(model: ModelFolder, launch: Launch) -> None:
-    # Weights whose fingerprint was taken before are not hashed again. No collective: the
+    # Weights with a known fingerprint are not hashed again. No collective: the
     # first rank alone may load a model; if it fails, the others end.
     if launch.first:
         check_checkpoint(model.folder)

@@ -6,7 +6,7 @@ them get all answers.
         result, samples = evaluate(model, "model")
 
 All ranks make these calls, with the same arguments, and get the same results; only the
-first one prints, writes and runs programs. This works on a model in training, too,
+first one prints, writes and runs programs. This also works on a model in training,
 under every engine (`fcsd.parallel.engine`):
 
 copies      every rank has the whole model (of DDP the model inside). A rank asks its own share, at its own pace.
@@ -105,7 +105,7 @@ class Ranks:
         """
         if self.size == 1:
             return [call()]
-        # An error is sent to the others as well, since they wait in the collective.
+        # The error is also sent to the others, since they wait in the collective.
         own_result, error = _attempt(call)
         # The other ranks are in a forward pass, and would not join the collective.
         if error is not None and self.lockstep:
@@ -145,8 +145,8 @@ def _attempt(call: Callable[[], Result]) -> tuple[Result | None, Exception | Non
 
 
 def _report(error: Exception | None) -> tuple[bool, str] | None:
-    """Return an error as it is sent to the other ranks: whether it is a user's mistake,
-    and its text (for a bug, the traceback).
+    """Return an error in the form for other ranks: whether it is a user's mistake, and
+    its text (for a bug, the traceback).
     """
     # A user's mistake needs no traceback; that of a bug would otherwise be lost here.
     if error is None or isinstance(error, UserError):

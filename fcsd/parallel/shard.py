@@ -14,7 +14,7 @@ This is done here, and not by accelerate, because
   teacher whole on every rank;
 - it leaves FSDP2's gradients whole on every rank between the micro-batches of a step.
 
-Routers that a family keeps in float32 are units of their own, which stay in float32.
+Routers that a family keeps in float32 are separate units, which stay in float32.
 
 Not covered: other parameters that transformers keeps in float32 in a bfloat16 model
 (convolutions, decays), which take part in bfloat16 computation under train.bf16, as all
@@ -171,8 +171,8 @@ def whole_head(model: PreTrainedModel, device: torch.device) -> nn.Linear:
 def whole_model(
     model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], launch: Launch
 ) -> PreTrainedModel | None:
-    """Gather a sharded model into a whole one on the CPU of the first rank; return None
-    on the others.
+    """Gather a sharded model into a whole one on the first rank's CPU; return None on
+    the others.
 
     All ranks call this; only one parameter at a time is whole on their devices.
 

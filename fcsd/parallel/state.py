@@ -220,7 +220,7 @@ def schedule_state(scheduler: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def load_schedule(scheduler: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    """Continue from `schedule_state`, whatever engine made it."""
+    """Continue from `schedule_state` of any engine."""
     indices = [index for index, _ in _groups(inner_optimizer(optimizer))]
     # Every rank may have other groups than the writer, so values go by their number.
     lists = {
@@ -268,8 +268,8 @@ def read_state(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Continue from the files of a checkpoint, whatever engine and number of ranks
-    wrote them. All ranks call this.
+    """Continue from a checkpoint's files, written by any engine and number of ranks.
+    All ranks call this.
 
     optimizer: None if there is none yet; then only weights are read.
 

@@ -1,9 +1,9 @@
 """`fcsd chat`: talk to a model, or to a converted one and its original side by side
 (paper App. B).
 
-Replies stream, with the model's own generation settings. Side by side each model has a
-conversation of its own, with its own replies. Thoughts are neither shown nor kept.
-Without a terminal every line of stdin is a turn, and is shown before its reply.
+Replies stream, with the model's own generation settings. Side by side, each model has a
+separate conversation with its own replies. Thoughts are neither shown nor kept. Without
+a terminal every line of stdin is a turn, and is shown before its reply.
 
 Not covered: images, tools; beam search, which cannot stream.
 """
@@ -159,7 +159,7 @@ def chat(
 ) -> None:
     """Read turns until the end of the input or /exit; one or two speakers.
 
-    greedy: always the likeliest token, whatever the models' own settings are. source,
+    greedy: always the likeliest token, whatever the models' settings. source,
     sink: stdin and stdout; without a terminal every turn is repeated before its reply.
 
     Raises:
@@ -321,7 +321,7 @@ class Reply:
     """A reply that is generated in a thread; iterate to get its text, without thoughts,
     in pieces.
 
-    cut: what ended the reply before the model did, and what one can do; "" otherwise.
+    cut: why the reply was cut off, and how to continue; "" otherwise.
     error: why there is no reply.
     """
 
@@ -360,7 +360,7 @@ class Reply:
             "streamer": self._streamer,
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]
         }
-        # transformers warns of sampling settings beside greedy decoding, so they are
+        # transformers warns of sampling settings with greedy decoding, so they are
         # cleared.
         if greedy:
             self._options |= {
@@ -421,9 +421,7 @@ class Reply:
             yield piece
 
     def stop(self) -> None:
-        """End the generation after its present token, and wait for that, whatever keys
-        are pressed meanwhile.
-        """
+        """End the generation after its present token, and wait for that, ignoring keys."""
         self._stopped.set()
         while self._thread.is_alive():
             try:

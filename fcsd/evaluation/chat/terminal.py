@@ -1,6 +1,4 @@
-"""Text on a terminal: what may be shown, how wide it is, and two texts side by side
-while they grow.
-"""
+"""Text on a terminal: safe characters, widths, and two growing texts side by side."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -58,8 +56,8 @@ def complete(text: str, width: int) -> bool:
 
 
 def first_row(text: str, width: int) -> tuple[str, str]:
-    """Split off the first wrapped row of `text`, broken at a space where there is one,
-    and what follows it.
+    """Split `text` into its first wrapped row, broken at a space if possible, and the
+    rest.
     """
     line, newline, following = text.partition("\n")
     if cells(line) <= width:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
 
-# EvalPlus's special oracles, by the function that is asked for
+# EvalPlus's special oracles, by the requested function
 # (evalplus/eval/_special_oracle.py).
 _RULES = {
     # the order of the output, and repetitions in it, do not count
@@ -53,8 +53,8 @@ _HUMANEVAL_TAIL = re.compile(
 )
 _CHECK = "def check(candidate):\n"
 
-# How many of the first inputs are the original benchmark's, repetitions left out, in
-# these editions: found by comparing them with `base_input` of EvalPlus's own files. For
+# The number of first inputs that come from the original benchmark, without repetitions,
+# in these editions: found by comparing them with `base_input` of EvalPlus's files. For
 # MBPP+ it is the number of visible tests, but for five problems.
 _HUMANEVAL_BASE = (
     7, 4, 3, 6, 3, 3, 3, 4, 5, 4, 5, 3, 3, 4, 3, 3, 5, 5, 4, 5, 5, 5, 3, 3, 5, 8, 3, 3, 3, 2,
@@ -137,7 +137,7 @@ def grading(
         )
         return (f"{setup}\n", _ORACLE, f"{call}\n")
 
-    # Without their number base inputs cannot be told apart: all count as plus.
+    # Without their number, base inputs cannot be recognised: all count as plus.
     if not num_base:
         return Grading(name, (), part(0, None))
     return Grading(name, part(0, num_base), part(num_base, None))

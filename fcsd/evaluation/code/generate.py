@@ -1,4 +1,4 @@
-"""Build the prompts of code tasks, end completions, and take programs out of them."""
+"""Build the prompts of code tasks, end completions, and extract programs from them."""
 
 import re
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def prompts(
         [*first, {"role": "user", "content": problem.text(template)}]
         for problem in problems
     ]
-    # Unless they are asked not to, hybrids spend their tokens on thoughts.
+    # Unless told otherwise, hybrids spend their tokens on thoughts.
     return [chat_text(tokenizer, bool(task.thinking), turn) for turn in turns]
 
 
@@ -110,8 +110,8 @@ def prompt_tokens(
 
 
 class Reader:
-    """Reads the completions of a code task: what follows the thoughts, up to the first
-    stop string.
+    """Reads the completions of a code task: the text after the thoughts, up to the
+    first stop string.
     """
 
     def __init__(self, thoughts: Thoughts, task: CodeTaskConfig, prompt: Sequence[int]):

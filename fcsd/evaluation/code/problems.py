@@ -35,7 +35,7 @@ Tests = Literal["all", "visible"]
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem and what decides it.
+    """One problem and its tests.
 
     Attributes:
         task_id: the row's id, as text.
@@ -52,8 +52,8 @@ class Problem:
             named like Python's own.
         block: which block of a completion has its program: the longest that Python can
             parse, as EvalPlus says; or the first in fences, as lm-eval does.
-        entry_point: of the longest block, only what this function needs is kept; None:
-            all of it.
+        entry_point: keep only the parts of the longest block that this function needs;
+            None: all of it.
     """
 
     task_id: str
@@ -183,8 +183,8 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
     deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
-    # Tests in EvalPlus's form are graded by our own oracle, base inputs apart; any
-    # other test runs as it is.
+    # Our oracle grades tests in EvalPlus's form, base inputs separately; other tests
+    # run unchanged.
     if tests == "visible":
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
         deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
@@ -262,7 +262,7 @@ def _imports(code: str) -> str:
 
 
 def _defined(code: str) -> tuple[str, ...] | None:
-    """Collect the names that a correct program defines: tests can use no others."""
+    """Collect the names that a correct program defines: tests can only use these."""
     try:
         table = symtable.symtable(code, "<canonical>", "exec")
     except SyntaxError:

@@ -38,7 +38,7 @@ def programs_of(
                 f"{where}: {name!r} is not a problem of this data set (it has"
                 f" {_ids(by_id)})"
             )
-        # Several lines about one problem are several samples of it.
+        # Several lines for one problem are several samples.
         programs.setdefault(problem.task_id, []).extend(
             _programs(sample, problem, where, thinking, chat)
         )
@@ -71,7 +71,7 @@ def _programs(
         return texts
     if thinking:
         texts = [answer_in(text) for text in texts]
-    # `fcsd evaluate` keeps what a model wrote, from which the program is taken here.
+    # `fcsd evaluate` keeps the model's text, from which the program is extracted here.
     if "doc_id" in sample:
         return [program_in(problem, text, chat=chat) for text in texts]
     return [problem.program(text) for text in texts]

@@ -9,10 +9,10 @@ A definition is an undecorated class, an undecorated function with a `return`, o
 assignment, each at the top level. Everything else at the top level goes, such as calls,
 tests, `if` and `from __future__`. Where nothing remains, the block is the program.
 
-EvalPlus tries all pairs of lines and reads the block with tree-sitter. Here the place
-of a syntax error says which longer ranges fail, too, and `ast` reads the block, which
-Python can parse. One thing differs: a function that is asked for and stands in one
-line, alone between fences, is found, since no block of two lines or more can have it.
+EvalPlus tries all pairs of lines and reads the block with tree-sitter. Here the
+position of a syntax error tells which longer ranges also fail, and `ast` reads the
+block, which Python can parse. One thing differs: a requested function on a single line
+between fences is found, although no block of two or more lines contains it.
 
 Not covered: a block of one line that Python cannot parse, from which tree-sitter may
 take a function; texts whose search would take many seconds (thousands of lines that
@@ -82,7 +82,7 @@ def longest_block(text: str, least: int = 2) -> str:
                 best, most = (first, last), filled[last] - filled[first]
             elif result is None:
                 last = _before_failure(lines, first, last)
-            else:  # every longer range has this error, too
+            else:  # every longer range also has this error
                 last = min(last - 1, first + result - 1)
     first, last = best
     # Blank lines at the end count for nothing above, so a range may have any number of
@@ -97,8 +97,8 @@ def _lines(text: str) -> list[str]:
 
 
 def _lone_definition(text: str, block: str, entry_point: str) -> str | None:
-    """Return the one line that has the function asked for, where the block has nothing
-    of that name.
+    """Return the line that defines the requested function if the block does not define
+    it.
     """
     if defines(block, entry_point):
         return None
@@ -173,8 +173,8 @@ def _definitions(tree: ast.Module) -> Iterator[tuple[str | None, Definition]]:
 def _name(node: Definition) -> str | None:
     """Return the name under which EvalPlus knows a definition.
 
-    For an assignment it is the first plain name beside the sign, so `a[0] = b` defines
-    b; None without one.
+    For an assignment, it is the first plain name next to the sign, so `a[0] = b`
+    defines b; None without one.
     """
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         return node.name
@@ -208,8 +208,7 @@ def _reachable(entry_point: str, words: dict[str | None, set[str]]) -> set[str |
     """Return the names that the definition of `entry_point` needs, and those that they
     need.
     """
-    # The words of a definition stand for its dependencies: too many rather than too
-    # few.
+    # All words of a definition count as its dependencies: too many rather than too few.
     reached: set[str | None] = {entry_point}
     waiting: list[str | None] = [entry_point]
     while waiting:

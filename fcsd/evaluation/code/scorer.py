@@ -88,25 +88,23 @@ def default_num_workers(memory_bytes: int = MEMORY_BYTES) -> int:
     """Choose one worker a core that this process may use, and no more than fit the
     available memory.
     """
-    # The available memory is shared by the programs that run at once.
+    # Programs that run at the same time share the available memory.
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, available_memory() // memory_bytes))
 
 
 class CodeScorer:
-    """A pool of sandbox servers, each a fresh process of its own; use as a context
-    manager.
+    """A pool of sandbox servers, each in a fresh process; use it as a context manager.
 
     Args:
         num_workers: programs that run at the same time; None: `default_num_workers`.
         allow_weak_sandbox: run even where programs cannot be kept off the network and
             from writing files.
-        timeout_s: processor time of one program and its tests; three times as much may
-            go by on the clock. More for problems whose canonical solution took more
+        timeout_s: processor time of one program and its tests; the wall time may be
+            three times as long. More for problems whose canonical solution took more
             than a quarter of it in `self_check`.
         memory_bytes: address space of one program.
-        disable: layers to leave out, of `LAYERS`; for tests of what happens on lesser
-            machines.
+        disable: layers of `LAYERS` to leave out, to test machines that lack them.
 
     Raises:
         UserError: the sandbox would be too weak. ScorerError: a server fails; the next
@@ -151,7 +149,7 @@ class CodeScorer:
         self.close()
 
     def close(self) -> None:
-        """End all servers and what runs in them."""
+        """End all servers and their programs."""
         for server in self._servers:
             server.stop()
         self._servers = []
@@ -169,7 +167,7 @@ class CodeScorer:
             self._refuse_weak()
 
     def _refuse_weak(self) -> None:
-        # Only these two are required; a result records which of the others there were.
+        # Only these two are required; a result records which of the others were active.
         required = {
             "network_off": (
                 "keep generated programs off the network (seccomp on x86_64 or aarch64)"
@@ -192,8 +190,8 @@ class CodeScorer:
         timeout_s: float | None = None,
         progress: bool = False,
     ) -> list[Outcome]:
-        """Score the canonical solutions, which must all pass; what they take sets the
-        time limits of their problems.
+        """Score the canonical solutions, which must all pass; their times set the time
+        limits of their problems.
 
         Where no problem has one, a program of ours must pass a test of ours. One that
         has passed in this process, in the same sandbox, is not run again; but for the
@@ -332,7 +330,7 @@ class CodeScorer:
 
 
 def _fingerprint(sandbox: str, problem: Problem) -> str:
-    """Return what identifies a problem, its tests and its canonical solution in a
+    """Return the identity of a problem, its tests and its canonical solution in a
     sandbox.
     """
     return hashlib.sha256(
@@ -361,7 +359,7 @@ def _grade(
 
     if not problem.base_tests:
         return run(problem.tests)
-    # A pass needs both parts, and the base outcome is reported by itself, too.
+    # A pass needs both parts, and the base outcome is also reported separately.
     base = run(problem.base_tests)
     if not base.passed:
         return replace(base, base=base.outcome)

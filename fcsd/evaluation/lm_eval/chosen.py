@@ -25,11 +25,11 @@ _FILTERS = ("flexible-extract", "none")
 def chosen_suite(
     names: Sequence[str], suite: SuiteConfig, include_path: Path | None = None
 ) -> SuiteConfig:
-    """Return the tasks of these names: the suite's row where it has one, else what
-    lm-eval's definition says.
+    """Return the tasks with these names: the suite's row if it has one, otherwise
+    lm-eval's definition.
 
-    include_path: a folder of the user's own task definitions, read besides lm-eval's
-    and before the suite's rows.
+    include_path: a folder with the user's task definitions, which precede lm-eval's and
+    the suite's rows.
     """
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"{include_path}: no such folder (include path)")
@@ -49,7 +49,7 @@ def chosen_suite(
             tasks.append(rows[name])
         else:
             tasks.append(_row(name, _lm_evals(name), None, [*rows, *user_tasks]))
-    # asked for by name, they count
+    # tasks that the user named count
     if not any(row.get("headline", True) for row in tasks):
         tasks = [row | {"headline": True} for row in tasks]
     where = f"--tasks {','.join(names)}"
@@ -94,8 +94,8 @@ def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
 def _row(
     name: str, index: dict[str, Any], root: Path | None, more_names: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Build the row of one task or group from lm-eval's definition, of a group from
-    that of its first task.
+    """Build the row of one task or group from lm-eval's definition; for a group, from
+    its first task's.
     """
     entry = index.get(name)
     if entry is None:
@@ -158,13 +158,13 @@ def _leaf(name: str, index: dict[str, Any]) -> Any:
     """Return the first task of a group, of its first group and so on."""
     entry = index.get(name)
     members = (entry.cfg or {}).get("task") if entry is not None else None
-    # lm-eval's index has tags, too, which have no file but the names of their tasks.
+    # lm-eval's index also has tags, which have no file, only the names of their tasks.
     if entry is not None and entry.yaml_path is None:
         return _leaf(sorted(entry.tags)[0], index)
     if not isinstance(members, list):
         return entry
     first = members[0]
-    # A task that is written out inside its group has no entry of its own.
+    # A task that is defined inside its group has no separate entry.
     if isinstance(first, dict) and "dataset_path" in first:
         return entry
     return _leaf(

@@ -1,5 +1,5 @@
 """The columns of the benchmarks' data sets, which the suites describe: a row that does
-not fit is named before any model is asked.
+not fit is reported before any model runs.
 
 Not covered: tasks whose columns no suite describes; the content of texts.
 """
@@ -51,8 +51,8 @@ _KINDS: dict[str, Check] = {
 
 
 def columns_of(task: str, suite: SuiteConfig) -> Mapping[str, Column]:
-    """Return what the rows of a task hold, as its suite says, or one of those that ship
-    with fcsd; {} if none does.
+    """Return a task's columns as its suite describes them, or a suite that ships with
+    fcsd; {} if none does.
     """
     return suite.columns.get(task) or _shipped().get(task, {})
 
@@ -72,7 +72,7 @@ def check_rows(
     rows: Iterable[Mapping[str, Any]],
     where: str,
 ) -> None:
-    """Refuse the first row that does not hold what the task's columns should."""
+    """Refuse the first row that does not fit the task's columns."""
     checks = {
         column: _KINDS[kind] if isinstance(kind, str) else _one_of(*kind)
         for column, kind in columns.items()
@@ -108,10 +108,10 @@ def check_files(
     name: str | None,
     split: str,
 ) -> None:
-    """Run `check_rows` on the files of a local folder themselves, for what `datasets`
-    cannot read as one table.
+    """Run `check_rows` on the files of a local folder directly, if `datasets` cannot
+    read them as one table.
 
-    name: the configuration. Nothing is said of a folder whose files are not found so.
+    name: the configuration. A folder without such files passes.
     """
     import datasets
     import pyarrow.parquet
@@ -125,7 +125,7 @@ def check_files(
                 split
             ]
         ]
-    # of many kinds; the caller shows the one that `datasets` gave for the task
+    # many kinds; the caller shows the error that `datasets` raised for the task
     except Exception:
         return
     for file in files:

@@ -1,10 +1,10 @@
-"""lm-eval's interface to a model: what all back ends share, and the model in memory,
-whole on every rank or sharded over them (`fcsd.evaluation.lm_eval.served` has the one
-that a server answers).
+"""lm-eval's interface to a model: the common part of all back ends, and the model in
+memory, whole on every rank or sharded (`fcsd.evaluation.lm_eval.served` has the back
+end for a server).
 
 lm-eval sees one process: on every rank it builds all requests, and is given all
-answers. Here, between the two, the requests are cut into the batches that lm-eval would
-make of them, and each is asked on one of the ranks.
+answers. This module, between the two, splits the requests into the batches that lm-eval
+would form, and runs each on one of the ranks.
 
 Importing this imports lm-eval.
 """
@@ -39,8 +39,7 @@ class LanguageModel(HFLM):
     """HFLM with thoughts on or off, notes of prompts that were cut and answers that hit
     the token limit, and its bars on a terminal only.
 
-    In a log the line that each task begins with stands for them
-    (`fcsd.evaluation.progress`).
+    A log has a line at the beginning of each task instead (`fcsd.evaluation.progress`).
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, silent: bool):
@@ -80,9 +79,9 @@ class LanguageModel(HFLM):
         return self.chats and self.thoughts.are_in(context, self.thinking)
 
     def stops(self, context: str, stop: list[str]) -> list[str]:
-        """Return at which of the task's stop strings generation ends: thoughts hold
-        anything, so only at those that are special tokens; the others are for the
-        answer."""
+        """Return the task's stop strings that end generation: only special tokens,
+        since thoughts may contain any text; the others apply to the answer.
+        """
         return self.thoughts.ends_of_text(stop) if self.has_thoughts(context) else stop
 
     def answer_of(self, context: str, text: str, stop: list[str]) -> str:
@@ -192,7 +191,7 @@ class InMemory(LanguageModel):
             ),
             "contexts",
         )
-        # Longest first: a batch that memory cannot hold fails at once.
+        # Longest first: a batch that does not fit in memory fails immediately.
         order = sorted(sequences, key=lambda tokens: (-len(tokens), tokens))
         size = self._begin(len(order))
         batches = Collator.get_chunks([sequences[tokens] for tokens in order], n=size)
@@ -219,7 +218,7 @@ class InMemory(LanguageModel):
             context = numbered_request[1].args[0]
             return -len(self.tok_encode(context)), context
 
-        # lm-eval, too, batches only requests with the same settings.
+        # lm-eval also batches only requests with equal settings.
         batches = [
             [[numbered_request] for numbered_request in chunk]
             for group in groups.values()
@@ -292,7 +291,7 @@ class InMemory(LanguageModel):
         """Return the answers to all requests, batch by batch on all ranks.
 
         batches: in lm-eval's order, so that lm-eval forms the same batches again. ask:
-        answers one batch. idle: runs a pass whose result nobody reads.
+        answers one batch. idle: runs a pass whose result is not used.
         """
         # Every rank holds the same requests, so only their numbers are dealt out.
         numbered = [

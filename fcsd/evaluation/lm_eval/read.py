@@ -1,5 +1,5 @@
-"""Read the results that plain `lm_eval` wrote, in the form of those of `fcsd
-evaluate`, so that they can be compared.
+"""Read results of plain `lm_eval` and convert them to the format of `fcsd evaluate`, so
+that they can be compared.
 
 Not covered: metrics that are not means over items; several answers an item (`repeats`).
 """
@@ -120,7 +120,7 @@ def _tasks(report: Mapping[str, Any], metrics: Mapping[str, str]) -> list[str]:
 
 
 def _below(group: str, report: Mapping[str, Any]) -> set[str]:
-    """Collect everything that a group contains, itself left out."""
+    """Collect everything that a group contains, without the group."""
     members = {
         name for name in report["group_subtasks"].get(group, []) if name != group
     }
@@ -173,7 +173,7 @@ def _task(
             f" ({error!r}); evaluate again"
         ) from None
     config = report["configs"].get(leaves[0]) or {}
-    # lm-eval records the template of a whole run, fcsd that of each task.
+    # lm-eval records one template per run, fcsd one per task.
     task_template = (config.get("metadata") or {}).get("chat_template")
     # `n-samples` has the size of a task before a limit; without it the task counts as
     # complete.
@@ -236,8 +236,9 @@ def _metric(
     file: Path,
     requested_metric: str | None,
 ) -> str:
-    """Choose the `metric,filter` of a task: that which is asked for, or the first
-    preferred one that is a mean over items."""
+    """Choose the `metric,filter` of a task: the requested one, or the first preferred
+    one that is a mean over items.
+    """
     leaf, rows = next(iter(items.items()))
     means = []
     for key, value in results[leaf].items():

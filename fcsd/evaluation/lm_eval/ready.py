@@ -18,15 +18,13 @@ from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lines import texts_of
 from fcsd.evaluation.lm_eval.tasks import run_task
 
-# where a line of the file is, and what it holds
+# a line's position in the file, and its contents
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
 _Item = tuple[str, int]  # task, and number of the document
 
 
 class Ready(LM):
-    """Stands in for a model; its answers end at the task's stop strings, as those of a
-    model do.
-    """
+    """Replaces a model; its answers end at the task's stop strings, as a model's do."""
 
     def __init__(
         self,
@@ -40,7 +38,7 @@ class Ready(LM):
         self.cut = frozenset[str]()
 
     def think(self, thinking: bool, chat_template: bool = False) -> None:
-        """Do nothing: what was asked for is in the file."""
+        """Do nothing: the answers are in the file."""
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
         """Answer from the file; the n-th request about a document gets its n-th answer."""
@@ -154,9 +152,9 @@ def _whole(
     line: Mapping[str, Any],
     texts: Sequence[str],
 ) -> dict[str, Any]:
-    """Join what was graded of one document, to which the line belongs.
+    """Join the graded answers of the document to which the line belongs.
 
-    The prompt is the one that the line says was asked, if it does.
+    The prompt is the line's, if it has one.
     """
     first = samples[0]
     # A line that records its document's hash shows whether the data set is the same.

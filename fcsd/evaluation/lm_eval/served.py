@@ -1,8 +1,8 @@
 """lm-eval's interface to a model that a server answers for: the same requests, as token
 ids.
 
-Tokenizer, chat template, cut prompts, stop strings and end tokens are those of a model
-in memory; the server computes the next token and no more. A likelihood is the sum of
+Tokenizer, chat template, cut prompts, stop strings and end tokens are the same as for a
+model in memory; the server only computes the next token. A likelihood is the sum of
 `prompt_logprobs`; an answer is greedy where all its tokens have rank 1.
 
 Importing this imports lm-eval.
@@ -87,7 +87,7 @@ class ServedModel(LanguageModel):
                     "answer_tokens": len(answer),
                 }
             )
-        # Only the lengths are looked at now; the server is asked later.
+        # Only the lengths are checked now; the server is queried later.
         if self._looking:
             return [(0.0, False)] * len(bodies)
         return [
@@ -105,7 +105,7 @@ class ServedModel(LanguageModel):
             settings: Any = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
             stop = handle_stop_sequences(settings.pop("until"), eos=eos)
             new = settings.pop("max_gen_toks")
-            # The beginning is cut to what fits beside the answer, as in memory.
+            # The beginning is cut so that the answer fits, as in memory.
             ids, _ = self.tok_batch_encode([context])
             self._require_room(min(ids.shape[1], self.max_length - new) + new)
             room = min(self.max_length, self.context) - new
@@ -153,7 +153,7 @@ class ServedModel(LanguageModel):
         model_settings = {
             name: getattr(self.backend.generation, name, None) for name in _SAMPLING
         }
-        # A repetition penalty changes greedy decoding, too.
+        # A repetition penalty also changes greedy decoding.
         penalty = (
             settings.get("repetition_penalty", model_settings["repetition_penalty"])
             or 1.0

@@ -1,7 +1,7 @@
 """Likelihood and generation tasks: lm-eval on a model in memory, task by task, without
 the network.
 
-Our numbers are those of plain lm-eval: the same task, the same requests, the mean of
+Our numbers equal those of plain lm-eval: the same task, the same requests, the mean of
 the same item scores. Only means over items are reported, because everything downstream
 compares item by item. Prompts that are longer than the model's positions are cut on the
 left, as lm-eval does; such samples are marked.
@@ -176,8 +176,8 @@ def _name_the_row(
 def _check_data(
     name: str, task: Any, row: LMEvalTaskConfig, suite: SuiteConfig, location: str
 ) -> None:
-    """Check the rows of the graded split and of the one that the shots come from, and
-    whether those are enough.
+    """Check the rows of the graded split and of the shots' split, and whether there are
+    enough shots.
     """
     graded = task.config.test_split or task.config.validation_split
     shots = task.config.fewshot_split or task.config.training_split
@@ -207,9 +207,7 @@ def tasks_folder() -> Path:
 
 
 def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
-    """Find where the row's task YAML is: beside the suite, in eval/tasks, or in
-    lm-eval's own tasks.
-    """
+    """Find the row's task YAML: beside the suite, in eval/tasks, or in lm-eval's tasks."""
     if (folder := definition_folder(row, suite)) is not None:
         return folder
     name = row.lm_eval_include or row.task
@@ -245,7 +243,7 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
     if isinstance(row, GenerationTaskConfig):
         limits = {"max_gen_toks": row.max_new_tokens, "until": row.stop}
         settings = {key: value for key, value in limits.items() if value is not None}
-    # What the task's own file says beside these stays as it is.
+    # The other fields of the task's file stay unchanged.
     if settings:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
@@ -269,7 +267,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
     for task in tasks.values():
         documents = task.eval_docs
         count = len(documents) if limit is None else min(limit, len(documents))
-        # Four documents, evenly spaced, stand for all of a task.
+        # Four evenly spaced documents represent a task.
         chosen = {count * part // 4 for part in range(4)}
         read = sum(_characters_read(task, documents[index]) for index in chosen)
         characters += count * read / len(chosen)
@@ -304,8 +302,7 @@ def longest_requests(
     text.
     """
     for task in tasks.values():
-        # Documents stand for their prompts, which would take long to build for all of
-        # them.
+        # Documents represent their prompts, which would take long to build.
         documents = [
             str(task.eval_docs[index]) for index in range(num_items({"": task}, limit))
         ]
@@ -363,9 +360,9 @@ def run_task(
     """Evaluate one row and return its samples in the order of the data set (group
     members one after another).
 
-    documents: task -> the numbers of those that are asked; None: all of them, or the
-    first `limit`. A sample has `cut` if the model has been shown the end of the prompt
-    only.
+    documents: task -> the numbers of the documents to evaluate; None: all of them, or
+    the first `limit`. A sample has `cut` if the model has been shown the end of the
+    prompt only.
 
     Raises:
         UserError: a metric that is not a mean; more than the model's positions hold;
@@ -417,8 +414,9 @@ def run_task(
 @contextlib.contextmanager
 def _seeded() -> Iterator[None]:
     """Seed Python's generator as lm-eval's command does, and put it back: GPQA's
-    definition shuffles the choices by it when it is loaded, and two models must be
-    asked the same."""
+    definition shuffles the choices with it when loaded, and two models must get the
+    same questions.
+    """
     state = random.getstate()
     random.seed(0)
     try:

@@ -69,7 +69,7 @@ def write_lm_eval(
                 None if members else row.get("num_items_total"),
             )
             rows = [_lm_eval_sample(item, row) for item in items]
-            # lm-eval, too, hashes a task from the hashes of its samples.
+            # lm-eval also hashes a task from the hashes of its samples.
             report["task_hashes"][part] = text_hash(
                 "".join(
                     line["doc_hash"] + line["prompt_hash"] + line["target_hash"]
@@ -103,7 +103,7 @@ def _add_scores(
     row: Mapping[str, Any],
     items: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Add what tasks and groups have in common; returns the scores, of which a group
+    """Add the fields that tasks and groups share; return the scores, of which a group
     has more.
     """
     metric, rule = lm_eval_key(row["metric"])

@@ -1,5 +1,5 @@
-"""Expert parallelism for rewired models whose communication runs beside computation, in
-the forward and the backward pass.
+"""Expert parallelism for rewired models with communication overlapped by computation,
+in the forward and the backward pass.
 
     config = DistributedConfig(fsdp_size=W, ep_size=N, ep_implementation="farskip")
     model = load_model(…, distributed_config=config)

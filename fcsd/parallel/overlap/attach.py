@@ -38,8 +38,8 @@ def attach(
     split: Split | None = None,
     transport: Any = None,
 ) -> int:
-    """Let the rewired layers of a model run their exchanges beside their computation;
-    all ranks call this.
+    """Make the rewired layers of a model overlap their exchanges with their
+    computation; all ranks call this.
 
     overlap: "blocking" computes the same in the same order, but waits for each exchange
     at once. split: where attention is cut; None: in the middle if possible, else behind
@@ -119,8 +119,8 @@ def _attention(family: Family, layer: Any) -> str | None:
 
 
 def check_connections(device: torch.device) -> None:
-    """Raise UserError if a GPU would run exchanges after the computation that they
-    should run beside.
+    """Raise UserError if a GPU would run exchanges after the computation that should
+    hide them.
     """
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
@@ -167,8 +167,8 @@ def _runtime(
     ep = getattr(getattr(block, "experts", None), "farskip_ep", None)
     moe, between = is_one_of(block, family.moe_block), kept_inside(family) is None
     if ep is None or not moe:
-        # An MoE block whose experts are not spread has nothing to send; its layer
-        # returns the pair of streams, as it does without a runtime.
+        # An MoE block whose experts are not sharded has nothing to send; its layer
+        # returns the pair of streams, as without a runtime.
         return LayerRuntime(None, None, chosen, index, block_only=moe or not between)
     shared = None
     if getattr(block, family.block_shared or "", None) is not None:

@@ -1,8 +1,8 @@
 """The MoE block of a layer in steps: router, dispatch, experts, combine, shared expert.
 
-The block's own forward is entered with a stand-in `self` (`View`) and stopped at its
-experts, whose arguments are the router's choice, whatever the router; it is entered
-again for what it does with the experts' output. No routing code is copied.
+The block's forward is called with a substitute `self` (`View`) and stopped at its
+experts, whose arguments are the router's choice, whatever the router; it is called
+again to process the experts' output. No routing code is copied.
 
 Not covered: the order of the steps (`fcsd.parallel.overlap.schedule`); exchanges in
 flight between layers (`fcsd.parallel.overlap.layer`).
@@ -54,8 +54,8 @@ class Call:
     reads: a hook reads the layer's output, so the layer finishes its own combine;
     plain: a hook reads its block's, so nothing of the layer overlaps. keeps: the layer
     is checkpointed. routed: the output that arrived from the previous layer;
-    own_routed: that of this layer's experts, where the recomputation needs it; sizes:
-    of the dispatch.
+    own_routed: the output of this layer's experts, if the recomputation needs it;
+    sizes: the dispatch's sizes.
     """
 
     before: Handle | None
@@ -92,8 +92,8 @@ def stop(*values: Any, **_: Any) -> Any:
 
 
 class Recorder(View):
-    """A stand-in that records the output of each module it calls: (name, output), in
-    order. around: a function that calls the first of them.
+    """A substitute that records the output of each module that it calls: (name,
+    output), in order. around: a function that calls the first of them.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class BlockRun:
     def router(self) -> None:
         """Enter the block up to its experts; `chosen` are the arguments of their call."""
         overrides: dict[str, Any] = {"experts": stop}
-        # The shared expert and its gate run later, beside the combine; here they do
+        # The shared expert and its gate run later, during the combine; here they do
         # nothing.
         if self.names.shared:
             overrides[self.names.shared] = lambda x: x  # computed in `shared_expert`
@@ -218,8 +218,8 @@ class BlockRun:
         """Find each token's experts in a router's dense scores (N, all experts)."""
         scores, logits = getattr(self.block, str(self.names.scaled))(x)
         chosen = scores.topk(self.block.top_k, dim=1)
-        # The block sums over all experts afterwards; what arrives is that sum already,
-        # so one score of 1 stands for all.
+        # The block sums over all experts afterwards; the arriving rows already are that
+        # sum, so one score of 1 represents all.
         self.tape.append(
             (str(self.names.scaled), (scores.new_ones(scores.shape[0], 1), logits))
         )
@@ -244,8 +244,8 @@ class BlockRun:
         self.rows = self.ep.run_experts(self.block.experts, self.rows, self.pairs)
 
     def start_combine(self) -> None:
-        """Send the outputs back. A recomputation sends nothing: what arrived is known,
-        or nobody reads it.
+        """Send the outputs back. A recomputation sends nothing: the received rows are
+        known or not needed.
         """
         self.token, self.combine = self.ep.start_combine(
             self.rows, self.pairs, self.dispatch.sizes, absent=self.again
@@ -289,7 +289,7 @@ class BlockRun:
         # Detached, so that this layer's graph is not kept alive by the next one.
         tape = [(name, detached(out)) for name, out in self.tape]
 
-        # The shared expert is in the partial stream already: zeros stand for it here.
+        # The partial stream already includes the shared expert: zeros replace it here.
         def behind(routed: Tensor) -> Tensor:
             zero = routed.new_zeros(())
             out = behind_experts(
@@ -322,7 +322,7 @@ def behind_experts(
                 out = value.expand(like.shape)
             else:
                 out = value.reshape(*like.shape[:-1], value.shape[-1])
-            # A block that adds in place must not change a tensor that others hold.
+            # A block that adds in place must not change a shared tensor.
             return out.clone() if names.in_place or not value.ndim else out
 
         return give

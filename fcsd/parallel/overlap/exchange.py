@@ -239,7 +239,7 @@ class DispatchFinish(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, rows: Tensor, weights: Tensor, *_: Any) -> Any:  # type: ignore[override]
         """Launch the gradients."""
-        # One gradient for each row: those of its pairs are summed in float32 first.
+        # One gradient per row: the gradients of its pairs are first summed in float32.
         gradient = summed(rows, ctx.lengths).to(rows.dtype)
         ctx.exchange.start(ctx.received.pack(gradient, weights), backward=True)
         return rows.new_empty(0), None, None, None

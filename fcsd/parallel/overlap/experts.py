@@ -2,15 +2,14 @@
 layer and finished at another.
 
 `OverlappedEP` is registered with transformers by the names in `IMPLEMENTATIONS`. Called
-plainly (regular layers, a regular teacher, a layer without an attached runtime), it
-starts and finishes each exchange at once, and blocks. `fcsd.parallel.overlap.layer`
-calls its halves.
+directly (regular layers, a regular teacher, a layer without an attached runtime), it
+starts each exchange and waits for it. `fcsd.parallel.overlap.layer` calls its halves.
 
-Each rank has tokens of its own; a token sends one row to each rank that holds one of
-its experts. N tokens, K choices, E experts per rank, S ranks, M rows, P pairs of token
-and expert.
+Each rank has different tokens; a token sends one row to each rank that holds one of its
+experts. N tokens, K choices, E experts per rank, S ranks, M rows, P pairs of token and
+expert.
 
-Not covered: tensor parallelism beside it; leaving dropped pairs off the wire.
+Not covered: combination with tensor parallelism; not sending dropped pairs.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ IMPLEMENTATIONS = {"full": "farskip", "forward": "farskip_forward"}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a rank sends and receives in a dispatch; the combine swaps the two."""
+    """The sizes that a rank sends and receives in a dispatch; the combine swaps
+    them.
+    """
 
     sent: Parcels
     received: Parcels
@@ -106,7 +107,7 @@ class OverlappedEP(EPImplementation):
         """Send each token (N, D) to the ranks of its experts (N, K), with its weights
         (N, K).
 
-        sizes: those of the first pass, whose choices a recomputation repeats; None: the
+        sizes: the first pass's sizes, whose choices a recomputation repeats; None: the
         ranks exchange their counts.
         """
         ranks = experts // self.num_here
@@ -127,7 +128,7 @@ class OverlappedEP(EPImplementation):
         row_of_pair = (is_sent.cumsum(0) - 1).gather(1, ranks)  # numbered per rank
         codes = (row_of_pair * self.num_here + experts % self.num_here).view(-1)[order]
         sent_rows, pair_weights = rows[tokens], weights.reshape(-1)[order]
-        # The counts travelled while the rows were being put in order.
+        # The counts travelled while the rows were being sorted.
         if pending is not None:
             sizes = self._finish_counts(*pending)
         assert sizes is not None
@@ -153,7 +154,7 @@ class OverlappedEP(EPImplementation):
             [is_sent.sum(0), pairs, torch.full_like(pairs, row_bytes)], 1
         )
         received, one_per_rank = torch.empty_like(sent), [1] * len(sent)
-        # Counts have a transport of their own, and are waited for separately.
+        # Counts have a separate transport, and are waited for separately.
         port = Port(self._counts, self.port.layer, records=self.port.records)
         flight = port.launch(
             "counts", False, received, sent, one_per_rank, one_per_rank
@@ -166,8 +167,8 @@ class OverlappedEP(EPImplementation):
         flight.wait()
         counts = torch.cat([sent, received], 1)
         if counts.is_cuda:
-            # Pinned, so that the copy is queued behind what is computed and the host
-            # waits for it alone.
+            # Pinned, so that the copy is queued behind the computation and the host
+            # waits only for it.
             pinned = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
             pinned.copy_(counts, non_blocking=True)
             copied = torch.cuda.Event()
@@ -293,7 +294,7 @@ def padded_experts(forward: Any, num_experts: int, rows: Tensor, ids: Tensor) ->
     """Compute experts that take equally many rows each: rows (R, D) of the experts
     ids (R,) are padded with zeros.
     """
-    # The number of each row among those of its expert.
+    # The index of each row among its expert's rows.
     slot = (
         torch.nn.functional.one_hot(ids, num_experts)
         .cumsum(0)

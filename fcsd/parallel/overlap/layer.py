@@ -1,5 +1,5 @@
-"""A rewired decoder layer whose dispatch and combine run beside its attention and its
-shared expert.
+"""A rewired decoder layer whose attention and shared expert hide its dispatch and
+combine.
 
 No family's code is copied. The layer's own forward is entered twice with a stand-in
 `self` (`View`). The first time it runs on the stream that attention reads, records the
@@ -11,7 +11,7 @@ a closure (`fcsd.parallel.overlap.block`).
     partial_k = o_{k-1} + attn_k(partial_{k-1}) + shared_k(o_{k-1})
 
 A layer whose combine the next layer waits for returns `InFlight`, others return the
-stream. The order of the steps is that of `fcsd.parallel.overlap.schedule`. A layer with
+stream. `fcsd.parallel.overlap.schedule` defines the order of the steps. A layer with
 other equations keeps its forward pass and its combine: only its block is run in steps,
 which begin before its attention.
 
@@ -99,8 +99,8 @@ class LayerRuntime:
         first, second = hidden[:2] if isinstance(hidden, tuple) else (hidden, None)
         side_argument = layer.farskip_plan.family.side_output
         carry = layer.farskip_plan.carry
-        # In families whose layers hand on a side output, that argument carries
-        # attention's input, too.
+        # In families whose layers pass on a side output, that argument also carries
+        # attention's input.
         if side_argument and isinstance(kwargs[side_argument], tuple):
             second, kwargs[side_argument] = kwargs[side_argument]
         out = base_call(layer, first, second, call, *args, **kwargs)
@@ -279,7 +279,7 @@ class _LayerRun(BlockRun):
                 **kwargs,
             )
         if self.again:
-            return None  # nobody reads the output of a recomputation
+            return None  # the output of a recomputation is not used
         if self.outgoing:
             return InFlight(
                 rewired.partial(), self.token, self.handle(self._multiplier())

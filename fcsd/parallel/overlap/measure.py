@@ -1,5 +1,5 @@
-"""How much of the communication ran beside computation: from the runtime's own records,
-or from a profiler's trace.
+"""Measure how much communication was hidden, from the runtime's records or from a
+profiler's trace.
 
     overlap = hidden / total        hidden = total - exposed
 
@@ -108,7 +108,7 @@ an emulated link, gloo's annotations.
 """
 _OTHER_COMMUNICATION = re.compile(r"nccl|rccl|gloo:|Memcpy|Memset", re.IGNORECASE)
 _LABEL = re.compile(r"farskip::start (dispatch|combine|counts) (forward|backward)")
-# The second name is that of transformers' blocking exchange.
+# The second name is transformers' blocking exchange.
 _WAIT = re.compile(r"farskip::wait|wait_tensor")
 
 
@@ -174,7 +174,7 @@ def timeline(
             if not _OTHER_COMMUNICATION.search(event["name"])
         ]
     else:
-        # gloo's threads run operators, too; they are communication.
+        # gloo's threads also run operators; they are communication.
         threads = {event["tid"] for event in busy}
         ops = [
             event

@@ -85,7 +85,7 @@ class Parcels:
         parcels = rows.new_empty(sum(self.splits), rows.shape[1])
         row_positions, word_positions = self.places()
         parcels[row_positions] = rows
-        # Weights travel bit for bit, as integers beside the codes.
+        # Weights are sent bit for bit, as integers after the codes.
         bits = weights.to(real).view(integer)
         pairs = torch.stack(
             [torch.zeros_like(bits) if codes is None else codes.to(integer), bits], 1
@@ -108,7 +108,7 @@ class Parcels:
 
 @dataclass(frozen=True)
 class Pairs:
-    """The P pairs of M rows at the experts' rank; those of a row follow each other.
+    """The P pairs of M rows at the experts' rank; a row's pairs are consecutive.
 
     weights: (P,). ids: (P,) experts of this rank. row: (P,) the row of each pair;
     lengths: (M,) pairs of each row.

@@ -83,8 +83,7 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
     if not layer.moe:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):
-        # No part of attention is left to run beside the dispatch, so the shared expert
-        # does.
+        # No part of attention is left to hide the dispatch, so the shared expert does.
         return (*_ATTENTION, *arrive, *BLOCK[:-1], *finish)
     # The full overlap: part a of attention runs beside the combine that comes in, part
     # b beside the dispatch.

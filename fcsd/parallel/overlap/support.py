@@ -60,8 +60,8 @@ def with_plan(distributed_config: Any, family: Family | None) -> Any:
         "grouped_gemm",
     )
     plan[family.scaled_experts] = "ep_dispatch_experts"
-    # transformers' rules for FSDP do not match the names of its layers either: the
-    # whole model would be gathered at once.
+    # transformers' rules for FSDP do not match its layers' names either: the whole
+    # model would be gathered at once.
     stack = family.scaled_experts.partition("layers.*")[0]
     units = dict.fromkeys(
         (f"{stack}embed_tokens", f"{stack}layers.*"), "free_full_weight"
@@ -104,8 +104,8 @@ def check_transformers() -> None:
         ],
         AttentionInterface.get_interface: ["self", "attn_implementation", "default"],
     }
-    # Overlap replaces or calls these; a parameter that was added or moved would not
-    # fail, but change what is computed.
+    # Overlap replaces or calls these; an added or moved parameter would not fail, but
+    # change the result.
     for function, names in expected.items():
         if list(inspect.signature(function).parameters) != names:
             import transformers

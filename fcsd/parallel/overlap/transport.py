@@ -57,7 +57,7 @@ class AllToAll:
 
 
 class SendReceive:
-    """Every irecv, then every isend: both directions of a pair run at once.
+    """Every irecv, then every isend: both directions of a pair run concurrently.
 
     gloo's all-to-all serves the two one after the other: the message that a receiver is
     ready queues behind the rows that it sends itself.
@@ -117,11 +117,10 @@ def groups_beside(
     """Return two groups of the ranks of this rank's expert-parallel group, for rows
     and for counts; all ranks of the world call this.
 
-    Counts have a group of their own, because on that of the rows they would queue
-    behind an exchange that is under way. Rows have one, too: on a GPU its stream has a
-    high priority, so that a waiting kernel of it starts before those of compute; and
-    both have the backend's timeout, while the launch's may be hours (ranks wait on it
-    for a score).
+    Counts have a separate group, because in the rows' group they would queue behind a
+    running exchange. Rows have one, too: on a GPU its stream has a high priority, so
+    that a waiting kernel of it starts before those of compute; and both have the
+    backend's timeout, while the launch's may be hours (ranks wait on it for a score).
     """
     own_ranks = tuple(dist.get_process_group_ranks(group))
     # A group of a launch that was torn down since is made anew.

@@ -17,8 +17,7 @@ class Cell:
     """The enclosure of one job after another: a folder that is made for the job and
     removed with it, file rules, limits.
 
-    The server keeps of its capabilities the one that mounts folders; the processes of a
-    job keep none.
+    The server keeps only the capability to mount folders; a job's processes keep none.
     """
 
     def __init__(
@@ -50,12 +49,10 @@ class Cell:
         )
         self._privileges = layers.forbid_privileges()
         layers.hold_capabilities(layers.CAP_SYS_ADMIN if self._mounts else 0)
-        self.held: dict[str, bool] = {}  # which layers hold in the processes of a job
+        self.held: dict[str, bool] = {}  # layers that are active in a job's processes
 
     def report(self) -> dict[str, Any]:
-        """Apply the layers to a process like those of a job, and describe those that
-        hold.
-        """
+        """Apply the layers to a process like a job's, and describe the active ones."""
         read, write = os.pipe()
         # Layers cannot be taken off again, so a child tries them on.
         pid = os.fork()

@@ -1,7 +1,7 @@
 """The caller's side of one sandbox server: its process, the pipes to it, one job at a
 time.
 
-Standard library only here and beside it, but for the errors of fcsd;
+Standard library only, in this folder, except for fcsd's errors;
 `fcsd.evaluation.code.scorer` has a pool of these.
 """
 

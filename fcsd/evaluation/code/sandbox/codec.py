@@ -1,4 +1,4 @@
-"""Plain Python values as JSON: what crosses between the examiner and the generated
+"""Plain Python values as JSON, exchanged between the examiner and the generated
 program. Standard library only.
 
 A JSON list is a list and a JSON scalar is itself; anything else is {"t": type, "v":
@@ -157,8 +157,8 @@ class Codec:
         if name == "table":
             return _rows(value["leaves"], value["width"], value["cells"])
         if name == "handle":
-            # With a truth value it stands for an object of the other process; without
-            # one, an object of this process comes back.
+            # With a truth value it represents an object of the other process; without
+            # one, an object of this process returns.
             if "truth" in data:
                 return Handle(
                     int(value), data["truth"] is True, str(data.get("shown"))[:100]
@@ -203,7 +203,7 @@ def _all_leaves(rows: list[tuple[Any, ...]]) -> bool:
     chain = itertools.chain.from_iterable
     if not set(map(type, chain(rows))) <= _LEAF:
         return False
-    # Each object is looked at once: rows may repeat a few of them millions of times.
+    # Each object is checked once: rows may repeat a few objects millions of times.
     objects = {id(value): value for value in chain(rows)}
     return _all_short(objects.values())
 
@@ -224,8 +224,8 @@ def _table(rows: list[tuple[Any, ...]]) -> dict[str, Any] | None:
     chain = itertools.chain.from_iterable
     if len(set(map(id, chain(rows[:1000])))) > _MOST:
         return None
-    # Cells are told apart by identity: comparing millions of values would be slow, and
-    # 1 == True.
+    # Cells are distinguished by identity: comparing millions of values would be slow,
+    # and 1 == True.
     leaves = dict(zip(map(id, chain(rows)), chain(rows), strict=True))
     if len(leaves) > _MOST:
         return None
@@ -277,7 +277,7 @@ def read_exactly(fd: int, size: int) -> bytes:
 
 
 def read_frame(fd: int) -> Any:
-    """Read what `write_frame` wrote."""
+    """Read a frame of `write_frame`."""
     size = int(read_exactly(fd, 16), 16)
     if not 0 <= size <= MAX_FRAME_BYTES:
         raise ValueError("a message of more than 1 GiB")

@@ -124,8 +124,7 @@ def examine(job: dict[str, Any], link: Link) -> tuple[str, str]:
         # The tests see the program's functions only through the link, never its
         # objects.
         namespace: dict[str, Any] = {"__name__": "tests"}
-        # A program that defines its own `zip` or `set` must not change what the tests
-        # do.
+        # A program that defines its own `zip` or `set` must not change the tests.
         allowed = job["names"]
         namespace.update({
             name: link.function(name)

@@ -104,8 +104,8 @@ _CHECKED: dict[str, tuple[int, int]] = {
 # F_SETLEASE, F_NOTIFY): the kernel would send SIGKILL to another process for a program
 # that may not. And F_SETPIPE_SZ: the pages of all pipes of a user count together.
 _FCNTL = (8, 10, 15, 1024, 1026, 1031)
-# Set which signal is sent when the parent ends, and whether the kernel writes a core: a
-# handler of cores would keep it on the disk, whatever the limit of its size.
+# Set the signal that is sent when the parent ends, and whether the kernel writes a
+# core: a core handler would store it on disk, whatever the size limit.
 _PRCTL = (PR_SET_PDEATHSIG, PR_SET_DUMPABLE)
 # column above, AUDIT_ARCH
 _ARCH = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -121,7 +121,7 @@ def unshare_namespaces() -> list[str]:
     uid, gid = os.getuid(), os.getgid()
     namespaces = NEWPID | NEWNET | NEWIPC | NEWUTS
     if _libc.unshare(NEWUSER | namespaces) == 0:
-        # Inside, the caller is `nobody`; outside, it stays the user it was.
+        # Inside, the caller is `nobody`; outside, it remains the same user.
         for name, text in (
             ("setgroups", "deny"),
             ("uid_map", f"65534 {uid} 1"),
@@ -144,8 +144,8 @@ def limit_processes() -> None:
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     if release and (int(release[1]), int(release[2])) >= (6, 14):
-        # The kernel does not give numbers below this a second time. They are skipped
-        # the first time, too, so that all jobs have as many.
+        # The kernel does not give numbers below this a second time. They are also
+        # skipped the first time, so that all jobs have equally many.
         reserved = 300
         for name, value in (
             ("pid_max", reserved + MAX_THREADS),
@@ -188,8 +188,7 @@ def mount_scratch(folder: str) -> None:
 def unmount_scratch(folder: str) -> None:
     """End the tmpfs over `folder` with all that it holds; OSError where that fails."""
     detach = 2  # out of everybody's sight, though something still holds it
-    # Offsets of arguments in the filter are those of a little-endian machine of 64
-    # bits.
+    # Argument offsets in the filter are for little-endian 64-bit machines.
     if (
         _libc.umount2(folder.encode(), 0) != 0
         and _libc.umount2(folder.encode(), detach) != 0
@@ -211,15 +210,18 @@ def forbid_privileges() -> bool:
 
 
 def hold_capabilities(mask: int) -> bool:
-    """Give up every capability but those of `mask`, those of a user namespace included."""
+    """Give up every capability except those in `mask`, including those of a user
+    namespace.
+    """
     header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0), 8)
     sets = ctypes.create_string_buffer(struct.pack("=6I", mask, mask, 0, 0, 0, 0), 24)
     return bool(_libc.capset(header, sets) == 0)
 
 
 def readable_paths(modules: str | None) -> list[str]:
-    """List what programs may read. A prefix that is the root folder does not count:
-    such a Python lies in /usr and /lib."""
+    """List the paths that programs may read. A prefix that is the root folder does not
+    count: such a Python lies in /usr and /lib.
+    """
     paths = {
         sys.prefix,
         sys.base_prefix,
@@ -314,7 +316,7 @@ def filter_program(machine: str, *, job: bool) -> bytes:
 
 @functools.cache
 def _filter(machine: str, job: bool) -> bytes:
-    """Build a filter in which `_THIS_PROCESS` stands for the number of the process."""
+    """Build a filter in which `_THIS_PROCESS` represents the process id."""
     column, audit = _ARCH[machine]
     kill_process = (0x06, 0, 0, 0x80000000)
     refuse = 0x00050000
@@ -326,7 +328,7 @@ def _filter(machine: str, job: bool) -> bytes:
     program: list[tuple[int, int, int, int]] = [
         (load, 0, 0, architecture), (equal, 1, 0, audit), kill_process, (load, 0, 0, number),
     ]  # fmt: skip
-    # The x32 calls of x86_64 have high numbers, too.
+    # The x32 calls of x86_64 also have high numbers.
     program += [(at_least, 0, 1, _NEWEST + 1), (0x06, 0, 0, refuse | ENOSYS)]
 
     def when(call: str, *then: tuple[int, int, int, int]) -> None:

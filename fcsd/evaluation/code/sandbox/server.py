@@ -13,8 +13,9 @@ one frame {"job": number, "outcome": passed|wrong|error|timeout|memory|failure, 
 milliseconds: the limit of processor time, program and examiner together; WAIT times as much may go by on the clock.
 And, when nothing of the job is left, a frame {"job": number, "clean": true}.
 "failure" is the sandbox's own, not the program's, and ends the server. Number and time are all that the server process
-itself reads of a job, and it opens nothing that a job has left. What it cannot do (start a process, make or remove a
-folder) ends it with an error on standard error: the machine has failed, and nothing is known about the job.
+itself reads of a job, and it opens nothing that a job has left. A failure of the server
+(to start a process, to make or remove a folder) ends it with an error on standard
+error: the machine has failed, and the job's outcome is unknown.
 """
 
 import contextlib
@@ -159,7 +160,7 @@ def run_job(
             check, last = start + timeout_s, start + WAIT * timeout_s
     in_time = bool(verdict)
     if verdict == b"d":
-        _wait(pid, 0.2)  # the program is ending: its own status is the one that counts
+        _wait(pid, 0.2)  # the program is ending: its own status counts
     ended = _kill(pid, judge, own_space)
     late = os.read(done[0], 300)  # not blocking: all who could write have ended
     # that the program died, it may have seen of our own kill
@@ -203,7 +204,7 @@ def _classify(
     cpu_s: int,
     cell: Any,
 ) -> tuple[str, str]:
-    """Say what became of a job from how its two processes, program and examiner, have
+    """Return a job's outcome from how its two processes, program and examiner, have
     ended.
     """
     (status, usage), (_, examining) = (ended.get(pid, (None, 0.0)) for pid in pids)
@@ -331,7 +332,7 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     scorer = os.getppid()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # where memory runs out, end a program, not what holds a model
+        # if memory runs out, end a program, not the process that holds a model
         file.write("1000")
     if "namespaces" in config["disable"]:
         namespaces = []
