@@ -1,9 +1,11 @@
 """Format an estimate and a plan as text."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from fcsd.base.text import markdown, nats, size
+from fcsd.model.inspect.table import ranges
 
 
 def _joined(parts: Iterable[list[str]]) -> str:
@@ -468,22 +470,19 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _windows(times: Mapping[str, Any]) -> str:
-    """Format the windows of the layers, with equal neighbours in one row."""
+    """Format the windows of the layers, with equal layers in one row."""
     exchange, groups = times["exchange_s"], _groups(times["windows"])
     kinds = [name for name in times["windows"][0] if name != "layer"]
     rows = []
-    for first, last, row in groups:
-        layers = f"{first}" if first == last else f"{first}-{last}"
+    for seconds, layers in groups.items():
         cells = []
-        for kind in kinds:
+        for kind, window_s in zip(kinds, seconds, strict=True):
             # A tensor-parallel server has one kind of exchange, the all-reduce, for
             # both windows.
             name = kind.removesuffix("_s")
-            cells += [
-                _ms(exchange.get(name, exchange.get("all_reduce", 0.0))),
-                _ms(row[kind]),
-            ]
-        rows.append([layers, *cells])
+            exchange_s = exchange.get(name, exchange.get("all_reduce", 0.0))
+            cells += [_ms(exchange_s), _ms(window_s)]
+        rows.append([_layers(layers), *cells])
     names = {"attention_s": "attention's all-reduce", "routed_s": "routed all-reduce"}
     header = ["MoE layers"]
     for kind in kinds:
@@ -494,18 +493,21 @@ def _windows(times: Mapping[str, Any]) -> str:
 
 def _groups(
     rows: Sequence[Mapping[str, Any]],
-) -> list[tuple[int, int, Mapping[str, Any]]]:
-    groups: list[tuple[int, int, Mapping[str, Any]]] = []
+) -> dict[tuple[float, ...], list[int]]:
+    """Return the layers of each kind of windows."""
+    groups: dict[tuple[float, ...], list[int]] = {}
     for row in rows:
-        # Only neighbouring layers are merged, so that a row names a range.
-        alike = groups and all(
-            row[key] == groups[-1][2][key] for key in row if key != "layer"
-        )
-        if alike and groups[-1][1] == row["layer"] - 1:
-            groups[-1] = (groups[-1][0], row["layer"], groups[-1][2])
-        else:
-            groups.append((row["layer"], row["layer"], row))
+        seconds = tuple(value for name, value in row.items() if name != "layer")
+        groups.setdefault(seconds, []).append(row["layer"])
     return groups
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """Format layers as ranges, and every second one (or third, …) as `0,2,…,34`."""
+    steps = {after - before for before, after in pairwise(layers)}
+    if len(layers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{layers[0]},{layers[1]},…,{layers[-1]}"
+    return ranges(layers)
 
 
 def _study(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -674,6 +674,15 @@ def test_the_table_names_the_back_end_of_a_wide_server(
         assert f"data parallel 8, expert parallel 8 over {named}, 8 x" in line
 
 
+def test_layers_with_equal_windows_are_one_row() -> None:
+    """gpt-oss: every second layer reads a window only; the last one hides no combine."""
+    served = {"phase": "decode", "batch": 64, "length": 4096, "gpu": "h100"}
+    facts = plan(published("gpt-oss-20b", {}, served), advise=False)
+    text = plan_table(facts)
+    first = [line.split("|")[1].strip() for line in text.splitlines() if "|" in line]
+    assert {"0,2,…,22", "1,3,…,21", "23"} <= set(first)
+
+
 def test_people_read_milliseconds_shares_of_their_own_row_and_whether_equation_9_holds(
     v3: Planned,
 ) -> None:
