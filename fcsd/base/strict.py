@@ -276,6 +276,23 @@ _Loader.add_implicit_resolver(
 _Loader.add_constructor("tag:fcsd,2026:float", _float)
 
 
+def _int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    if len(node.value) <= _MOST_DIGITS:
+        number = loader.construct_yaml_int(node)
+    else:
+        number = 1 << 63
+    if not -(1 << 63) <= number < 1 << 63:
+        raise yaml.constructor.ConstructorError(
+            None, None, "an integer of more than 64 bits", node.start_mark
+        )
+    return int(number)
+
+
+# Enough for 64 bits in any base, with underscores; longer texts are not converted.
+_MOST_DIGITS = 100
+_Loader.add_constructor("tag:yaml.org,2002:int", _int)
+
+
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys: dict[Any, Any] = {}
     for key_node, _ in node.value:
@@ -292,9 +309,18 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line."""
+    """Parse YAML text; a syntax error is a `UserError` that names `where` and the line.
+
+    So is a document that is nested too deeply, or whose aliases (`*name`) expand to too
+    many values, on which any later traversal would not end.
+    """
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node, {}, 0)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f"{where}, line {mark.line + 1}" if mark else where
@@ -303,13 +329,57 @@ def parse_yaml(text: str, where: str) -> Any:
             f" {getattr(error, 'problem', None) or one_line(error)}"
         ) from None
     except RecursionError:
-        raise UserError(f"{where}: not valid YAML: it is nested too deeply") from None
+        raise UserError(f"{where}: not valid YAML: {_TOO_DEEP}") from None
     # A value that does not fit its tag: PyYAML's constructors raise errors of all
     # kinds.
     except Exception as error:
         raise UserError(
             f"{where}: not valid YAML: a value does not fit its tag ({one_line(error)})"
         ) from None
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_DEEPEST, _MOST_REPEATED = 100, 100_000
+_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
+
+
+def _check_size(
+    node: yaml.Node, sizes_by_id: dict[int, tuple[int, int] | None], depth: int
+) -> tuple[int, int]:
+    """Return the number of values and of levels that a node expands to, where an alias
+    counts with all that it repeats.
+
+    sizes_by_id: results of the nodes visited so far, by `id`; None for the ancestors of
+    this node. depth: of the node.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+    # An alias is the very node that its anchor names, so a node may come up again.
+    if id(node) in sizes_by_id:
+        if (node_size := sizes_by_id[id(node)]) is None:
+            refuse("an alias holds itself")
+    else:
+        sizes_by_id[id(node)] = None
+        children = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
+            refuse(f"{node.value!r} holds half a character")
+        sizes = [_check_size(child, sizes_by_id, depth + 1) for child in children]
+        node_size = (
+            1 + sum(size for size, _ in sizes),
+            1 + max((levels for _, levels in sizes), default=0),
+        )
+        sizes_by_id[id(node)] = node_size
+    if depth + node_size[1] > _DEEPEST:
+        refuse(_TOO_DEEP)
+    # Checked at every node, so that nested aliases are refused before they multiply
+    # further.
+    if node_size[0] > len(sizes_by_id) + _MOST_REPEATED:
+        refuse(f"aliases stand for more than {_MOST_REPEATED} values")
+    return node_size
 
 
 def read_yaml(path: Path) -> Any:

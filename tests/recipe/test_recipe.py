@@ -734,15 +734,37 @@ def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
             load_suite(write(tmp_path, suite))
 
 
+BOMB = "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)
+)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x: " + "[" * 5000 + "]" * 5000, "it is nested too deeply"),
+        ("x: " + "[" * 5000 + "]" * 5000, "nested deeper than 100 levels"),
+        ("x: " + "[" * 150 + "]" * 150, "nested deeper than 100 levels"),
+        ("x: {" * 150 + "}" * 150, "nested deeper than 100 levels"),
+        ("seed: " + "9" * 5000, "an integer of more than 64 bits"),
+        ("seed: 0x" + "f" * 5000, "an integer of more than 64 bits"),
+        ("seed: -9223372036854775809", "an integer of more than 64 bits"),
+        ("a0: &a0 [1, 1]\n" + BOMB, "aliases stand for more than 100000 values"),
+        (
+            "a0: &a0 {b: 1}\n" + BOMB.replace("[", "{<<: [").replace("]", "]}"),
+            "aliases stand for more than",
+        ),
+        ("a: &a [*a]", "an alias holds itself"),
+        (
+            "a0: &a0 [1]\n"
+            + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 150)),
+            "nested deeper than 100 levels",
+        ),
         ("? [a]\n: b", "unhashable"),
         ("a: 2026-13-45", "month must be in"),
         ("a: !!int abc", "invalid literal"),
         ("a: !!bool abc", "abc"),
         ("a: !!timestamp abc", "a value does not fit its tag"),
+        ('name: "\\ud800"', "holds half a character"),
         ("name: a\x07b", "special characters are not allowed"),
     ],
 )
