@@ -17,9 +17,14 @@ from fcsd.model.connectivity.convert import convert_model, unconvert_model
 from fcsd.model.connectivity.export import convert_checkpoint as convert_folder
 from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.model.connectivity.load import load_model
-from fcsd.model.connectivity.spec import MlpInput, connectivity_of
+from fcsd.model.connectivity.spec import (
+    MlpInput,
+    chosen_connectivity,
+    connectivity_of,
+)
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
+from fcsd.training.config import CalibrationConfig
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +113,7 @@ def calibrate(
     teacher: Any,
     rows: "Sequence[Any] | torch.Tensor",
     *,
-    ridge: float = 1e-3,
+    ridge: float = CalibrationConfig().ridge,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     max_length: int = 1024,
 ) -> list[dict[str, Any]]:
@@ -149,7 +154,7 @@ def calibrate(
     from fcsd.training.calibration.model import calibrate_model, complaint
 
     rows = _token_rows(rows, tokenizer, max_length)
-    check_kind("ridge", ridge, int | float, "a number")
+    CalibrationConfig.from_plain({"ridge": ridge}, "calibrate")
     results = calibrate_model(student, teacher, rows, ridge=ridge)
     # Told and not raised, even where it rules the result out: the maps are folded in
     # already. `fcsd calibrate` refuses before it writes.
@@ -245,12 +250,7 @@ def convert_checkpoint(
         "the path of a checkpoint (fcsd.convert takes a model in memory)",
     )
     check_kind("out", out, str | Path, "the path of a new folder")
-    # Only without any choice may the checkpoint's own keys decide.
-    is_default = layers is None and (attention, mlp) == ("partial", "outdated")
-    connectivity = None
-    if not is_default:
-        selection = "all" if layers is None else layers
-        connectivity = connectivity_of(selection, attention, mlp)
+    connectivity = chosen_connectivity(layers, attention, mlp)
     if format is None:
         convert_folder(
             model,

@@ -6,7 +6,6 @@ from pathlib import Path
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
-    connectivity_of,
     field_options,
     json_argument,
     model_argument,
@@ -30,7 +29,9 @@ def _convert(arguments: Namespace) -> None:
         convert_checkpoint(
             arguments.model,
             arguments.out,
-            layers=connectivity_of(arguments),
+            layers=arguments.layers,
+            attention=arguments.attention,
+            mlp=arguments.mlp,
             revision=arguments.revision,
             config_only=arguments.config_only,
             format=arguments.format,

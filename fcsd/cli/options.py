@@ -228,15 +228,9 @@ def connectivity_of(arguments: argparse.Namespace) -> Connectivity | None:
     """Return the connectivity that the options choose; None where they choose none, and
     a checkpoint keeps its own.
     """
-    from fcsd.model.connectivity.spec import Connectivity
+    from fcsd.model.connectivity.spec import chosen_connectivity
 
-    if arguments.layers is None and (arguments.attention, arguments.mlp) == (
-        "partial",
-        "outdated",
-    ):
-        return None
-    layers = "all" if arguments.layers is None else arguments.layers
-    return Connectivity(layers, arguments.attention, arguments.mlp)
+    return chosen_connectivity(arguments.layers, arguments.attention, arguments.mlp)
 
 
 def text_argument(parser: ArgumentParser, text: str) -> None:

@@ -425,7 +425,12 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": X, "ridge": "x"},
-        "ridge: a str; a number is needed",
+        "calibrate: ridge: Input should be a valid number",
+    ),
+    (
+        "calibrate",
+        {"student": MODEL, "teacher": MODEL, "rows": X, "ridge": 1},
+        "calibrate: ridge: Input should be less than 1, got 1",
     ),
     (
         "calibrate",
@@ -449,8 +454,8 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "evaluate_model",
-        {"model": "BASE", "limit": "3"},
-        "limit: a str; a whole number or None is needed",
+        {"model": "BASE", "limit": "few"},
+        "evaluate_model: limit: Input should be a valid integer",
     ),
     (
         "evaluate_model",

@@ -221,6 +221,19 @@ def connectivity_of(
     return layers
 
 
+def chosen_connectivity(
+    layers: Selection | Connectivity | None, attention: Any, mlp: Any
+) -> Connectivity | None:
+    """Return the connectivity that a selection and two sides choose; None where all are
+    left out, and a checkpoint keeps its own.
+    """
+    if layers is None:
+        if (attention, mlp) == (Connectivity.attention, Connectivity.mlp):
+            return None
+        layers = "all"
+    return connectivity_of(layers, attention, mlp)
+
+
 def ranges(indices: Sequence[int]) -> str:
     """Format indices as ranges: `1-5,7` for [1, 2, 3, 4, 5, 7]; `-` for none."""
     spans: list[list[int]] = []

@@ -22,9 +22,9 @@ from fcsd.training.calibration.state import (
     first_stream,
 )
 from fcsd.training.calibration.steps import Steps
+from fcsd.training.config import CalibrationConfig
 from fcsd.training.losses.head import refuse_packing
 
-RIDGE = 1e-3
 # The residual of held-out outputs may at most double. In small models it reaches 1.5
 # times its value with 16 distinct tokens per unit of width.
 _RULED_OUT = 2.0
@@ -35,7 +35,7 @@ def calibrate_model(
     teacher: Any,
     rows: Sequence[Any] | Tensor,
     *,
-    ridge: float = RIDGE,
+    ridge: float = CalibrationConfig().ridge,
     ranks: Ranks = ALONE,
     progress: bool = True,
 ) -> list[dict[str, Any]]:
