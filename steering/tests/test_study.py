@@ -16,6 +16,8 @@ import yaml
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
+from fcsd.cli.main import main
+from fcsd.evaluation.config import load_suite
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.reference import heldout_of
 from fcsd.pipeline.run import convert, evaluate_models
@@ -447,3 +449,34 @@ def test_the_shipped_studies_are_of_shipped_recipes() -> None:
         study = load_study(path)
         assert load_recipe(study.recipe).data.heldout is not None
         assert len(read_links(study.links).endpoints) == 4
+
+
+@pytest.mark.slow
+def test_a_rehearsal_of_camoes_setting_can_be_steered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipes = ROOT / "steering" / "recipes"
+    recipe = recipes / "qwen3-30b-a3b.yaml"
+    header = recipe.read_text().partition("\nname:")[0]
+    (words,) = re.findall(r"^#     fcsd (run .*--rehearse .*)$", header, re.M)
+    monkeypatch.chdir(tmp_path)
+    command = shlex.split(words.replace(str(recipe.relative_to(ROOT)), str(recipe)))
+    # Prompts of 25 shots in a tokenizer of bytes take minutes: one task of the nine.
+    (row,) = (row for row in load_suite("camoe9").tasks if row.task == "piqa")
+    task = row.model_dump(mode="json", exclude_unset=True)
+    Path("suite.yaml").write_text(yaml.safe_dump({"name": "piqa", "tasks": [task]}))
+    assert main([*command, "--set", "evaluation.suite=suite.yaml"]) == 0
+
+    study = yaml.safe_load((recipes / "qwen3-30b-a3b-study.yaml").read_text())
+    assert study["strengths"] == [0, 0.05, 0.1, 0.15, 0.2, 0.25]
+    rehearsal = Path(command[-1])
+    study |= {"recipe": str(rehearsal / "recipe.yaml"), "links": str(LINKS)}
+    study |= {"strengths": [0, 0.25], "tokens": 1024}
+    Path("study.yaml").write_text(yaml.safe_dump(study))
+    assert STEER.run(["study", "study.yaml"]) == 0
+
+    report = read_json(rehearsal / "run" / "steering" / "report" / "steering.json")
+    plain, steered = report["points"]
+    assert (plain["model"], steered["strength"]) == ("original", 0.25)
+    assert steered["exchange"]["mean_s"] < plain["exchange"]["mean_s"]
+    assert steered["kl"]["kl"] > 0
