@@ -175,8 +175,8 @@ def compare(
         UserError: the results are of different items or settings; a folder holds no
             result.
     """
-    # Folders also tell of the training, which stands in the text of a comparison; a
-    # result in memory has no record of it.
+    # Folders also record the training, which the text of a comparison mentions; a
+    # result in memory does not.
     if isinstance(original, str | Path) and isinstance(converted, str | Path):
         evaluated = read_evaluated(Path(original), [Path(converted)])
     else:

@@ -1,7 +1,8 @@
 """The `fcsd` command, with one thin function for each stage.
 
-The modules of this folder import slow libraries, and whatever loads these, inside their
-functions and after the checks of the options: help and mistakes then appear at once.
+The modules of this folder import slow libraries, and modules that load them, inside
+functions and after the checks of the options, so that help and mistakes appear
+immediately.
 """
 
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ class Program:
         prefix = f"{self.name} {arguments.command}"
         first = os.environ.get("RANK", "0") == "0"
         if not first:
-            # The first rank's bars stand for those of all ranks, libraries' bars too.
+            # The first rank's bars represent all ranks, including libraries' bars.
             os.environ.setdefault("TQDM_DISABLE", "1")
         try:
             # Remove what killed commands left, even where this one needs no such folder.

@@ -44,7 +44,7 @@ def _push(arguments: Namespace) -> None:
     from fcsd.report.publish.push import NewCard, push
 
     out = arguments.dry_run
-    # --dry-run without a folder: beside the source, which itself stays as it is.
+    # --dry-run without a folder: beside the source, which does not change.
     if out == Path():
         folder = arguments.folder.resolve()
         out = folder.with_name(f"{folder.name}-hub")

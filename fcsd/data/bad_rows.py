@@ -29,7 +29,7 @@ class BadRows:
         self.policy, self.setting = policy, setting
         self.num_examples = 0
         self.num_bad = 0
-        self._listed: dict[str, str] = {}  # where -> what is wrong
+        self._listed: dict[str, str] = {}  # where -> the fault
 
     def __repr__(self) -> str:
         listed = [

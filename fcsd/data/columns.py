@@ -1,8 +1,8 @@
 """Find the meaning of a data set's columns: a recipe names it, or the names show it.
 
 A column that would set the prompt, the answer or the loss is either read or refused by
-name, because nobody would notice that a training ignores it. All other columns (an id,
-a source, a score) are not read.
+name, because nobody would notice if a training ignored it. All other columns (an id, a
+source, a score) are not read.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class DecontaminateConfig(Strict):
 
 
 class RowsConfig(Strict):
-    """The rows of tokens that a text becomes; `fcsd.FCSDConfig` has these keys, too."""
+    """The rows of tokens that a text becomes; `fcsd.FCSDConfig` also has these keys."""
 
     max_length: int = option(4096, "tokens in one row of the text", gt=1)
     packing: bool = option(

@@ -176,7 +176,7 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
     """Return a data set of a list of examples; a column that an example lacks is None
     there.
 
-    In lists of messages each value is kept as it is written.
+    In lists of messages, values stay unchanged.
     """
     names: dict[str, None] = {}
     for number, example in enumerate(examples, 1):
@@ -216,7 +216,7 @@ def _no_data(data: Any, name: str) -> UserError:
         f" packed rows with {', '.join(ROW_FEATURES)}"
     )
     hint = ""
-    # What people pass most often instead has its way out named.
+    # The most common wrong arguments have an advice.
     if isinstance(data, str | Path):
         hint = (
             "; datasets.load_dataset reads files and the Hub: load_dataset('json',"

@@ -297,7 +297,7 @@ def _system(
         return []
     text = _text(example, columns["system"])
     first = messages[0]
-    # A conversation with a system message of its own needs none, if the two agree.
+    # A conversation with its own system message needs none, if the two agree.
     if first["role"] not in ("system", "developer"):
         return [{"role": "system", "content": text}]
     if first["content"] != text:

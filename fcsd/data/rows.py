@@ -54,7 +54,7 @@ def first_fit(
 
     An example goes into the first open row that has room, else into a new one; when
     more than `num_open_rows` are open, the oldest is closed. With packing=False each
-    example has a row of its own. Examples of length 0 are left out.
+    example has its own row. Examples of length 0 are left out.
     """
     open_rows: list[list[int]] = []
     room: list[int] = []
@@ -156,7 +156,8 @@ class _SourceTokens:
         with contextlib.suppress(UserError):
             if read_json(self._end, keys=["shards"])["shards"] == number:
                 return number
-        # A shard was removed or damaged since; the end is noted anew when it is there.
+        # A shard was removed or damaged since; the end is recorded again when it
+        # exists.
         self._end.unlink(missing_ok=True)
         return None
 
@@ -339,7 +340,7 @@ def _complete(
 
 
 class _Order:
-    """Which shards are needed, and the order of the examples in them."""
+    """The shards that are needed, and the order of their examples."""
 
     def __init__(self, tokens: Sequence[_SourceTokens], layout: Layout):
         self.tokens, self.layout = tokens, layout
@@ -495,7 +496,7 @@ class PackedRows(torch.utils.data.Dataset):
 
     @property
     def counts(self) -> ExampleCounts:
-        """What became of the examples that were read."""
+        """The outcomes of the examples that were read."""
         return ExampleCounts(**self.record["examples"])
 
     def examples_of(self, index: int) -> list[Tokens]:

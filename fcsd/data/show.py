@@ -5,7 +5,7 @@
     <|user|>0 + 1<|end|><|assistant|>[[1 is it<|end|>]]
 
 Text in double brackets has loss; on a terminal it is in reverse video instead. Special
-tokens are written out, padding is left out.
+tokens are shown, padding is not.
 
 Not covered: examples that were left out of the rows (`fcsd.data.counts`).
 """

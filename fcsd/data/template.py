@@ -234,7 +234,7 @@ def _tried(
         # Text of the assistant may be left out on purpose: it only decides between
         # forms.
         rank = len(missing), sum(content not in text for content in assistant_contents)
-        # The best form is kept for the error, which names what it leaves out.
+        # The best form is kept for the error, which names the part that it leaves out.
         if best is None or rank < best[0]:
             best = rank, form, missing
         if rank == (0, 0):

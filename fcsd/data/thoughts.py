@@ -114,7 +114,8 @@ given only if it names that, too.
 
 
 def thinking_options(tokenizer: Any, thinking: bool) -> dict[str, Any]:
-    """Return what `apply_chat_template` is given so that a hybrid thinks, or does not.
+    """Return the arguments of `apply_chat_template` with which a hybrid thinks, or does
+    not.
 
     The switch is the first of `_SWITCHES` that the template reads; one without any is
     given the first of all, and passes over it.
@@ -127,7 +128,7 @@ def thinking_options(tokenizer: Any, thinking: bool) -> dict[str, Any]:
 
 @functools.lru_cache
 def _switch_in(template: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a template is given with thoughts, and without."""
+    """Return a template's arguments with thoughts, and without."""
     from jinja2 import TemplateError, meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 

@@ -193,7 +193,7 @@ class WrittenChat:
         self.spans = [span for i in answers for span in self._spans(i)]
         if self.stop is not None:
             self.text += self.stop
-            # Loss on it, too: the model has to learn where its answer ends.
+            # Also with loss: the model must learn where its answer ends.
             self.spans[-1] = self.spans[-1][0], len(self.text)
 
     def _spans(self, index: int) -> list[tuple[int, int]]:

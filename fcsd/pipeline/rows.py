@@ -28,7 +28,7 @@ from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 
-_DATE = "date.json"  # beside the tokens of a run: what its chat templates write
+_DATE = "date.json"  # beside a run's tokens: the date that its chat templates write
 
 
 def training_rows(
@@ -254,7 +254,7 @@ def data_inputs(data: TrainingDataConfig, run: Run) -> dict[str, str]:
         for index, source in enumerate(data.train)
     }
     config, data_root = data.decontaminate, run.data_root
-    # Test items decide which examples are left out, so they are inputs, too.
+    # Test items decide which examples are left out, so they are also inputs.
     if config is not None:
         fingerprints = test_set_fingerprints(load_suite(config.suite), data_root)
         inputs |= {

@@ -1,2 +1,3 @@
-"""What to expect before it is paid for: `cost` of a training or a conversion, `layers`
-to rewire."""
+"""Estimate cost and gain before paying for them: `cost` of a training or a conversion,
+`layers` to rewire.
+"""

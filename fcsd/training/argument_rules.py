@@ -1,9 +1,9 @@
 """The arguments of transformers that fcsd's training honours, and those that it refuses
 because they would have no effect, or another one than they promise.
 
-A field of `transformers.TrainingArguments` in `REFUSED` has no meaning here; all others
-are honoured: those of `MAY_CHANGE_ARGUMENTS` may change when a training is continued,
-the rest is fixed for the whole training. The functions refuse combinations.
+Fields of `transformers.TrainingArguments` in `REFUSED` are not supported; all others
+are honoured: those in `MAY_CHANGE_ARGUMENTS` may change when a training continues, the
+rest are fixed for the whole training. The functions refuse combinations.
 
 `per_device_eval_batch_size` holds for logits, that is for `compute_metrics` and
 `predict`; a held-out loss is measured row by row.
@@ -68,7 +68,7 @@ MAY_CHANGE_ARGUMENTS = {
     # the Hub
     "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy",
     "hub_always_push", "hub_revision",
-    # what transformers' own scripts read
+    # fields that transformers' scripts read
     "do_train", "do_predict",
     # memory, devices, workers and communication
     "torch_empty_cache_steps", "activation_checkpointing", "activation_checkpointing_kwargs",

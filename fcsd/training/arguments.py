@@ -26,10 +26,10 @@ Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get th
 class TrainingRun:
     """The inputs of one training run.
 
-    student: in the dtype that is saved, whatever dtype it is trained in. data: of which
-    `rows` were made. score: scores a model for early stopping. adapters: the
-    `PeftModel` around a LoRA student. remaining: maps the share of steps that are done
-    to the time that all stages of the run still take, or "".
+    student: in the dtype in which it is saved, whatever dtype it is trained in. data:
+    the source of `rows`. score: scores a model for early stopping. adapters: the
+    `PeftModel` around a LoRA student. remaining: maps the share of finished steps to
+    the remaining time of all stages of the run, or "".
     """
 
     launch: Launch

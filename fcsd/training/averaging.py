@@ -1,5 +1,5 @@
 """An exponential moving average of the trained weights, which is scored and saved in
-their place. Each rank averages its shard of each parameter, whatever engine made it
+their place. Each rank averages its shard of each parameter, under every engine
 (`fcsd.parallel.parts`).
 """
 
@@ -89,7 +89,7 @@ class WeightAverage(TrainerCallback):
         parts = self._parts()
         for part in parts:
             part.of(part.slot).copy_(weights[part.name])
-        # ZeRO-3 computes with copies of what was written.
+        # ZeRO-3 computes with copies of the written values.
         compute_with(parts, self.trainer.optimizer)
 
     def load(self, folder: Path) -> None:

@@ -1,5 +1,5 @@
-"""Score the weights during training: stop when the score stalls, and keep the best ones
-in a folder beside the checkpoints.
+"""Score the weights during training: stop when the score stalls, and keep the best
+weights in a folder beside the checkpoints.
 """
 
 import math
@@ -119,8 +119,8 @@ def settle_best(
 
 
 def drop_others(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
-    """Remove all weights but those of this step and those that a checkpoint names,
-    since the run may go back to it.
+    """Remove all weights except this step's and those that a checkpoint names, since
+    the run may go back to it.
     """
     _keep_only(trainer, run, [step])
 
@@ -218,8 +218,8 @@ class StopWhenScoreStalls(TrainerCallback):
         """Score the present weights; all ranks get the same score, or the same failure
         (`ScoreFailure`).
 
-        An error that only one rank knows, while the others wait for it in a pass, is
-        raised unchanged: it ends the launch.
+        An error on one rank, while the others wait in a pass, is raised unchanged: it
+        ends the launch.
         """
         trainer, stopper = self.trainer, self.stopper
         try:

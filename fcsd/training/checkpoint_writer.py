@@ -117,7 +117,7 @@ class CheckpointWriter:
                 save()
                 if trainer.args.should_save:
                     _write_progress(trainer, partial_folder)
-        # One rank must not leave alone, while others wait for it: `finish` raises the
+        # A rank must not leave while others wait for it: `finish` raises the
         # error on all.
         except Exception as error:
             self._error = error
@@ -158,7 +158,7 @@ class CheckpointWriter:
             or trained_and_all(trainer.plain_model)[0] < BACKGROUND_FROM
         ):
             return False
-        # Asked once, for the first checkpoint: later copies reuse its memory.
+        # Checked once, for the first checkpoint: later copies reuse its memory.
         if self._has_room is None:
             need = sum(run.nbytes for file in files for run in file.runs.values())
             need *= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -175,7 +175,7 @@ class CheckpointWriter:
         return self._has_room
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A daemon, so that a process that has to end at once does not wait for it.
+        # A daemon, so that a process that must end immediately does not wait for it.
         self._thread = threading.Thread(
             target=work, name="fcsd-checkpoint", daemon=True
         )

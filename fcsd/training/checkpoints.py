@@ -134,7 +134,7 @@ def best_step_of(checkpoint: Path) -> int | None:
     none.
 
     Raises:
-        UserError: what it says of them is damaged.
+        UserError: its record of them is damaged.
     """
     facts = _noted(checkpoint).get(STOPPER_FILE)
     if facts is None:
@@ -222,8 +222,8 @@ def retire(checkpoint: Path) -> Path:
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
-    """Load stopper and guard of a checkpoint; if there is nothing left to train after
-    it, load the weights, too, and return true.
+    """Load a checkpoint's stopper and guard; if no step remains after it, also load the
+    weights, and return true.
 
     This is for a run that was killed between its last step and writing its model:
     `train` would do one step more.

@@ -37,7 +37,7 @@ class WarmupStableDecayConfig(Strict):
     num_decay_steps: float = Field(gt=0)
     warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     decay_type: Literal["linear", "cosine", "1-sqrt"] = "cosine"
-    # last rate over first; the warm-up begins there, too
+    # last rate over first; the warm-up also begins there
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     num_cycles: float = Field(0.5, gt=0)  # of the cosine
 
@@ -187,8 +187,8 @@ class UpdateConfig(Strict):
 
 
 class TrainConfig(UpdateConfig, ScheduleConfig):
-    """The optimiser's side of a run; names are those of
-    `transformers.TrainingArguments` where it has them.
+    """The optimiser's settings; names as in `transformers.TrainingArguments`, if it has
+    them.
     """
 
     batch_size_tokens: int = Field(131072, gt=0)
@@ -206,7 +206,7 @@ class TrainConfig(UpdateConfig, ScheduleConfig):
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
-        """Accept the forms of transformers, too: one name, or "none"."""
+        """Also accept transformers' forms: one name, or "none"."""
         if value == "none":
             return []
         return [value] if isinstance(value, str) else value
@@ -242,7 +242,7 @@ def micro_batches(
 
 
 MAY_CHANGE = (
-    # what is written, and when
+    # outputs, and when they are written
     "train.logging_steps",
     "train.save_steps",
     "train.save_total_limit",
@@ -274,7 +274,7 @@ class SafetyConfig(Strict):
     (`fcsd.training.safety`).
     """
 
-    # in a row, for a loss or gradient that is not finite
+    # consecutive steps with a loss or gradient that is not finite
     max_skipped_steps: int = Field(10, ge=0)
 
 

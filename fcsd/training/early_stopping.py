@@ -140,8 +140,8 @@ class EarlyStopper:
         return False
 
     def lose_all_but(self, steps: Collection[int]) -> None:
-        """Make the best of these steps the best checkpoint so far: the weights of all
-        others are lost.
+        """Make the best of these steps the best checkpoint so far: all other weights
+        are lost.
 
         Among equal scores the later one is taken; there is none where none of the steps
         was scored.
@@ -191,7 +191,7 @@ class EarlyStopper:
         return self.stalled >= self.patience
 
     def is_due(self, step: int, max_steps: int) -> bool:
-        """Tell whether the weights of `step` still have to be scored."""
+        """Tell whether the weights of `step` must still be scored."""
         scored = self.points[-1]["step"] if self.points else -1
         return step > scored and (step % self.every_steps == 0 or step == max_steps)
 
@@ -357,6 +357,6 @@ class TimeSpent:
         return {"run_s": self.run_s, "scoring_s": self.scoring_s}
 
     def resume(self, state: dict[str, float]) -> None:
-        """Add what was spent before a restart."""
+        """Add the time spent before a restart."""
         self._run_s += state["run_s"]
         self.scoring_s += state["scoring_s"]

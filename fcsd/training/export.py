@@ -66,8 +66,8 @@ def write_model(
             with keeping_extra_tensors(full_model, folder):
                 full_model.save_pretrained(folder)
             _declare_dtype(folder, dtype)
-            # safetensors 0.8 creates files with mode 0600, whatever the umask: give
-            # them that of the config.
+            # safetensors 0.8 creates files with mode 0600, ignoring the umask: give
+            # them the config's mode.
             mode = (folder / CONFIG).stat().st_mode
             for file in folder.glob("*.safetensors"):
                 file.chmod(mode & 0o777)
@@ -127,9 +127,7 @@ def _move_model(written: Path, folder: Path) -> None:
 
 
 def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Write the model's dtype to the config: transformers writes that of the first
-    tensor.
-    """
+    """Write the model's dtype to the config: transformers writes the first tensor's."""
     config = read_json(folder / CONFIG)
     name = str(dtype).removeprefix("torch.")
     if config.get("dtype") != name:
@@ -137,8 +135,8 @@ def _declare_dtype(folder: Path, dtype: torch.dtype) -> None:
 
 
 def _keep_tokenizer_class(source: Path, folder: Path) -> None:
-    """Restore the class name of the tokenizer's own files: older versions do not know
-    that of transformers 5.
+    """Restore the class name from the tokenizer's files: older versions do not know
+    transformers 5's.
     """
     files = [directory / "tokenizer_config.json" for directory in (source, folder)]
     if not all(file.is_file() for file in files):

@@ -205,7 +205,7 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
         safety: the `safety` section of a recipe: the reaction to failing steps.
         model_init_kwargs: `dtype`, `revision`, `attn_implementation` and
             `experts_implementation` of a model given by its path; `trust_remote_code`
-            is an argument of its own.
+            is a separate argument.
         teacher_model_init_kwargs: the same for a teacher given by its path.
 
     Defaults that differ from transformers' are those of a recipe; remove_unused_columns
@@ -252,7 +252,7 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
         """Return `args` as an `FCSDConfig`, with defaults for what they lack.
 
         Raises:
-            UserError: they are no `TrainingArguments`, or those of another trainer.
+            UserError: they are not `TrainingArguments`, or belong to another trainer.
         """
         if args is None:
             return cls()

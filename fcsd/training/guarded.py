@@ -51,12 +51,13 @@ class Signals:
     """Catch, within the block, the signals that ask for the end; `received` is the
     number of the first one, 0 when there was none.
 
-    SIGTERM: the scheduler wants the machine back. SIGUSR1: its early warning, if it is
-    asked for one (`sbatch --signal=USR1@300`), which ends accelerate's launcher at
-    once. SIGINT: Ctrl-C. A second signal ends the process at once. A launcher forwards
-    a signal that the terminal or the scheduler has sent to its processes as well, so a
-    signal within `_ECHO_S` of the first is taken for its echo. Outside the main thread,
-    where Python handles no signals, all keep their usual effect.
+    SIGTERM: the scheduler wants the machine back. SIGUSR1: its early warning, if
+    requested (`sbatch --signal=USR1@300`), which ends accelerate's launcher
+    immediately. SIGINT: Ctrl-C. A second signal ends the process immediately. A
+    launcher forwards a signal that the terminal or the scheduler has sent to its
+    processes as well, so a signal within `_ECHO_S` of the first is taken for its echo.
+    Outside the main thread, where Python handles no signals, all keep their usual
+    effect.
     """
 
     def __init__(self) -> None:
@@ -120,8 +121,8 @@ class GuardedSteps:
     # ---- one step
 
     def begin(self) -> None:
-        # What is logged is a mean over the steps that were taken: a skipped step puts
-        # these sums back.
+        # Logged values are means over the steps that were taken: a skipped step
+        # restores these sums.
         self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
         self._step_loss = None
 

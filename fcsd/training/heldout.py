@@ -31,7 +31,7 @@ class HeldoutCE:
 
     def __init__(self, rows: Sequence[Any], launch: Launch):
         self.rows, self.launch = rows, launch
-        # this rank's share, prepared by the first call and reused by all others
+        # this rank's share, prepared by the first call and reused by later ones
         self.batches: list[Batch] | None = None
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
@@ -150,8 +150,8 @@ class HeldoutKL(HeldoutCE):
         self.teacher.prepare([batch])
 
     def _target(self, batch: Batch, targets: Tensor) -> dict[str, Any]:
-        # The plain KL, whatever the training minimises: scores of different objectives
-        # can be compared.
+        # The plain KL, whatever the training minimises, so that scores of different
+        # objectives can be compared.
         hidden = batch["teacher_hidden"]
         return {
             "objective": KLObjectiveConfig(),
@@ -180,8 +180,8 @@ class HeldoutLosses:
         *,
         eval_dataset: Any,
     ) -> dict[str, float]:
-        """Measure `rows`; eval_dataset: the trainer's own rows, or a dict of them, for
-        which the teacher is run only once.
+        """Measure `rows`; eval_dataset: the trainer's rows, or a dict of them, for
+        which the teacher runs only once.
 
         Returns: PREFIX_kl, PREFIX_ce, their standard errors, and PREFIX_loss, the one
         of the objective.

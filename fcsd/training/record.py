@@ -7,7 +7,7 @@ recipe: the arguments of `FCSDTrainer`, its rows, and the way in which a launch 
 batch.
 
 Not covered: the initial weights of a student that was given in memory, because a
-continuation takes those of the checkpoint.
+continuation uses the checkpoint's.
 """
 
 import json
@@ -67,7 +67,8 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
 def _cut_settings(
     args: FCSDConfig, train: UpdateConfig, launch: Launch
 ) -> dict[str, Any]:
-    """Return the tokens of a step, and how they are cut if the weights depend on that.
+    """Return the tokens of a step, and how they are divided if the weights depend on
+    that.
 
     args: after `fit_to_engine`.
     """
@@ -109,7 +110,8 @@ class TrainingRecord:
         fingerprints: Callable[[], dict[str, str]],
         date: datetime | None,
     ) -> None:
-        """Add what depends on the engine, the model and the data, once these are ready.
+        """Add the facts that depend on the engine, the model and the data, once these
+        are ready.
 
         date: the day that the chat template wrote, if any.
         """

@@ -1,5 +1,5 @@
-"""The order in which a training reads its rows: whole steps in every epoch, with other
-rows left out each time.
+"""The order in which a training reads its rows: whole steps in every epoch, with
+different rows left out each time.
 
 Before the first step the rows that are never read are reported, together with the fate
 of the examples (`fcsd.data.counts`).
@@ -69,7 +69,7 @@ class EpochRows(Sampler[int]):
         return self
 
     def part(self, rows: Any) -> Subset:
-        """Return the rows that the permuted numbers index: those of epoch 0."""
+        """Return the rows that the permuted numbers index: the rows of epoch 0."""
         return Subset(rows, range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:

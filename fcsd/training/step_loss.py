@@ -69,15 +69,15 @@ class StepLoss:
     def forget(self) -> None:
         """Release the teacher's hidden states of the last step.
 
-        transformers' loop holds the batches until it has those of the next step.
+        transformers' loop holds the batches until it has the next step's.
         """
         for batch in self._prepared:
             batch.pop("teacher_hidden", None)
 
     def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
-        # An auxiliary loss needs a pass of the teacher for each micro-batch anyway
-        # (`__call__`), which gives the hidden states, too.
+        # An auxiliary loss needs a teacher pass for each micro-batch anyway
+        # (`__call__`), which also returns the hidden states.
         self._coefficients = {}
         if self.terms is not None:
             self._coefficients = self.terms.coefficients(step)

@@ -5,7 +5,7 @@ Every candidate trains the same number of steps from the same weights on the sam
 order, and the lowest mean training loss over the last steps wins. A finished candidate
 is never trained again.
 
-The readers of a finished training's logs are here, too.
+The readers of a finished training's logs are also here.
 """
 
 import json

@@ -54,8 +54,8 @@ class _Steps(TrainerCallback):
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         in_step(False)  # weights are updated
         guarded = self.trainer.guarded
-        # Loads of a skipped step must not move the routers' biases: its weights did not
-        # move, either.
+        # Loads of a skipped step must not move the routers' biases, since its weights
+        # did not move either.
         if guarded.verdict == "go":
             self.trainer.step_loss.end_step()
         # All ranks learnt in `decide` that no thread is writing any more, so all of
@@ -169,7 +169,7 @@ class DistillTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        # The Trainer calls this once a step, when the gradient is complete and before
+        # The Trainer calls this once per step, when the gradient is complete and before
         # the optimiser uses it. Under DeepSpeed it comes after the optimiser, but that
         # engine itself skips a step whose norm is not finite.
         norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
@@ -178,7 +178,7 @@ class DistillTrainer(Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         # The Trainer calls this after a step, and once more after the last step of an
-        # epoch; `_Steps` does what must happen only once.
+        # epoch; `_Steps` does the work that must happen only once.
         if self.control.should_training_stop:
             # the last step is logged whatever logging_steps is
             self.control.should_log = True
@@ -211,7 +211,7 @@ class DistillTrainer(Trainer):
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
             max_steps, train_dataloader, None
         )
-        # DeepSpeed's engine steps the optimiser itself, and skips by itself, too.
+        # DeepSpeed's engine steps the optimiser itself, and also skips by itself.
         if self.is_deepspeed_enabled:
             begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
         else:
@@ -297,8 +297,8 @@ class DistillTrainer(Trainer):
         return self.accelerator.unwrap_model(self.model)
 
     def restore(self, checkpoint: Path) -> None:
-        """Load weights, optimiser and schedule, whatever engine and number of ranks
-        wrote the checkpoint.
+        """Load weights, optimiser and schedule of a checkpoint from any engine and
+        number of ranks.
         """
         read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
         schedule = torch.load(
@@ -328,7 +328,7 @@ class DistillTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
 
     def _get_output_dir(self, trial: Any) -> str:
-        # Only what belongs to a checkpoint goes to the temporary folder.
+        # Only files of a checkpoint go to the temporary folder.
         folder = super()._get_output_dir(trial)
         if self.checkpoint_writer.is_saving:
             return str(Path(folder) / PARTIAL)

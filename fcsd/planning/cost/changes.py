@@ -47,8 +47,8 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
 
     def steps() -> Iterator[dict[str, Any]]:
         nonlocal setting, layout, freeze
-        # The order is that of their cost to the user: settings of the same training
-        # first, then another launch, then other weights trained, then more hardware.
+        # In the order of their cost to the user: settings of the same training first,
+        # then another launch, then training other weights, then more hardware.
         if not setting.checkpointing and activation_bytes(
             trace_of, replace(setting, checkpointing=True), layout
         ):

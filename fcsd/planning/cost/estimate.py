@@ -43,7 +43,7 @@ from fcsd.training.disk import disk_need
 # benchmarks/tokens.py, docs/decisions.md of 2026-11-22: 13,031 rows of 4096 tokens,
 # read, tokenized and packed in one process, took 70.0 s of processor time.
 WORKER_TOKENS_S = 13_031 * 4096 / 70.0
-TOKEN_BYTES = 5  # its id, and whether it is to be predicted
+TOKEN_BYTES = 5  # its id, and whether it is predicted
 
 
 def estimate(
@@ -56,9 +56,9 @@ def estimate(
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only
     config.json is fetched.
 
-    variant: of the recipe, instead of its main distillation. pretrain: estimate the
-    pre-training instead, as is always done for a recipe without a `train` section,
-    which only pre-trains.
+    variant: a variant of the recipe, instead of its main distillation. pretrain:
+    estimate the pre-training instead; always the case for a recipe without a `train`
+    section, which only pre-trains.
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch
@@ -184,8 +184,7 @@ def _memory(job: Job) -> dict[str, Any]:
         int(job.machine.gpu.memory_gb * 1e9),
     )
     parts = memory_parts(trace, setting, job.layout)
-    # Both are reported whatever the setting, so that the reader sees what checkpointing
-    # saves.
+    # Both are always reported, so that the reader sees what checkpointing saves.
     without, checkpointed = (
         activation_bytes(job.trace_of, replace(setting, checkpointing=on), job.layout)
         for on in (False, True)
@@ -271,11 +270,9 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
 
 
 def _flops(job: Job) -> dict[str, Any]:
-    """Return the operations that run, including the teacher's and those of recomputed
-    layers.
-    """
+    """Return the operations that run, including the teacher's and recomputed layers'."""
     by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
-    # The tracker counts the student's forward pass under the kind of what it allocates.
+    # The tracker counts the student's forward pass under the kind of its allocations.
     per_token = {
         "student forward" if phase == "activations" else phase: (
             by_phase[phase] / job.tokens
@@ -449,8 +446,8 @@ def _totals(
 
 def _assumptions(job: Job) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
-    # Only what holds for this estimate is listed: each condition below is one of the
-    # run.
+    # Only the notes that apply to this estimate are listed: each condition below is a
+    # property of the run.
     if hardware.mfu is None:
         shares = ", ".join(
             f"{assumption.what.removeprefix('share of the peak, ')}"

@@ -1,7 +1,7 @@
 """Compute the steps of schedules that hide communication and change no equation, as
-engines have them today: what FarSkip is compared with.
+engines have them today: the baselines of FarSkip.
 
-A shared expert runs beside the exchanges of its layer. Or two batches take turns: one
+A shared expert hides the exchanges of its layer. Or two batches take turns: one
 computes while an exchange of the other runs. The two are the halves of a batch, or, in
 training, a micro-batch in its backward pass and the next one in its forward pass.
 
@@ -104,8 +104,8 @@ def compared(planned: Planned) -> dict[str, Any]:
 def in_turn(first: Chain, second: Chain) -> float:
     """Return the seconds in which neither of two batches computes, until both are done.
 
-    A batch computes until it waits; then goes on the one that can sooner, and of two
-    that can, that with more left. Exchanges run one after the other.
+    A batch computes until it waits; then the batch that can continue sooner runs, and
+    of two that can, the one with more work left. Exchanges run one after the other.
     """
     chains, ready, done = (first, second), [0.0, 0.0], [0, 0]
     left = [sum(map(sum, chain)) for chain in chains]
@@ -172,8 +172,9 @@ def _sent(*chains: Chain) -> float:
 def _beside_shared(
     seconds: Sequence[Seconds], sent_s: float, factor: float = 1.0
 ) -> float:
-    """Return what of the layers' exchanges exceeds their shared experts. sent_s: of
-    both exchanges of a layer. factor: computation over that of a forward pass.
+    """Return the part of the layers' exchanges that exceeds their shared experts.
+    sent_s: seconds of both exchanges of a layer. factor: computation relative to a
+    forward pass.
     """
     return sum(
         exposed(sent_s, factor * layer_s["shared expert"])

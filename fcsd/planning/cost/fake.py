@@ -73,7 +73,7 @@ class FakeTensors(FakeTensorMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
-        if self.nested:  # what an operation is made of
+        if self.nested:  # parts of an operation
             return super().__torch_dispatch__(func, types, args, kwargs)
         self.nested = True
         try:
@@ -176,7 +176,7 @@ def _output(out: Any, tensors: list[FakeTensor]) -> _Output | None:
     if same := [k for k, argument in enumerate(tensors) if argument is out]:
         return _Output(same[0], False, *form) if len(same) == 1 else None
     storage = out.untyped_storage()
-    # Which argument a view belongs to is only sure where there is just one.
+    # The argument to which a view belongs is certain only if there is just one.
     if any(argument.untyped_storage()._cdata == storage._cdata for argument in tensors):
         return _Output(0, True, *form) if len(tensors) == 1 else None
     alone = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="meta")

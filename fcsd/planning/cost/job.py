@@ -1,5 +1,5 @@
-"""Put one training of a recipe on a machine: who shares its weights, its traced step,
-its seconds a step.
+"""Put one training of a recipe on a machine: the ranks that share its weights, its
+traced step, its seconds per step.
 """
 
 from __future__ import annotations
@@ -158,8 +158,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
     """
     machine, ranks = machine_of(hardware), hardware.expert_parallel
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
-    # A teacher gives the hidden states of all micro-batches of a step at once, if only
-    # in the end.
+    # A teacher returns the hidden states of all micro-batches of a step together.
     objective = training.objective
     ends = objective.router_kl_coefficient is None and objective.l2_until is not None
     layout = Layout(
@@ -175,7 +174,7 @@ def job_of(training: Training, hardware: Hardware) -> Job:
     )
     setting = replace(micro_batch_setting(training, layout, number), num_rows=rows)
     trace_of = tracer(training)
-    # Traced here already, so that a model that cannot be traced is refused at once.
+    # Traced here, so that a model that cannot be traced is refused early.
     trace_of(setting)
     family, _, build = built(training)
     work = trace_layers(

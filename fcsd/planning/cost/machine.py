@@ -72,7 +72,7 @@ def make_machine(
     assumptions: Mapping[str, float] | None = None,
     links: LinkModel | None = None,
 ) -> Machine:
-    """Make a machine by the name of its GPU; network_gb_s: None: that of the GPU's
+    """Make a machine by the name of its GPU; network_gb_s: None: as in the GPU's
     reference system.
 
     Raises:

@@ -102,8 +102,7 @@ class Times(Strict):
             raise ValueError(
                 f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}"
             )
-        # What is hidden is hidden by computation of the same step: a file that says
-        # more is wrong.
+        # Computation of the same step hides it: a file with more hidden time is wrong.
         hidden = sum(
             min(exchange.seconds, exchange.window_s) for exchange in self.exchanges
         )
@@ -145,7 +144,7 @@ def measured_times(
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     _check_layers(times, planned.rewired(layers), planned.work.moe)
-    # An exchange beside which the plan computes nothing stays exposed, whatever window
+    # An exchange stays exposed if the plan computes nothing during it, whatever window
     # was measured.
     computed = beside(planned.facts(layers))
 
@@ -257,7 +256,7 @@ def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
 
 
 def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
-    """Return what the MLP side read, a selection as the layers that it names."""
+    """Return the MLP side's input; for a selection, its layers."""
     if times.connectivity.mlp in ("outdated", "full"):
         return str(times.connectivity.mlp)
     return times.connectivity.spec().field(planned.work.moe)["mlp"]

@@ -60,7 +60,7 @@ class Layout:
 
 
 def compute_dtype(setting: Setting) -> torch.dtype:
-    """Return the dtype of a model's matmuls: that of its gathered weights, or of autocast."""
+    """Return the dtype of a model's matmuls: its gathered weights', or autocast's."""
     return torch.bfloat16 if setting.autocast else setting.student_dtype
 
 
@@ -103,7 +103,8 @@ def memory_parts(
         "loss": moving.get("loss", 0),
     }
     coming_and_going = parts["activations"] + parts["loss"]
-    # These parts come and go as well, so they are subject to fragmentation, too.
+    # These parts are also allocated and freed, so they are subject to fragmentation
+    # too.
     temporary_parts = (
         "gathered weights",
         "gradients being reduced",

@@ -409,8 +409,8 @@ def _read(
     }
     run = 0.0
     if (experts := _experts(layer, family)) is not None:
-        # Some families run all experts on all tokens; what is dispatched is what tokens
-        # chose.
+        # Some families run all experts on all tokens; tokens are dispatched only to the
+        # experts they chose.
         chosen = 2.0 * rows_per_expert * _size(experts)
         run = steps["experts"].flops or chosen
         steps["experts"] = Work(min(run, chosen), _size(experts))

@@ -46,7 +46,8 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     """Plan a step of training, the time to the first token, or the time between tokens,
     as JSON data; also where the memory does not suffice, which `memory` then says.
 
-    advise: look for what would fit then, which traces the model several times.
+    advise: if it does not fit, search for settings that do, which traces the model
+    several times.
     """
     times = compared(planned)
     machine, rows = planned.machine, []
@@ -179,7 +180,7 @@ def memory(planned: Planned) -> dict[str, Any]:
 
 
 def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
-    """Return `memory`, and with `advise` what would fit."""
+    """Return `memory`, and with `advise` settings that would fit."""
     facts = memory(planned)
     if not advise:
         return facts

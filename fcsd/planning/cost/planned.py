@@ -171,7 +171,7 @@ class Planned:
 
     @property
     def mlp(self) -> str | list[int]:
-        """What the MLP side reads, as in the `farskip` field of a checkpoint."""
+        """The MLP side's input, as in a checkpoint's `farskip` field."""
         return self.connectivity.field(self.work.moe)["mlp"]
 
     def assuming(self, **values: float) -> Planned:
@@ -267,7 +267,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             else Connectivity()
         )
     if (said := source.quantisation) is not None and FIELD not in config:
-        # ModelOpt says it in a file of its own.
+        # ModelOpt has it in a separate file.
         fields = {"quant_method": said.method, "quant_algo": said.algorithm}
         config = {**config, FIELD: fields}
     training = _training(settings, config, source.where, spec)
@@ -278,11 +278,11 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the number of"
             " ranks that share the experts (one rank then has all rows)"
         )
-    # Decoding computes one new token a row; the text so far enters by its keys and
-    # values.
+    # Decoding computes one new token per row; the text so far enters through its keys
+    # and values.
     length = 1 if settings.phase == "decode" else settings.length
     _check_size(settings, machine, config, length)
-    # Requests are those of the whole server: data-parallel ranks share them out.
+    # Requests of the whole server, divided among its data-parallel ranks.
     rows = settings.batch // (settings.data_parallel or 1)
     served = settings.phase != "train"
     work = trace_layers(build, family, source.where, rows, length, served=served)
@@ -376,7 +376,9 @@ def _ranks(
                 " the experts (--ep; by default all GPUs); give --ep"
                 f" {links.world_size}, or links of {ep} ranks"
             )
-        links.require(collective="all_to_all_single")  # what expert parallelism calls
+        links.require(
+            collective="all_to_all_single"
+        )  # the part that expert parallelism calls
     return ep, tp
 
 
@@ -504,7 +506,7 @@ def _decoding(
     cached: Sequence[float],
     windows: Sequence[int | None],
 ) -> ModelWork:
-    """Return the work of one token a row that follows `length` others and reads their
+    """Return the work of one token per row that follows `length` others and reads their
     keys and values. cached, windows: of each layer, as far as the config says.
     """
     layers = []

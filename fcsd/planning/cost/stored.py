@@ -53,7 +53,8 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
         in_blocks = quantisation.get("weight_block_size") == [_BLOCK, _BLOCK]
         stored = replace(FP8, sent=1 + 4 / _BLOCK) if in_blocks else FP8
     elif method == "mxfp4":
-        # 4 bits, and 8 bits of scale for 32 of them; attention stays in bfloat16.
+        # 4 bits per value, and 8 bits of scale per 32 values; attention stays in
+        # bfloat16.
         stored = Stored("MXFP4 experts", 4.25 / 8)
     elif (bits := _bits(quantisation)) is not None:
         is_float, number, group = bits

@@ -254,7 +254,7 @@ def sharding_s(
         step.work, ranks, expert_parallel, reduced
     )
     if layout.sharding == "optimizer":
-        # Megatron's distributed optimiser: sent once a step, with nothing beside it.
+        # Megatron's distributed optimiser: sent once per step, not hidden.
         return gather_s + reduce_s
     if (copies := layout.num_gpus // ranks) > 1:
         # Each rank makes its shard equal to its peers' on other nodes.
@@ -463,7 +463,7 @@ def summary(
     """
     sent = communication if sent is None else sent
     regular = compute + communication + sharding[0]
-    # Hidden communication is not free: it slows the computation beside it down.
+    # Hidden communication is not free: it slows down the computation that hides it.
     overlapped = compute + remaining + slowdown * (sent - remaining) + sharding[1]
     return {
         "regular_s": regular,

@@ -2,8 +2,8 @@
 bytes over time, and the matmuls.
 
 The models are built on the meta device and moved to fake tensors, so any family and any
-size takes seconds. The traced code is that of a real training: the rewired student,
-`fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
+size takes seconds. The traced code is the same as in a real training: the rewired
+student, `fcsd.training.losses.head`, the fused loss, transformers' checkpointing.
 """
 
 import contextlib

@@ -1,4 +1,5 @@
-"""Count the bytes of live storages and the FLOPs of what runs, without storage.
+"""Count the bytes of live storages and the FLOPs of operations, without allocating
+storage.
 
 Nothing is patched: a mode replaces the operations that a CPU would run otherwise than a
 GPU, only in this thread and inside its `with`.
@@ -53,7 +54,7 @@ class Tracker:
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """Count what is allocated and computed inside as `kind`."""
+        """Count allocations and computation inside as `kind`."""
         outer_kind, self.kind = self.kind, kind
         try:
             yield
@@ -61,8 +62,8 @@ class Tracker:
             self.kind = outer_kind
 
     def counts_as(self, module: nn.Module, kind: str) -> None:
-        """Count a module's forward pass as `kind`, except for inner modules with a kind
-        of their own.
+        """Count a module's forward pass as `kind`, except for inner modules with
+        another kind.
         """
         # A stack, so that a module may run again within its own forward pass.
         outer_kinds: list[str] = []
@@ -216,7 +217,7 @@ def _grouped(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> int:
 
 
 _ATEN, _OWN = torch.ops.aten, torch.ops.transformers
-# torch's own FLOP formulas, and those of the matmuls that it does not know.
+# torch's FLOP formulas, and those for matmuls that it does not know.
 _FLOPS: dict[Any, Callable[..., Any]] = dict(flop_registry) | {
     _OWN.grouped_mm_fallback: _grouped,
     _OWN.grouped_mm_fallback_backward: lambda *args, **_: 2 * _grouped(*args),

@@ -34,7 +34,7 @@ from fcsd.training.teachers.lora import add_adapters
 
 @dataclass(frozen=True)
 class Training:
-    """One training of a recipe, with what its models are built from."""
+    """One training of a recipe, and the sources of its models."""
 
     name: str
     config: Mapping[str, Any]
@@ -217,8 +217,8 @@ def spread(
             name: work.experts_per_token for name in EXPERTS if name in config
         }
 
-    # With as many experts as a token uses, their activations are those of what is
-    # dispatched.
+    # With as many experts as a token uses, their activations equal those of the
+    # dispatched rows.
     chosen_of = (
         tracer(replace(training, config=fewer(training.config)))
         if work.runs_all
@@ -227,7 +227,7 @@ def spread(
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:
-        # The full trace has all experts of a layer; a rank gathers only its own.
+        # The full trace has all experts of a layer; a rank gathers only some.
         full_trace = trace_of(setting)
         gathered = full_trace.largest_layer - experts + experts // ranks
         return replace(

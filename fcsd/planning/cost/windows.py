@@ -1,4 +1,6 @@
-"""The file of windows that `fcsd plan --windows` writes: the time beside each exchange."""
+"""The file of windows that `fcsd plan --windows` writes: the time in which each
+exchange is hidden.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path

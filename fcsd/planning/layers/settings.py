@@ -1,4 +1,4 @@
-"""Settings of a layer study: what it measures, and on which selections of layers."""
+"""Settings of a layer study: its measurements and its selections of layers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

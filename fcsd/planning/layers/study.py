@@ -234,7 +234,9 @@ def study_layers(
 
 
 def _selection_key(side: str, layers: Sequence[int]) -> tuple[int, ...] | None:
-    """Return what points with the same measurements have in common; None: the original."""
+    """Return the key that points with the same measurements share; None: the
+    original.
+    """
     return None if side == "none" else tuple(layers)
 
 

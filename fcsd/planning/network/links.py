@@ -75,8 +75,8 @@ class PhaseLinks(Strict):
 
 
 class Ports(Strict):
-    """Seconds a byte of an endpoint's traffic to all others together, or from them;
-    null where its edges do not share a port.
+    """Seconds per byte of an endpoint's total traffic to all others, or from them; null
+    if its edges do not share a port.
     """
 
     egress_s_per_byte: list[float | None]

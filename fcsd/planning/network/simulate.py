@@ -186,8 +186,8 @@ def simulate(links: LinkModel, counts: Array, payload: Payload) -> ExchangeTimes
     The counts are those after dropping, if tokens are dropped. Combine sends the same
     pairs back.
     """
-    # The counts of all experts go from every endpoint to every other, whatever is
-    # routed.
+    # Every endpoint sends the counts of all experts to every other, independently of
+    # the routing.
     everywhere = np.broadcast_to(np.float64(payload.metadata_bytes), counts.shape)
     return ExchangeTimes(
         metadata=exchange_time(links, "metadata", everywhere),

@@ -411,8 +411,8 @@ def _results(
 
 
 def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
-    """Print the files that are sent, those left out, and what a reader of the page
-    would miss.
+    """Print the files that are sent, the files that are not, and what a reader of the
+    page would miss.
     """
     source, notes = checkpoint.folder, []
     sent = {

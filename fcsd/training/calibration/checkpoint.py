@@ -75,7 +75,7 @@ def calibrate_checkpoint(
     """Write the original, converted and calibrated, to `work/model`. All ranks call
     this, and each works on its share of the rows.
 
-    work: the folder of a killed run is continued; it has to be of the same settings.
+    work: a killed run's folder is continued; its settings must be the same.
     left_out: rows that no map is solved on, to measure the KL to the original.
 
     Returns: tokens, seconds, `layers`, the residuals of each layer
@@ -419,8 +419,8 @@ def split_rows(rows: Any, num_tokens: int, width: int) -> tuple[list[Any], list[
     eighth as many to measure the result on.
 
     The latter are the next rows that share no example with the former. If there are too
-    few of them, the last rows of the former are used, as long as eight times as many
-    tokens as the model is wide remain; otherwise none.
+    few of them, the last rows of the former are used, as long as eight times the
+    model's width in tokens remains; otherwise none.
     """
     solved = take_rows(rows, num_tokens)
     sizes = [_num_tokens(row) for row in solved]

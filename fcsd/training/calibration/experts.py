@@ -95,8 +95,8 @@ class Call:
 
 
 def _call_tensors(args: Any, kwargs: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return hidden states, choices and weights of a call; None if its arguments are
-    others.
+    """Return hidden states, choices and weights of a call; None if its arguments
+    differ.
     """
     tensors = [
         value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
@@ -140,8 +140,8 @@ def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
 def fold_reads(
     work: Work, experts: Experts, pairs: Sequence[tuple[Tensor, Tensor]], shared: Tensor
 ) -> list[float] | None:
-    """Fold a map into the weights with which each expert reads: its own, or `shared`,
-    which is folded into the router already.
+    """Fold a map into the input weights of each expert: its own map, or `shared`, which
+    is already folded into the router.
 
     pairs: inputs (N, D) of student and teacher, one pair a batch.
 
@@ -149,7 +149,7 @@ def fold_reads(
     relative to the teacher's inputs; None if the routes of the tokens are not known.
     """
     routes = _routes(work, experts)
-    # Ranks decide together: the sums below are added up over all of them.
+    # Ranks decide together: the sums below are over all of them.
     if not all(work.ranks.share(lambda: len(routes) == len(pairs))):
         work.models.fold(work.index, experts.readers, shared, "reads")
         return None
@@ -184,8 +184,8 @@ def fold_reads(
 
 
 def _routes(work: Work, experts: Experts) -> list[Tensor]:
-    """Return the experts (N, K) to which the tokens of text are routed, for each batch
-    in which that is known.
+    """Return the experts (N, K) to which the text's tokens are routed, for each batch
+    in which they are known.
     """
     routes: list[Tensor] = []
     calls: list[Any] = []
@@ -264,8 +264,8 @@ def _fold_adds(
                 )
             tokens, out = tokens.cpu(), out.double() * experts.factor
             outputs.append((tokens, out.cpu()))
-            # What the expert adds, and what it should add: that and all of the error.
-            # What its map cannot take away is left to the experts after it.
+            # The expert's output, and its target: the output plus the whole error. The
+            # experts after it get the error that its map cannot remove.
             yield (
                 work.text.held_out[batch_index][tokens],
                 out,

@@ -41,8 +41,8 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
     # Looked up anew in each layer: a model may have dense ones, and several kinds.
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
-    # The order matters: each step is solved on the layer as the steps before it left
-    # it, and `_fold_reads` moves the teacher's stream that the others compare with.
+    # The order matters: each step is solved on the layer after the previous steps, and
+    # `_fold_reads` moves the teacher's stream, with which the others compare.
     result: dict[str, Any] = {
         "layer": work.index,
         "reads": _fold_reads(work, roles, ridge, held_out),

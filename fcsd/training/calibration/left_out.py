@@ -121,7 +121,7 @@ class LeftOut:
 
 
 def _predicting(batch: Batch) -> Tensor:
-    """Return which positions (B, T) have a next token of text to predict."""
+    """Return the positions (B, T) whose next token is text."""
     labels = batch["input_ids"].masked_fill(~real_tokens(batch), NO_LOSS)
     return next_token_targets(labels, batch["position_ids"])[0]
 

@@ -66,8 +66,8 @@ def calibrate_model(
     models = Models(
         Steps(student, family), Steps(teacher, family), input_device(student)
     )
-    # Dropout has to be off while residuals are computed; each model gets its own mode
-    # back at the end.
+    # Dropout must be off while residuals are computed; each model returns to its mode
+    # at the end.
     try:
         teacher_streams, student_streams = (
             [first_stream(steps, batch, models.device) for batch in text.batches]
@@ -202,10 +202,10 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
     """Return whether the text is too little or too uniform to use the result, and a
     message about it; None if the text is good enough.
 
-    Residuals on held-out text decide, summed over all layers (docs/decisions.md): if
-    those of the branches' inputs grow, or those of their outputs double, the model is
-    hardly better, or no better, than with copied weights. In small models the residual
-    of the outputs grows a little with any text.
+    The sum over all layers of residuals on held-out text decides (docs/decisions.md):
+    if the inputs' residuals grow, or the outputs' double, the model is hardly better,
+    or no better, than with copied weights. In small models the residual of the outputs
+    grows a little with any text.
     """
 
     def total(column: int, *, adds: bool) -> float:
@@ -217,8 +217,8 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
         )
         return sum(pair[column] for pair in pairs)
 
-    # A residual above `usual` times the one without maps is reported; above `limit`
-    # times it, the result is ruled out.
+    # A residual above `usual` times the residual without maps is reported; above
+    # `limit` times it, the result is refused.
     for adds, usual, limit in ((False, 1.0, 1.0), (True, FITS_THE_SAMPLE, _RULED_OUT)):
         copied, mapped = total(0, adds=adds), total(1, adds=adds)
         if mapped > usual * copied:

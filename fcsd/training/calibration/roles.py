@@ -81,7 +81,7 @@ def roles_of(layer: Any, family: Family) -> Roles:
     folding, roles, closed = family.folding, Roles(), []
     for modules in _branches(layer, family):
         name = modules[0]
-        # What cannot be folded is named in the result, never passed over.
+        # Parts that cannot be folded are named in the result, never silently skipped.
         if readers := _places(layer, modules, folding, reads=True):
             roles.sides.append(Side(modules, readers))
         else:
@@ -110,7 +110,7 @@ def roles_of(layer: Any, family: Family) -> Roles:
 
 
 def separate(layer: nn.Module) -> None:
-    """Give each weight contiguous storage of its own; some conversions leave several
+    """Give each weight separate contiguous storage; some conversions leave several
     weights as views of one tensor.
     """
     for parameter in layer.parameters():
@@ -159,8 +159,8 @@ def _places(
             and (parameter.ndim > 1 or not reads)
         ):
             transposed = name.rpartition(".")[2] in folding.transposed
-            # Usually the last axis is that of inputs and the one before it that of
-            # outputs; transposed weights have them the other way round.
+            # Usually the last axis is the inputs' and the one before it the outputs';
+            # transposed weights have them the other way round.
             last = parameter.ndim - 1
             axis = last if reads != transposed else max(last - 1, 0)
             weight_axes.append((name, axis))
@@ -223,7 +223,7 @@ def fold_map(
 
     weights: names of parameters in the layer, and the axis of each that the map
     multiplies. matrix: A or B (D, D), which maps rows: x A, u B. expert: change only
-    this slice of the parameters, whose first axis is that of the experts.
+    this slice of the parameters, along their first axis, the experts.
     """
     for name, axis in weights:
         weight = layer.get_parameter(name)

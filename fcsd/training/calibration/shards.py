@@ -173,13 +173,13 @@ class Layerwise(Models):
             self._note_dtypes(stored_names, slices)
             settings = LoadStateDictConfig(
                 device_map={"": self.device},
-                # The dtype to compute in; `fold` rounds to that of the files.
+                # The dtype to compute in; `fold` rounds to the files' dtype.
                 dtype=torch.float32,
                 weight_mapping=cast(Any, get_model_conversion_mapping(self.model)),
             )
             logging.disable_progress_bar()
             convert_and_load_state_dict_in_model(self.model, slices, settings)
-        # transformers notes the conversions of this load alone, by which it would
+        # transformers records only this load's conversions, and would use them to
         # convert all others back.
         self.model._weight_conversions = None
         for name in stored_names:
@@ -197,7 +197,7 @@ class Layerwise(Models):
         state = self.model.state_dict() if len(kinds) > 1 else {}
         for name in names:
             # With a single dtype there is nothing to look up. Conversions may need
-            # several weights at once, so they are not called without need.
+            # several weights at the same time, so they are called only if needed.
             in_files = self._in_files({name: state[name]}) if state else {}
             self._dtypes[name] = next(
                 (dtypes[file_name] for file_name in in_files if file_name in dtypes),
@@ -283,10 +283,11 @@ def write_changed(
 def damage_of_copies(
     folder: Path, source: Path, files: Iterable[str], written: Mapping[str, str]
 ) -> str | None:
-    """Return which copy in `folder` is damaged, compared with what was written, or None.
+    """Return the name of a copy in `folder` that has changed since it was written, or
+    None.
 
-    A tensor that is not in `written` (name -> SHA-256) gets the source's bytes back if
-    it has others: an interrupted layer is solved from these.
+    A tensor that is not in `written` (name -> SHA-256) gets the source's bytes again if
+    it differs: an interrupted layer is solved from these.
     """
     for file in sorted({*files}):
         if os.path.samefile(folder / file, source / file):

@@ -31,7 +31,7 @@ class Solution:
     """A map (K·D, D) in float64 and the residuals |XJ - Y|²/|Y|² before, |XA - Y|²/|Y|²
     after it.
 
-    map: None where nothing is to be changed: X and Y are the same up to rounding, or
+    map: None if nothing changes: X and Y are the same up to rounding, or
     the map fits its sample only. held_out: both residuals on the held-out rows, of a
     map that is solved without them.
     """
@@ -148,12 +148,12 @@ class LeastSquares:
     ) -> Solution:
         """Solve on all rows, those of `held_out` included, if a map that is solved
         without them passes a test on them: a residual of at most `limit` times that of
-        `prior`. Otherwise the map is None, and `prior` is to be used. Raises as
+        `prior`. Otherwise the map is None, and the caller uses `prior`. Raises as
         `solve`.
         """
         if prior is None:
             prior = self._identities()
-        # A map that only fits its sample is worse than none on the rows left out.
+        # A map that only fits its sample is worse than none on the held-out rows.
         matrix = self.solve(ridge, name, ranks, prior).map
         prior_residual = held_out.residual(prior)
         residual = prior_residual if matrix is None else held_out.residual(matrix)

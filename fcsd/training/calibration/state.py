@@ -46,7 +46,7 @@ class Models:
         use: Any,
         expert: int | None = None,
     ) -> None:
-        """Fold a map into weights of the student's layer, or into those of one expert."""
+        """Fold a map into weights of the student's layer, or into one expert's."""
         fold_map(self.student.layers[index], weights, matrix, use, expert)
 
 
@@ -84,7 +84,7 @@ class Text:
 
     @classmethod
     def of(cls, batches: Sequence[Batch], ranks: Ranks) -> Text:
-        """Deal the batches out to the ranks; each passes all of them."""
+        """Distribute the batches over the ranks; each rank passes all batches."""
         # Equal rows have the same number, so that no row is held out whose copy the map
         # is solved on.
         row_numbers: dict[tuple[int, ...], int] = {}

@@ -65,7 +65,7 @@ def _reached(cls: type, side_output: str | None) -> type:
 
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         stream: Stream | None = self._kept_stream
-        # Without a stream, the input of the layer is asked for: the layer does not run.
+        # Without a stream, only the layer's input is wanted: the layer does not run.
         if stream is None:
             raise _Reached({"o": hidden_states})
         states: Any = stream["o"]
@@ -127,8 +127,8 @@ class Steps:
 
     @torch.no_grad()
     def end(self, batch: Batch, stream: Stream) -> Tensor:
-        """Return the hidden states (B, T, D) after the final norm when `stream` is what
-        the last layer gives.
+        """Return the hidden states (B, T, D) after the final norm, where `stream` is
+        the last layer's output.
         """
         with self._only(len(self.layers) - 1, stream, _giving):
             hidden = body_hidden(

@@ -150,7 +150,7 @@ def _training(facts: Facts) -> str:
     settings, results = training["settings"], training["results"]
     train = settings.get("train", {})
     inputs, lora = training.get("inputs", {}), settings.get("lora")
-    # A stage without a teacher of its own was compared with the original.
+    # A stage without a teacher was compared with the original.
     teacher_is_original = inputs.get("teacher", inputs.get("original")) == inputs.get(
         "original"
     )

@@ -117,9 +117,7 @@ def inherited_by(base: str, revision: str | None) -> dict[str, Any]:
 
 
 def licence_of(inherited: Mapping[str, Any], stated: str | None) -> dict[str, Any]:
-    """Return a card's licence fields: the stated licence, or those of the original's
-    card.
-    """
+    """Return a card's licence fields: the stated licence, or the original card's."""
     if stated is not None:
         return {"license": stated}
     return {key: inherited[key] for key in LICENCE_KEYS if key in inherited}

@@ -137,7 +137,7 @@ def write_trainer_card(trainer: Any, arguments: Mapping[str, Any]) -> None:
 
 def _facts(trainer: Any, arguments: Mapping[str, Any]) -> Facts:
     config = trainer.plain_model.config
-    # The saved config names the model's code, which the one in memory may not yet do.
+    # The saved config names the model's code; the config in memory may not yet.
     values = config.to_dict()
     values.setdefault("auto_map", auto_map(family_of(config)))
     where = trainer.hub_model_id or trainer.args.hub_model_id
@@ -146,7 +146,7 @@ def _facts(trainer: Any, arguments: Mapping[str, Any]) -> Facts:
     base = arguments.get("finetuned_from") or (
         hub_id(origin[0]) if origin is not None else None
     )
-    # The original's card comes first, that of a stated base model second.
+    # The original's card comes first, a stated base model's second.
     inherited: dict[str, Any] = {}
     for path, revision in dict.fromkeys(
         [*filter(None, [origin]), *([(base, None)] if base else [])]

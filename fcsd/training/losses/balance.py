@@ -82,8 +82,8 @@ def counted_tokens(batch: Batch) -> Tensor:
 
 
 def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:
-    """Raise UserError where a model's config asks for transformers' own router loss,
-    which fcsd does not compute, and `train` sets no loss in its place.
+    """Raise UserError if a model's config requests transformers' router loss, which
+    fcsd does not compute, and `train` sets no other loss.
     """
     asked = any(
         getattr(model_config, "output_router_logits", False) is True

@@ -152,7 +152,7 @@ def fused_linear_loss(
     chunk_bytes: int | None = None,
     kernels: Kernels = KERNELS,
 ) -> tuple[Tensor, TokenStatistics | None]:
-    """Sum a loss over the tokens whose hidden states are given.
+    """Sum a loss over the tokens with these hidden states.
 
     Args:
         student: with gradients.
@@ -290,7 +290,7 @@ def _log_softmax_(x: Tensor, work: Tensor) -> None:
 
 class _Sums:
     """The loss sum, its gradients and the tokens' statistics, accumulated chunk by
-    chunk in buffers of their own.
+    chunk in separate buffers.
 
     wants: whether hidden states, weight and bias need a gradient.
     """

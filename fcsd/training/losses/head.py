@@ -101,8 +101,8 @@ class LossHead(nn.Linear):
         teacher: Any = target.teacher_head
         compared: Any = target.labels
         if teacher is not None:
-            # A teacher without a scaling of its own is the student's original, of the
-            # same family.
+            # A teacher without its own scaling is the student's original, of the same
+            # family.
             scaling = (
                 getattr(teacher, name, getattr(self, name))
                 for name in ("logit_scale", "softcap")

@@ -154,7 +154,7 @@ def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndar
     """Split a row between its examples into parts of at most `num_tokens` tokens, or of
     a single longer example.
 
-    Tokens after the last one with loss are left out: no token that counts sees them.
+    Tokens after the last one with loss are left out: no counted token sees them.
     """
     columns = {name: np.asarray(row[name]) for name in ROW_FEATURES}
     with_loss = np.flatnonzero(columns["labels"] != NO_LOSS)

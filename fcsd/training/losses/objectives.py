@@ -89,7 +89,7 @@ def _reverse_kl(
     teacher_sum = p.sum(-1)
     entropy = -p.mul_(t).sum(-1) if wants_entropy else None
     # With KL = sum p_s (s - t), the gradient of the logits is p_s (s - t - KL). Results
-    # take the place of tiles that are not read again.
+    # replace tiles that are not read again.
     gradient = torch.sub(s, t, out=t)
     p_s = s.exp_()
     raw = torch.mul(p_s, gradient, out=p).sum(-1)

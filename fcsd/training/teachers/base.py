@@ -1,10 +1,10 @@
-"""The interface of teachers: final hidden states, from whatever source.
+"""The interface of teachers: final hidden states, from any source.
 
 A divergence needs only the teacher's head and the final hidden states (after the final
 norm) of the tokens with loss: D numbers a token instead of the vocabulary's. A step
-asks for those of all its micro-batches at once, before the student's first forward, so
-that a teacher whose weights are sharded over ranks gathers them while the student's are
-not gathered.
+requests the hidden states of all its micro-batches together, before the student's first
+forward pass, so that a teacher with sharded weights gathers them while the student's
+are not gathered.
 """
 
 from abc import ABC, abstractmethod

@@ -100,7 +100,7 @@ def write_shard(
         save_file(
             tensors, temporary / "shard", metadata={_RECORD: json.dumps(metadata)}
         )
-        # safetensors 0.8 creates files with mode 0600, whatever the umask, but other
+        # safetensors 0.8 creates files with mode 0600, ignoring the umask, but other
         # users may share a cache.
         (temporary / "shard").chmod(temporary.stat().st_mode & 0o666)
         os.replace(temporary / "shard", path)
@@ -233,7 +233,7 @@ def write_manifest(folder: Path, locations: Iterable[Place]) -> dict[str, Any]:
 class HiddenCache:
     """A complete cache, opened for reading rows; its files are memory-mapped.
 
-    identity: that of the required teacher (`fcsd.training.teachers.load.identity`).
+    identity: the required teacher's (`fcsd.training.teachers.load.identity`).
     UserError: there is no cache, it is not complete or of another teacher, or a shard
     is missing or damaged.
     """
@@ -293,8 +293,8 @@ class HiddenCache:
             )
 
     def will_need(self, keys: Sequence[bytes]) -> None:
-        """Ask the system to read these rows from the disk into its page cache; return
-        at once.
+        """Ask the system to read these rows from disk into its page cache; return
+        immediately.
         """
         if not hasattr(os, "posix_fadvise"):
             return

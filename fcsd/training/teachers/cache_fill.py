@@ -2,7 +2,7 @@
 on any number of processes.
 
 A row is assigned to a process by its key, so that processes need not communicate.
-Finished shards stay, whatever ends the pass, and a second call computes only rows that
+Finished shards stay, however the pass ends, and a second call computes only rows that
 no shard has.
 """
 
@@ -119,7 +119,7 @@ def fill_cache(
         )
         if launch.first:
             _check_room(folder, size, missing, tokens)
-        # Ranks have all looked before the first one writes, and go on when it has
+        # All ranks have checked before the first rank writes, and continue when it has
         # written.
         launch.wait()
         batches = [
@@ -218,7 +218,7 @@ def _compute(
             for (key, _), hidden in zip(batch, states, strict=True):
                 shard_rows.append((key, hidden))
                 size += hidden.numel() * hidden.element_size()
-            # A shard is finished at once, so that an interrupted pass loses at most
+            # A shard is finished immediately, so that an interrupted pass loses at most
             # one.
             if size >= SHARD_BYTES:
                 write_shard(folder, identity, shard_rows)
@@ -266,7 +266,7 @@ def spot_check(
         limit = _TOLERANCE.get(
             getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE
         )
-        if not distance <= limit:  # true for NaN, too
+        if not distance <= limit:  # also true for NaN
             raise UserError(
                 f"{cache.folder}: the spot check found a row whose hidden states are"
                 f" {distance:.2g} (relative) from the teacher's current ones, more than"

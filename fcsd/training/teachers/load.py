@@ -50,7 +50,7 @@ _NOT_COMPUTED = NOT_COMPUTED | {
 class Unloaded:
     """A checkpoint and its model on the meta device.
 
-    dtype: the one that the model would be loaded in.
+    dtype: the dtype in which the model would be loaded.
     """
 
     checkpoint: Checkpoint

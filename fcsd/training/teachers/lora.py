@@ -54,8 +54,8 @@ def add_adapters(
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
-            # peft looks for unfused experts, too, by patterns that match nothing in a
-            # family with fused ones.
+            # peft also looks for unfused experts, by patterns that match nothing in a
+            # family with fused experts.
             warnings.filterwarnings(
                 "ignore", "The following (rank|alpha)_pattern keys did not match"
             )
@@ -144,7 +144,7 @@ def as_original(student: nn.Module) -> Iterator[None]:
         for module in training:
             module.training = False
         for adapter in adapters:
-            # `enable_adapters` would switch requires_grad, too, on which DDP and the
+            # `enable_adapters` would also switch requires_grad, on which DDP and the
             # optimiser rely.
             adapter._disable_adapters = True
         with regular(student):
