@@ -210,14 +210,14 @@ class Watch(TrainerCallback):
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     watch = Watch(options)
-    make = product.FCSDTrainer
+    make = product.ReadyTrainer
 
     def watched(*args: Any, **more: Any) -> Any:
         trainer = make(*args, **more)
         trainer.add_callback(watch)
         return trainer
 
-    product.FCSDTrainer = watched  # type: ignore[misc,assignment]
+    product.ReadyTrainer = watched  # type: ignore[misc,assignment]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         model = train(
             Path(folder),

@@ -198,7 +198,7 @@ def train_with_fcsd(
     if variant == "kl cached":
         teacher = cached_teacher(ModelTeacher(teacher), rows, Path(folder) / "cache")
 
-    class Watched(product.FCSDTrainer):
+    class Watched(product.ReadyTrainer):
         def __init__(self, model: Any, args: Any, **others: Any):
             args.train_sampling_strategy = "sequential"
             super().__init__(model, args, **others)
@@ -235,7 +235,7 @@ def train_with_fcsd(
         save_model=False,
     )
     del student, teacher
-    with mock.patch.object(product, "FCSDTrainer", Watched):
+    with mock.patch.object(product, "ReadyTrainer", Watched):
         product.train(run)
 
 
