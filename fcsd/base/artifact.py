@@ -31,16 +31,20 @@ from fcsd.base.files import (
 from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
 from fcsd.base.weights import weights_fingerprint
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 # Former versions. 1: early stopping's task was written flat into its section; 2:
 # min_lr_rate was a key of train; 3: streaming was a key of a source; 4: only the
 # weights of a checkpoint were recorded; 5: train had keys of another optimiser and of
 # learning rates by layer; 6: decontaminate had test sets besides a suite, and the data
-# of a pre-training held-out text.
+# of a pre-training held-out text; 7: objective had l2_points and router_kl_coefficient,
+# and held-out text a weight.
 
-# The end of a difference that does not count: folders of a former fcsd may have the
-# key.
-_SAYS_NOTHING = ".streaming: false -> null"
+# The ends of differences that do not count: folders of a former fcsd may have the keys.
+_SAY_NOTHING = (
+    ".streaming: false -> null",
+    '.l2_points: "blocks" -> null',
+    "heldout.weight: 1.0 -> null",
+)
 _SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
 _RESULTS = (".json", ".jsonl", ".safetensors")
@@ -319,7 +323,7 @@ def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> li
     return [
         change
         for change in differences(old, new)
-        if change.split(":")[0] not in may_change and not change.endswith(_SAYS_NOTHING)
+        if change.split(":")[0] not in may_change and not change.endswith(_SAY_NOTHING)
     ]
 
 

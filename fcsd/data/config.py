@@ -14,7 +14,7 @@ from fcsd.model.config import ModelConfig
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
 
 
-class SourceConfig(Strict):
+class TextConfig(Strict):
     """One data set: a hub id, a local folder in hub layout, or a .jsonl, .json or .parquet file."""
 
     path: str
@@ -22,8 +22,6 @@ class SourceConfig(Strict):
     split: str = "train"
     revision: str | None = None
     columns: dict[Column, str] | None = Field(_MESSAGES)  # null: inferred
-    weight: float = Field(1.0, gt=0)  # share in a mixture of several sources
-    max_examples: int | None = Field(None, gt=0)
 
     elsewhere: ClassVar[dict[str, str]] = {
         "streaming": (
@@ -33,10 +31,17 @@ class SourceConfig(Strict):
     }
 
     @model_validator(mode="after")
-    def _columns_make_an_example(self) -> "SourceConfig":
+    def _columns_make_an_example(self) -> Self:
         if self.columns is not None:
             check_meanings(self.columns)
         return self
+
+
+class SourceConfig(TextConfig):
+    """A data set in a mixture of several."""
+
+    weight: float = Field(1.0, gt=0)  # share in the mixture
+    max_examples: int | None = Field(None, gt=0)
 
 
 def making_of(*locations: str | None) -> str:
@@ -109,7 +114,7 @@ class TrainingDataConfig(RowsConfig):
 class DataConfig(TrainingDataConfig):
     """Training text, and held-out text on which KL to the original is reported."""
 
-    heldout: SourceConfig | None = None
+    heldout: TextConfig | None = None
     heldout_examples: int = option(256, "number of examples of the text", gt=0)
 
 

@@ -28,7 +28,7 @@ from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.columns import check_meanings, column_meanings
-from fcsd.data.config import SourceConfig
+from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import scratch
 from fcsd.data.messages import BadExample
@@ -95,7 +95,7 @@ def build_dataset(
 
 
 def heldout_rows(
-    source: SourceConfig,
+    source: TextConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_examples: int,
@@ -104,9 +104,10 @@ def heldout_rows(
     """Build rows of the first `num_examples` examples of held-out text, in order, with
     the date of evaluations; options as for `build_dataset`.
     """
-    # The source may have a limit of its own, which is lower.
-    limit = min(num_examples, source.max_examples or num_examples)
-    first = source.model_copy(update={"max_examples": limit})
+    keys = source.model_dump()
+    # A text of `--text` may have a limit of its own, which is lower.
+    limit = min(num_examples, keys.get("max_examples") or num_examples)
+    first = SourceConfig(**keys | {"max_examples": limit})
     return build_dataset(
         [first],
         tokenizer,

@@ -13,7 +13,7 @@ import datasets
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.columns import column_meanings
-from fcsd.data.config import SourceConfig, making_of
+from fcsd.data.config import SourceConfig, TextConfig, making_of
 from fcsd.data.local import check_data, fresh_cache
 
 
@@ -59,7 +59,7 @@ def columns_of(source: Source) -> Mapping[Any, str]:
     return source.columns
 
 
-def check_place(source: SourceConfig) -> None:
+def check_place(source: TextConfig) -> None:
     """Refuse, before anything is read, a missing file or folder, an unsupported kind of
     file, and a split that a file does not have.
     """
@@ -99,17 +99,14 @@ def check_place(source: SourceConfig) -> None:
         )
 
 
-def check_source(source: SourceConfig) -> None:
+def check_source(source: TextConfig) -> None:
     """Refuse, before a model is loaded, local data that cannot be read, are empty, or
     lack a column; one row is read.
     """
     check_place(source)
     if Path(source.path).expanduser().exists():
-        open_source(
-            source.model_copy(
-                update={"split": re.split(_PART_OF_SPLIT, source.split)[0]}
-            )
-        )
+        split = re.split(_PART_OF_SPLIT, source.split)[0]
+        open_source(SourceConfig(**source.model_dump() | {"split": split}))
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:

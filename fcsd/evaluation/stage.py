@@ -23,7 +23,7 @@ from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.base.memory import free_memory
-from fcsd.data.config import SourceConfig
+from fcsd.data.config import TextConfig
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
@@ -311,7 +311,7 @@ def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
 def test_set_fingerprints(
     suite: SuiteConfig | None,
     data_root: Path | None,
-    heldout: SourceConfig | None = None,
+    heldout: TextConfig | None = None,
 ) -> dict[str, str]:
     """Return fingerprints of the test sets' items and of the lm-eval files that define
     their prompts: a score is never reused for others.

@@ -348,16 +348,9 @@ class Recipe(Strict):
                 "teacher.backend adapter_off needs a `lora` section: without adapters,"
                 " training changes the teacher's weights; use sharded or cache"
             )
-        elif teacher.backend == "cache" and self.objective.has_hidden_terms:
-            # These objectives need more than the final hidden states, which are all
-            # that a cache holds.
-            setting = (
-                "objective kl+l2"
-                if self.objective.name == "kl+l2"
-                else "objective.router_kl_coefficient"
-            )
+        elif teacher.backend == "cache" and self.objective.name == "kl+l2":
             raise ValueError(
-                f"teacher.backend cache holds final hidden states, but {setting}"
+                "teacher.backend cache holds final hidden states, but objective kl+l2"
                 " compares those of every layer; use sharded"
                 + (" or adapter_off" if self.lora is not None else "")
             )

@@ -68,9 +68,9 @@ def refuse_what_cannot_be_sharded(
     """
     # DeepSpeed 0.19.8: the ranks' gathers fall out of step after the first score; each
     # alone works.
-    if engine.uses_deepspeed and by_heldout_kl and objective.has_hidden_terms:
+    if engine.uses_deepspeed and by_heldout_kl and objective.l2_coefficient is not None:
         raise UserError(
-            "early_stopping.metric: heldout_kl does not work with l2 or router_kl under"
+            "early_stopping.metric: heldout_kl does not work with kl+l2 under"
             " ZeRO-3; use FSDP2, or pass@1"
         )
 

@@ -67,7 +67,7 @@ class Meters:
         top1_agreement              share of tokens whose most probable continuation is the teacher's; of ties the first
         teacher_entropy             nats
         clipped_share               of tokens, with objective.clip
-        l2, router_kl               before their coefficients, see `fcsd.training.losses.hidden_terms`
+        l2                          before its coefficient, see `fcsd.training.losses.hidden_terms`
         balance                     mean of MoE layers, 1 when balanced, see `fcsd.training.losses.balance`; with it
         load_max_over_mean          of an expert's tokens since the last log, mean of MoE layers
         dead_experts                that had none of them, in all MoE layers

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
+from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import has_adapters
 from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
@@ -19,7 +20,6 @@ from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import UpdateConfig
 from fcsd.training.losses.balance import refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
-from fcsd.training.losses.hidden_terms import freeze_routers
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
 
@@ -96,6 +96,18 @@ def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
     """
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
+
+
+def freeze_routers(model: PreTrainedModel) -> None:
+    """Keep the routers' weights as they are; UserError unless there is one for each MoE
+    layer.
+    """
+    try:
+        routers = find_routers(model)
+    except UserError as error:
+        raise UserError(f"{error}; leave out objective.freeze_routers") from None
+    for router in routers:
+        router.module.requires_grad_(False)
 
 
 def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:

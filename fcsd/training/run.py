@@ -329,7 +329,7 @@ def _leave_model(trainer: ReadyTrainer, run: TrainingRun, dtypes: FileDtypes) ->
         )
 
 
-_SHOWN = (*MEASURES, "l2", "router_kl", "top1_agreement")
+_SHOWN = (*MEASURES, "l2", "top1_agreement")
 
 
 class ProgressBar(TrainerCallback):

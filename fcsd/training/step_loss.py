@@ -17,8 +17,8 @@ from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
 from fcsd.training.losses.balance import Balance, counted_tokens
 from fcsd.training.losses.head import refuse_packing
-from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
-from fcsd.training.losses.objectives import ObjectiveConfig
+from fcsd.training.losses.hidden_terms import StreamDistance, captured_streams
+from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
 from fcsd.training.meters import Meters
 from fcsd.training.teachers.base import Teacher
 
@@ -32,7 +32,6 @@ class StepLoss:
         self,
         objective: ObjectiveConfig,
         teacher: Teacher | None,
-        student: nn.Module,
         accelerator: Any,
         balance: Balance | None = None,
     ):
@@ -40,14 +39,14 @@ class StepLoss:
         self.teacher, self.accelerator = teacher, accelerator
         self.balance = balance
         self.dropping: Dropping | None = None  # set within `capped`
-        self.terms: AuxiliaryLosses | None = None
-        if objective.has_hidden_terms:
-            self.terms = AuxiliaryLosses(objective, student, 1)
+        self.distance: StreamDistance | None = None
+        if isinstance(objective, KLWithL2ObjectiveConfig):
+            self.distance = StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged, objective.clip)
         # the micro-batches of the step that is under way
         self._prepared: list[Batch] = []
-        # of the auxiliary losses in that step
-        self._coefficients: dict[str, float] = {}
+        # of the distance between the streams in that step
+        self._coefficient = 0.0
 
     @contextmanager
     def capped(self, student: nn.Module, train: UpdateConfig) -> Iterator[None]:
@@ -76,14 +75,13 @@ class StepLoss:
 
     def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
-        # An auxiliary loss needs a teacher pass for each micro-batch anyway
-        # (`__call__`), which also returns the hidden states.
-        self._coefficients = {}
-        if self.terms is not None:
-            self._coefficients = self.terms.coefficients(step)
+        # The distance needs a teacher pass for each micro-batch anyway (`__call__`), which
+        # also returns the hidden states.
+        if self.distance is not None:
+            self._coefficient = self.distance.coefficient(step)
         for batch in batches:
             refuse_packing(model, batch["labels"], batch["position_ids"])
-        if self.teacher is not None and not self._coefficients and batches:
+        if self.teacher is not None and not self._coefficient and batches:
             in_step()
             self.teacher.prepare(batches)
         self._prepared = batches
@@ -115,22 +113,22 @@ class StepLoss:
         """
         inputs = trim_padding(inputs)
         keep, targets = next_token_targets(inputs["labels"], inputs["position_ids"])
-        terms, of_teacher = self.terms if self._coefficients else None, Captured()
+        distance = self.distance if self._coefficient else None
+        streams: list[Tensor] = []
+        teacher_streams: list[Tensor] = []
         target: dict[str, Any] = {"labels": targets}
         if self.teacher is not None:
-            if terms is not None:
+            if distance is not None:
                 # One micro-batch at a time: the block outputs of a whole step would not
                 # fit into memory.
-                hidden, of_teacher = self.teacher.hidden_and_captured(inputs, terms)
+                hidden, teacher_streams = self.teacher.hidden_and_streams(inputs)
             else:
                 hidden = inputs["teacher_hidden"]
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}
         # Hooks record streams and routes of this one forward pass.
         with ExitStack() as stack:
-            if terms is not None:
-                captured = stack.enter_context(terms.captured(model))
-            else:
-                captured = Captured()
+            if distance is not None:
+                streams = stack.enter_context(captured_streams(model))
             routes = None
             if self.balance is not None:
                 routes = stack.enter_context(self.balance.recorded(model))
@@ -157,12 +155,10 @@ class StepLoss:
             self.meters.add(self.objective.logged, loss)
         else:
             self.meters.add_statistics(outputs, scale)
-        if terms is not None:
-            for name, value in terms.values(
-                captured, of_teacher, keep, list(self._coefficients)
-            ).items():
-                self.meters.add(name, value * scale)
-                loss = loss + self._coefficients[name] * value * scale
+        if distance is not None:
+            value = distance.value(streams, teacher_streams, keep)
+            self.meters.add("l2", value * scale)
+            loss = loss + self._coefficient * value * scale
         if self.balance is not None and routes is not None:
             loss = loss + self.balance.share(routes.take(), inputs, self.meters)
         return loss, outputs

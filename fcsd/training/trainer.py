@@ -109,7 +109,7 @@ class DistillTrainer(Trainer):
         if sections.train.balances:
             balance = Balance(sections.train, model, self.accelerator)
         self.step_loss = StepLoss(
-            sections.objective, teacher, model, self.accelerator, balance
+            sections.objective, teacher, self.accelerator, balance
         )
         self.meters, self.teacher = self.step_loss.meters, teacher
         self.guard = Guard(sections.safety)
@@ -216,8 +216,8 @@ class DistillTrainer(Trainer):
             begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
         else:
             self.guarded.let_steps_be_skipped(self.optimizer)
-        if self.step_loss.terms is not None:
-            self.step_loss.terms.steps = max_steps
+        if self.step_loss.distance is not None:
+            self.step_loss.distance.steps = max_steps
         # Only now is there an optimiser to load the state into.
         if resume_from_checkpoint is not None:
             self.restore(Path(resume_from_checkpoint))

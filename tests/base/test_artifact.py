@@ -431,7 +431,7 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
     stage, manifest = former("distill", tmp_path)
     assert manifest["settings"]["early_stopping"]["dataset"] == "fcsd/tiny-code"
     message = (
-        r"was made by another fcsd \(schema_version 1, this one writes 7\) with other"
+        r"was made by another fcsd \(schema_version 1, this one writes 8\) with other"
         r" settings, or with these written"
         r" differently \(early_stopping\.chat_template: true -> null; .*; and \d+"
         r" more\); choose another output folder,"

@@ -181,11 +181,9 @@ BASES = {
     "kl+l2": {
         "l2_coefficient": 0.1,
         "l2_relative": True,
-        "l2_points": "merges",
         "l2_until": 0.5,
     },
     "jsd": {
-        "router_kl_coefficient": 0.1,
         "jsd_beta": 0.3,
         "temperature": 2.0,
         "clip": 5.0,
@@ -213,9 +211,9 @@ def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_be
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
-    "kl": ("temperature", "clip", "router_kl_coefficient"),
-    "reverse_kl": ("temperature", "clip", "router_kl_coefficient"),
-    "jsd": ("temperature", "clip", "jsd_beta", "router_kl_coefficient"),
+    "kl": ("temperature", "clip"),
+    "reverse_kl": ("temperature", "clip"),
+    "jsd": ("temperature", "clip", "jsd_beta"),
     "sft": (),
     "ce": (),
 }
@@ -338,12 +336,8 @@ WRONG = [
         r"l2_until: .*less than or equal to 1",
     ),
     (
-        {"objective": {"name": "kl+l2", "l2_coefficient": 1, "l2_points": "block"}},
-        r"l2_points: .*'blocks', 'merges' or 'sublayers'",
-    ),
-    (
-        {"objective": {"name": "sft", "router_kl_coefficient": 1}},
-        r"router_kl_coefficient: no meaning for objective 'sft'",
+        {"objective": {"name": "sft", "temperature": 1}},
+        r"temperature: no meaning for objective 'sft'",
     ),
     ({"train": {"ema_decay": 1.0}}, r"ema_decay: .*less than 1"),
     (

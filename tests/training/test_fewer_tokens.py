@@ -45,9 +45,7 @@ OBJECTIVE = {
     "name": "kl+l2",
     "l2_coefficient": 2.0,
     "l2_relative": True,
-    "l2_points": "sublayers",
     "l2_until": 0.5,
-    "router_kl_coefficient": 0.5,
 }
 
 
@@ -68,14 +66,12 @@ def test_the_loss_is_the_sum_of_its_terms_however_a_batch_is_cut(
     )
     whole, cut = read_history(tmp_path / "1"), read_history(tmp_path / "4")
     for step, (one, other) in enumerate(zip(whole, cut, strict=True)):
-        names = ["loss", "kl", "router_kl", "grad_norm", "learning_rate"] + ["l2"] * (
-            step < 2
-        )
+        names = ["loss", "kl", "grad_norm", "learning_rate"] + ["l2"] * (step < 2)
         assert [one[name] for name in names] == pytest.approx(
             [other[name] for name in names], rel=1e-3
         )
         coefficient = 2.0 * max(0.0, 1 - step / 2)
-        total = one["kl"] + coefficient * one.get("l2", 0.0) + 0.5 * one["router_kl"]
+        total = one["kl"] + coefficient * one.get("l2", 0.0)
         assert one["loss"] == pytest.approx(total, rel=1e-5)
     # that of the middle layer
     assert "l2" not in whole[2] and whole[0]["learning_rate"] == 1e-3
@@ -239,7 +235,6 @@ def test_two_forked_ranks_train_with_them_what_one_trains(bench: Bench) -> None:
     compare(bench, "one", "two")
     for a, b in zip(history(bench, "one"), history(bench, "two"), strict=True):
         assert a.get("l2", 0) == pytest.approx(b.get("l2", 0), rel=1e-2)
-        assert a["router_kl"] == pytest.approx(b["router_kl"], rel=1e-2)
 
 
 def test_a_lora_student_is_its_own_teacher_for_all_of_them(bench: Bench) -> None:
@@ -290,7 +285,7 @@ def test_heldout_kl_beside_hidden_terms_is_refused_under_zero_3(
     run = replace(run, launch=replace(run.launch, engine=Engine("zero3")))
     with pytest.raises(
         UserError,
-        match=r"heldout_kl does not work with l2 or router_kl under ZeRO-3; use FSDP2",
+        match=r"heldout_kl does not work with kl\+l2 under ZeRO-3; use FSDP2",
     ):
         train(run)
 

@@ -28,7 +28,7 @@ from fcsd.base.strict import validate
 from fcsd.data.config import (
     DataConfig,
     DecontaminateConfig,
-    SourceConfig,
+    TextConfig,
     TrainingDataConfig,
     making_of,
 )
@@ -181,7 +181,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 
 def _small_data(data: TrainingDataConfig, folder: Path, section: str) -> dict[str, Any]:
-    def small(source: SourceConfig, name: str) -> dict[str, Any]:
+    def small(source: TextConfig, name: str) -> dict[str, Any]:
         path = str(_place(source.path, folder, f"{section}-{name}"))
         return source.model_dump(mode="json") | {"path": path, "revision": None}
 
@@ -358,7 +358,7 @@ def _write_data(
         write_data_set(folder, files)
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceConfig, int]]:
+def _sources(recipe: Recipe) -> Iterator[tuple[str, TextConfig, int]]:
     """Yield name, source and number of examples of all training sources and held-out
     texts.
     """

@@ -160,15 +160,11 @@ def job_of(training: Training, hardware: Hardware) -> Job:
     rows, number = micro_batches(training.train, training.max_length, hardware.num_gpus)
     # A teacher returns the hidden states of all micro-batches of a step together.
     objective = training.objective
-    ends = objective.router_kl_coefficient is None and objective.l2_until is not None
+    ends = objective.l2_coefficient is None or objective.l2_until is not None
     layout = Layout(
         hardware.sharding,
         hardware.num_gpus,
-        step_tokens=(
-            training.train.batch_size_tokens
-            if ends or not objective.has_hidden_terms
-            else 0
-        ),
+        step_tokens=(training.train.batch_size_tokens if ends else 0),
         averages=training.train.ema_decay is not None,
         expert_parallel=ranks,
     )

@@ -20,8 +20,8 @@ from fcsd.model.families.structure import output_head
 from fcsd.planning.cost.tracker import Interposed, Tracker, counting, give_fake_storage
 from fcsd.training.losses.fused import Kernels
 from fcsd.training.losses.head import attach_loss_head, body_hidden, final_hidden
-from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
-from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
+from fcsd.training.losses.hidden_terms import captured_streams, squared_distance
+from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.prepare import freeze_embeddings_and_head
 from fcsd.training.teachers.lora import as_original
 
@@ -231,14 +231,10 @@ def _micro_batch(
     token kept.
     """
     shape = (setting.num_rows, setting.num_tokens)
-    terms = None
-    if setting.objective.l2_coefficient is not None:
-        terms = AuxiliaryLosses(
-            KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1
-        )
+    compares_streams = setting.objective.l2_coefficient is not None
 
     def watched(model: Any) -> Any:
-        return terms.captured(model) if terms else contextlib.nullcontext(Captured())
+        return captured_streams(model) if compares_streams else contextlib.nullcontext()
 
     # As in training: experts' grouped matmuls follow autocast.
     autocast_experts()
@@ -258,7 +254,7 @@ def _micro_batch(
         with (
             tracker.making("teacher forward"),
             torch.no_grad(),
-            original as teacher_captured,
+            original as teacher_streams,
         ):
             if teacher is not None:
                 hidden = final_hidden(teacher, ids, positions, keep)
@@ -270,14 +266,14 @@ def _micro_batch(
                     (len(keep), head.in_features), dtype=setting.teacher_dtype
                 )
         extra = {"teacher_hidden": hidden, "teacher_head": head}
-    with tracker.making("activations"), autocast, watched(student) as captured:
+    with tracker.making("activations"), autocast, watched(student) as streams:
         extra["objective"] = setting.objective
         loss = student(input_ids=ids, position_ids=positions, keep=keep, **extra)[
             "loss"
         ]
-    if terms is not None:
+    if compares_streams:
         with tracker.making("loss"):
-            loss = loss + terms.values(captured, teacher_captured, keep, ["l2"])["l2"]
+            loss = loss + squared_distance(streams, teacher_streams, keep)
     with tracker.making("backward"):
         # Not `loss.backward()`, which the mode would intercept as a single call.
         torch.autograd.backward(loss)

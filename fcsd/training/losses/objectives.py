@@ -162,16 +162,10 @@ class ObjectiveBase(Strict):
         """The name of its measure."""
         return self.name
 
-    @property
-    def has_hidden_terms(self) -> bool:
-        """Whether the insides of the models are compared, and not only their outputs."""
-        return False
-
 
 class _WithoutL2:
     l2_coefficient: ClassVar[None] = None
     l2_relative: ClassVar[bool] = False
-    l2_points: ClassVar[None] = None
     l2_until: ClassVar[None] = None
 
 
@@ -182,15 +176,8 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     clip: float | None = option(
         None, "nats; a token above it counts as this much, without gradient", gt=0
     )
-    router_kl_coefficient: float | None = option(
-        None, "of the routers' KL to the teacher's, mean of MoE layers", gt=0
-    )
 
     has_teacher = True
-
-    @property
-    def has_hidden_terms(self) -> bool:
-        return self.router_kl_coefficient is not None
 
 
 class KLObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
@@ -212,9 +199,8 @@ class JSDObjectiveConfig(_WithoutL2, DivergenceObjectiveConfig):
 
 
 class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
-    """Forward KL plus l2_coefficient times a distance between hidden states; by default
-    paper Eq. 5, on the outputs of all decoder layers
-    (`fcsd.training.losses.hidden_terms`).
+    """Forward KL plus l2_coefficient times a distance between the outputs of all decoder
+    layers; by default paper Eq. 5 (`fcsd.training.losses.hidden_terms`).
     """
 
     name: Literal["kl+l2"]
@@ -222,10 +208,7 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
         ..., "of the distance between the hidden states", gt=0
     )
     l2_relative: bool = option(
-        False, "each token's squared distance over the teacher's square, mean of points"
-    )
-    l2_points: Literal["blocks", "merges", "sublayers"] = option(
-        "blocks", "where hidden states are compared"
+        False, "each token's squared distance over the teacher's square, mean of layers"
     )
     l2_until: float | None = option(
         None, "the coefficient falls to 0 over this share of max_steps", gt=0, le=1
@@ -234,10 +217,6 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
     @property
     def logged(self) -> str:
         return "kl"
-
-    @property
-    def has_hidden_terms(self) -> bool:
-        return True
 
 
 class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
@@ -254,7 +233,6 @@ class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
     }
     temperature: ClassVar[float] = 1.0
     clip: ClassVar[None] = None
-    router_kl_coefficient: ClassVar[None] = None
 
     @property
     def logged(self) -> str:

@@ -22,7 +22,7 @@ from fcsd.model.autocast import UnderAutocast
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.parallel.failure import further_in_step
 from fcsd.training.losses.head import LossHead, batch_hidden
-from fcsd.training.losses.hidden_terms import AuxiliaryLosses, Captured
+from fcsd.training.losses.hidden_terms import captured_streams
 
 
 class Teacher(ABC):
@@ -45,11 +45,9 @@ class Teacher(ABC):
         training.
         """
 
-    def hidden_and_captured(
-        self, batch: Batch, terms: AuxiliaryLosses
-    ) -> tuple[Tensor, Captured]:
-        """Return (N, D') as `prepare` does and the tensors that `terms` compare, for
-        one micro-batch; UserError for a teacher without layers.
+    def hidden_and_streams(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        """Return (N, D') as `prepare` does and the streams after every layer, for one
+        micro-batch; UserError for a teacher without layers.
         """
         raise UserError(
             f"{type(self).__name__}: has final hidden states only; use teacher.backend:"
@@ -88,15 +86,13 @@ class LiveTeacher(Teacher):
                 batch["teacher_hidden"] = self.hidden(trim_padding(batch))
 
     @torch.no_grad()
-    def hidden_and_captured(
-        self, batch: Batch, terms: AuxiliaryLosses
-    ) -> tuple[Tensor, Captured]:
+    def hidden_and_streams(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         with (
             self.as_teacher(),
             self.arithmetic(),
-            terms.captured(self.model) as captured,
+            captured_streams(self.model) as streams,
         ):
-            return self.hidden(batch), captured
+            return self.hidden(batch), streams
 
 
 class ModelTeacher(LiveTeacher):

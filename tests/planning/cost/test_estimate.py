@@ -321,10 +321,9 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
     # Qwen3-30B-A3B's width, in bfloat16; the objective, and how many of a step's two
     # micro-batches are held at once.
     each = 2 * 1024 * 2048 * 2
-    router = {"name": "kl", "router_kl_coefficient": 1.0}
     blocks = {"name": "kl+l2", "l2_coefficient": 1.0}
     for objective, number in (
-        ({"name": "kl"}, 2), (router, 1), (blocks, 1), (blocks | {"l2_until": 0.5}, 2),
+        ({"name": "kl"}, 2), (blocks, 1), (blocks | {"l2_until": 0.5}, 2),
     ):  # fmt: skip
         facts = estimate(
             load_recipe(few_layers(recipe(train=two, objective=objective), 2)),

@@ -10,17 +10,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import validate
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.families.routers import find_routers
 from fcsd.training.losses.hidden_terms import (
-    AuxiliaryLosses,
-    Captured,
-    freeze_routers,
+    StreamDistance,
+    captured_streams,
     relative_distance,
     squared_distance,
 )
-from fcsd.training.losses.objectives import ObjectiveConfig
+from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
+from fcsd.training.prepare import freeze_routers
 from tests.reference.tiny import tiny_model
 
 B, T = 2, 9
@@ -48,21 +46,12 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     ) > 0.4
 
 
-def by_hand(
-    model: Any, ids: torch.Tensor, selected: set[int]
-) -> dict[str, list[torch.Tensor]]:
-    """Return o_k, attention's and the MoE block's output and the router's logits of
-    every layer, from the equations.
-    """
+def by_hand(model: Any, ids: torch.Tensor, selected: set[int]) -> list[torch.Tensor]:
+    """Return o_k of every layer, from the equations."""
     stack = model.model
     o = stack.embed_tokens(ids)
     rotary = stack.rotary_emb(o, torch.arange(T)[None])
-    streams: dict[str, list[torch.Tensor]] = {
-        "o": [],
-        "attn": [],
-        "moe": [],
-        "logits": [],
-    }
+    streams = []
     partial = None
     for k, layer in enumerate(stack.layers):
         rewired = k in selected
@@ -79,96 +68,53 @@ def by_hand(
         ) * layer.mlp.shared_expert(x)
         partial = o + attn + shared if rewired else None
         o = o + attn + moe
-        for name, value in (
-            ("o", o),
-            ("attn", attn),
-            ("moe", moe),
-            ("logits", x @ layer.mlp.gate.weight.T),
-        ):
-            streams[name].append(value)
+        streams.append(o)
     return streams
 
 
 def expected(
-    objective: ObjectiveConfig,
+    objective: KLWithL2ObjectiveConfig,
     regular: Any,
     teacher: Any,
     ids: Any,
     keep: Any,
-    selected: set[int],
-) -> Any:
-    """Return the terms of the objective as sums over tokens, one token at a time."""
-    own, theirs = by_hand(regular, ids, selected), by_hand(teacher, ids, set())
-    num_layers = len(own["o"])
-    points = {
-        "blocks": [("o", k) for k in range(num_layers)],
-        "merges": [("o", k) for k in selected if k + 1 in selected],
-        "sublayers": [(name, k) for k in selected for name in ("attn", "moe")],
-    }
-    l2 = router = torch.zeros((), dtype=torch.float64)
+) -> torch.Tensor:
+    """Return the distance as a sum over tokens, one token at a time."""
+    own, theirs = by_hand(regular, ids, {0, 1, 2, 3}), by_hand(teacher, ids, set())
+    l2 = torch.zeros((), dtype=torch.float64)
     for n in torch.nonzero(keep).tolist():
-        for name, k in points[objective.l2_points] if objective.l2_points else []:
-            x, t = own[name][k][tuple(n)], theirs[name][k][tuple(n)]
+        for x, t in zip(own, theirs, strict=True):
+            x, t = x[tuple(n)], t[tuple(n)]
             distance = (x - t).pow(2).sum()
-            l2 = l2 + (
-                distance / t.pow(2).sum() / len(points[objective.l2_points])
-                if objective.l2_relative
-                else distance
-            )
-        for s, t in zip(own["logits"], theirs["logits"], strict=True):
-            p, q = t[tuple(n)].softmax(-1), s[tuple(n)].softmax(-1)
-            router = router + (p * (p / q).log()).sum() / num_layers
-    return {"l2": l2, "router_kl": router}
+            if objective.l2_relative:
+                distance = distance / t.pow(2).sum() / len(own)
+            l2 = l2 + distance
+    return l2
 
 
-def measured(
-    terms: AuxiliaryLosses, student: Any, teacher: Any, ids: Any, keep: Any
-) -> dict[str, torch.Tensor]:
-    with torch.no_grad(), terms.captured(teacher) as theirs:
-        teacher(ids, use_cache=False)
-    with terms.captured(student) as own:
-        student(ids, use_cache=False)
-    return terms.values(own, theirs, keep, list(terms.coefficients(0)))
-
-
-L2 = {"name": "kl+l2", "l2_coefficient": 1.0}
-OBJECTIVES = [
-    L2,
-    L2 | {"l2_relative": True},
-    L2 | {"l2_relative": True, "l2_points": "merges"},
-    L2 | {"l2_points": "sublayers"},
-    L2 | {"l2_relative": True, "l2_points": "sublayers", "router_kl_coefficient": 0.1},
-    {"name": "kl", "router_kl_coefficient": 0.1},
-]
+def objective_of(**keys: Any) -> KLWithL2ObjectiveConfig:
+    return KLWithL2ObjectiveConfig(name="kl+l2", **{"l2_coefficient": 1.0} | keys)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "checkpointed"])
-@pytest.mark.parametrize(
-    "values", OBJECTIVES, ids=lambda v: ",".join(map(str, v.values()))
-)
+@pytest.mark.parametrize("relative", [False, True])
 def test_values_and_gradients_are_those_of_the_equations(
-    values: dict[str, Any], checkpointing: bool
+    relative: bool, checkpointing: bool
 ) -> None:
-    selected = {0, 1, 3} if "l2_points" in values else {0, 1, 2, 3}
-    student, regular, teacher = make(sorted(selected))
+    student, regular, teacher = make()
     ids, keep = batch()
-    objective = validate(ObjectiveConfig, values, "objective")
-    hand = expected(objective, regular, teacher, ids, keep, selected)
+    objective = objective_of(l2_relative=relative)
+    hand = expected(objective, regular, teacher, ids, keep)
     if checkpointing:
         student.activation_checkpointing_enable({"use_reentrant": False})
-    terms = measured(
-        AuxiliaryLosses(objective, student, 10), student, teacher, ids, keep
-    )
-    assert set(terms) == {
-        name
-        for name, value in hand.items()
-        if value != 0 and (name == "l2" or "router_kl_coefficient" in values)
-    }
-    for name, value in terms.items():
-        torch.testing.assert_close(value, hand[name], rtol=1e-9, atol=0)
-    total, same = (sum(each[name] for name in terms) for each in (terms, hand))
-    total.backward()
-    same.backward()
+    with torch.no_grad(), captured_streams(teacher) as theirs:
+        teacher(ids, use_cache=False)
+    with captured_streams(student) as own:
+        student(ids, use_cache=False)
+    value = StreamDistance(objective, 10).value(own, theirs, keep)
+    torch.testing.assert_close(value, hand, rtol=1e-9, atol=0)
+    value.backward()
+    hand.backward()
     for name, parameter in regular.named_parameters():
         gradient = student.get_parameter(name).grad
         if parameter.grad is None:
@@ -182,13 +128,10 @@ def test_values_and_gradients_are_those_of_the_equations(
 def test_nothing_is_collected_outside_the_context_and_no_hook_stays() -> None:
     student, _, _ = make()
     ids, _ = batch()
-    terms = AuxiliaryLosses(
-        validate(ObjectiveConfig, OBJECTIVES[4], "objective"), student, 10
-    )
-    with terms.captured(student) as seen:
+    with captured_streams(student) as streams:
         student(ids, use_cache=False)
     student(ids, use_cache=False)
-    assert len(seen.streams) == 8 and len(seen.routers) == 4
+    assert len(streams) == 4
     assert not any(module._forward_hooks for module in student.modules())
 
 
@@ -213,91 +156,25 @@ def test_bfloat16_streams_are_compared_in_float32() -> None:
 
 
 def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() -> None:
-    student, _, _ = make()
-    objective = validate(
-        ObjectiveConfig,
-        L2 | {"l2_until": 0.5, "l2_coefficient": 8.0, "router_kl_coefficient": 0.1},
-        "objective",
-    )
-    terms = AuxiliaryLosses(objective, student, 8)
-    assert [terms.coefficients(step).get("l2") for step in (0, 1, 3, 4, 7)] == [
-        8.0,
-        6.0,
-        2.0,
-        None,
-        None,
-    ]
-    assert terms.coefficients(7) == {"router_kl": 0.1}
-
-
-def test_models_of_different_depth_are_refused() -> None:
-    student, _, _ = make()
-    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
-    with pytest.raises(
-        UserError,
-        match=r"the student has 2 decoder layers and the teacher 1: .* one by one",
-    ):
-        terms.values(
-            Captured([torch.zeros(1, 1, 1)] * 2),
-            Captured([torch.zeros(1, 1, 1)]),
-            None,
-            ["l2"],
-        )
-
-
-@pytest.mark.parametrize("points", ["merges", "sublayers"])
-def test_points_that_the_connectivity_does_not_make_are_refused(points: str) -> None:
-    student, _, _ = make([1, 3] if points == "merges" else "none")
-    with pytest.raises(
-        UserError, match=rf"objective\.l2_points: {points}: .* no such point"
-    ):
-        AuxiliaryLosses(
-            validate(ObjectiveConfig, L2 | {"l2_points": points}, "objective"),
-            student,
-            1,
-        )
+    distance = StreamDistance(objective_of(l2_until=0.5, l2_coefficient=8.0), 8)
+    coefficients = [distance.coefficient(step) for step in (0, 1, 3, 4, 7)]
+    assert coefficients == [8.0, 6.0, 2.0, 0.0, 0.0]
+    assert StreamDistance(objective_of(), 8).coefficient(7) == 1.0
 
 
 @pytest.mark.parametrize(
-    "model_type",
+    ("student", "teacher", "message"),
     [
-        "qwen3_moe",
-        "deepseek_v3",
-        "llama4_text",
-        "gpt_oss",
-        "mixtral",
-        "granitemoeshared",
+        ([4, 4], [4], "has 2 decoder layers and the teacher 1: .* one by one"),
+        ([4], [6], "layers have 4 numbers per token, but the teacher's have 6"),
     ],
 )
-def test_router_logits_are_the_routers_inputs_times_its_weights(
-    model_type: str,
+def test_streams_of_other_layers_and_of_another_width_are_refused(
+    student: list[int], teacher: list[int], message: str
 ) -> None:
-    model = tiny_model(model_type, num_hidden_layers=3)
-    convert_model(model, Connectivity("all"))
-    inputs: dict[Any, torch.Tensor] = {}
-    routers = [router.module for router in find_routers(model)]
-    for module in routers:
-        module.register_forward_pre_hook(
-            lambda m, args: inputs.__setitem__(m, args[0].detach())
-        )
-    terms = AuxiliaryLosses(
-        validate(ObjectiveConfig, OBJECTIVES[5], "objective"), model, 1
-    )
-    with torch.no_grad(), terms.captured(model) as seen:
-        model(batch()[0], use_cache=False)
-    assert len(seen.routers) == len(routers) >= 1
-    for module, logits in zip(routers, seen.routers, strict=True):
-        linear = next(
-            m
-            for m in module.modules()
-            if isinstance(getattr(m, "weight", None), torch.nn.Parameter)
-        )
-        by_weight = inputs[module].flatten(0, -2) @ linear.weight.T
-        if getattr(linear, "bias", None) is not None:
-            by_weight = by_weight + linear.bias
-        torch.testing.assert_close(
-            logits.flatten(0, -2).float(), by_weight, rtol=1e-4, atol=1e-4
-        )
+    streams = [[torch.zeros(1, 1, size) for size in of] for of in (student, teacher)]
+    with pytest.raises(UserError, match=message):
+        StreamDistance(objective_of(), 1).value(*streams, None)
 
 
 def test_frozen_routers_are_all_that_is_frozen() -> None:
@@ -309,30 +186,6 @@ def test_frozen_routers_are_all_that_is_frozen() -> None:
         if not parameter.requires_grad
     }
     assert frozen == {f"model.layers.{k}.mlp.gate.weight" for k in range(4)}
-
-
-def test_streams_of_another_width_and_routers_of_more_experts_are_refused() -> None:
-    student, _, _ = make()
-    terms = AuxiliaryLosses(validate(ObjectiveConfig, L2, "objective"), student, 1)
-    with pytest.raises(
-        UserError,
-        match="decoder layers have 4 numbers per token, but the teacher's have 6",
-    ):
-        terms.values(
-            Captured([torch.zeros(1, 1, 4)]),
-            Captured([torch.zeros(1, 1, 6)]),
-            None,
-            ["l2"],
-        )
-    with pytest.raises(
-        UserError, match="routers have 4 numbers per token, but the teacher's have 8"
-    ):
-        terms.values(
-            Captured([], [torch.zeros(1, 4)]),
-            Captured([], [torch.zeros(1, 8)]),
-            None,
-            ["router_kl"],
-        )
 
 
 def test_a_model_without_routers_is_refused_with_the_keys_to_leave_out() -> None:
@@ -347,6 +200,6 @@ def test_a_model_without_routers_is_refused_with_the_keys_to_leave_out() -> None
     )
     with pytest.raises(
         UserError,
-        match=r"no router found.*leave out objective.router_kl_coefficient and objective.f",
+        match=r"no router found.*leave out objective\.freeze_routers",
     ):
         freeze_routers(dense)

@@ -18,8 +18,6 @@ from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.losses.head import attach_loss_head
-from fcsd.training.losses.hidden_terms import AuxiliaryLosses
-from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters, as_original
 from tests.float64 import ROUNDINGS, logits_in_float64
@@ -94,15 +92,12 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     states = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(states, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    terms = AuxiliaryLosses(
-        KLWithL2ObjectiveConfig(name="kl+l2", l2_coefficient=1.0), student, 1
-    )
-    _, seen = AdapterOffTeacher(student).hidden_and_captured(rows, terms)
-    _, expected = ModelTeacher(original).hidden_and_captured(rows, terms)
-    assert len(seen.streams) == len(expected.streams) == 4
+    _, streams = AdapterOffTeacher(student).hidden_and_streams(rows)
+    _, expected = ModelTeacher(original).hidden_and_streams(rows)
+    assert len(streams) == len(expected) == 4
     assert all(
-        torch.equal(one, other)
-        for one, other in zip(seen.streams, expected.streams, strict=True)
+        torch.equal(stream, original_stream)
+        for stream, original_stream in zip(streams, expected, strict=True)
     )
 
 
