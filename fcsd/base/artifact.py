@@ -36,8 +36,8 @@ SCHEMA_VERSION = 8
 # min_lr_rate was a key of train; 3: streaming was a key of a source; 4: only the
 # weights of a checkpoint were recorded; 5: train had keys of another optimiser and of
 # learning rates by layer; 6: decontaminate had test sets besides a suite, and the data
-# of a pre-training held-out text; 7: objective had l2_points and router_kl_coefficient,
-# and held-out text a weight.
+# of a pre-training held-out text; 7: objective had clip, l2_points and
+# router_kl_coefficient, and held-out text a weight.
 
 # The ends of differences that do not count: folders of a former fcsd may have the keys.
 _SAY_NOTHING = (

@@ -168,10 +168,9 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
 
     Args:
         objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft"
-            or "ce". Its settings are `temperature`, `jsd_beta`, `clip`,
-            `l2_coefficient`, `l2_relative`, `l2_until`, `vocab_size`,
-            `freeze_embeddings_and_head` and `freeze_routers`
-            (`fcsd.training.losses.objectives`).
+            or "ce". Its settings are `temperature`, `jsd_beta`, `l2_coefficient`,
+            `l2_relative`, `l2_until`, `vocab_size`, `freeze_embeddings_and_head` and
+            `freeze_routers` (`fcsd.training.losses.objectives`).
         layers: the layers to rewire in a model that is not converted yet, for example
             "last:90%"; None: the model is converted already. `attention` and `mlp` are
             the sides (`fcsd.Connectivity`).

@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.base.errors import UserError
-from fcsd.base.text import nats
-
 BINS_PER_DECADE = 128
 SMALLEST, LARGEST = 1e-9, 1e3
 NUM_BINS = BINS_PER_DECADE * round(math.log10(LARGEST / SMALLEST))
@@ -62,11 +59,10 @@ class Meters:
 
     Logged beside what `Trainer` logs, each the mean of the steps since the last log, over kept tokens of all ranks:
         ce                          cross-entropy, nats, of the objectives sft and ce
-        kl | reverse_kl | jsd       the divergence, nats, before clipping
+        kl | reverse_kl | jsd       the divergence, nats
         kl_p50, kl_p90, kl_p99      its quantiles over all tokens of these steps, within 1 % (likewise for the others)
         top1_agreement              share of tokens whose most probable continuation is the teacher's; of ties the first
         teacher_entropy             nats
-        clipped_share               of tokens, with objective.clip
         l2                          before its coefficient, see `fcsd.training.losses.hidden_terms`
         balance                     mean of MoE layers, 1 when balanced, see `fcsd.training.losses.balance`; with it
         load_max_over_mean          of an expert's tokens since the last log, mean of MoE layers
@@ -75,11 +71,11 @@ class Meters:
         tokens_per_second           all tokens, of all ranks
     Divergence and entropy are taken at objective.temperature.
 
-    divergence: the name that the divergence is logged under. clip: `objective.clip`.
+    divergence: the name that the divergence is logged under.
     """
 
-    def __init__(self, accelerator: Any, divergence: str, clip: float | None):
-        self.accelerator, self.divergence, self.clip = accelerator, divergence, clip
+    def __init__(self, accelerator: Any, divergence: str):
+        self.accelerator, self.divergence = accelerator, divergence
         self.reset()
 
     def reset(self) -> None:
@@ -124,8 +120,6 @@ class Meters:
         self.add(self.divergence, divergence.sum() * scale)
         self.add("teacher_entropy", outputs["teacher_entropy"].sum() * scale)
         self.add("top1_agreement", outputs["top1_agreement"].sum() * scale)
-        if self.clip is not None:
-            self.add("clipped_share", (divergence > self.clip).sum() * scale)
         counts = bin_counts(divergence)
         self._counts = counts if self._counts is None else self._counts + counts
 
@@ -191,15 +185,3 @@ class Meters:
             return values
         reduced: Tensor = self.accelerator.reduce(values, reduction)
         return reduced
-
-    def refuse_all_clipped(self, logs: dict[str, float], step: int) -> None:
-        """Raise UserError where every token's divergence is above the clip."""
-        # A clipped token has no gradient: such a training would stand still silently.
-        if logs.get("clipped_share", 0.0) > 1 - 1e-6:
-            median = logs[f"{self.divergence}_p50"]
-            raise UserError(
-                f"training stopped at step {step}: every token's {self.divergence} is"
-                f" above objective.clip ({self.clip}; its median is {nats(median)}"
-                " nats), so the model learns nothing; raise objective.clip or leave it"
-                " out"
-            )

@@ -42,7 +42,7 @@ class StepLoss:
         self.distance: StreamDistance | None = None
         if isinstance(objective, KLWithL2ObjectiveConfig):
             self.distance = StreamDistance(objective, 1)
-        self.meters = Meters(accelerator, objective.logged, objective.clip)
+        self.meters = Meters(accelerator, objective.logged)
         # the micro-batches of the step that is under way
         self._prepared: list[Batch] = []
         # of the distance between the streams in that step
@@ -150,7 +150,6 @@ class StepLoss:
             torch.as_tensor(num_kept), min=1
         )
         loss = outputs["loss"] * scale
-        # With a teacher the log shows the divergence before clipping.
         if self.teacher is None:
             self.meters.add(self.objective.logged, loss)
         else:

@@ -191,7 +191,6 @@ class DistillTrainer(Trainer):
         """
         if "loss" in logs:
             logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
-            self.meters.refuse_all_clipped(logs, self.state.global_step)
             logs["tokens_per_second"] = self.meters.tokens_per_second()
             logs.update(self.guard.report())
             self.guarded.reset_meters()

@@ -186,9 +186,8 @@ BASES = {
     "jsd": {
         "jsd_beta": 0.3,
         "temperature": 2.0,
-        "clip": 5.0,
     },
-    "kl": {"temperature": 2.0, "clip": 5.0},
+    "kl": {"temperature": 2.0},
     "reverse_kl": {},
     "sft": {},
 }
@@ -211,9 +210,9 @@ def test_a_variant_of_another_objective_leaves_the_keys_of_the_base_objective_be
 
 
 KEYS_OF: dict[str, tuple[str, ...]] = {
-    "kl": ("temperature", "clip"),
-    "reverse_kl": ("temperature", "clip"),
-    "jsd": ("temperature", "clip", "jsd_beta"),
+    "kl": ("temperature",),
+    "reverse_kl": ("temperature",),
+    "jsd": ("temperature", "jsd_beta"),
     "sft": (),
     "ce": (),
 }
@@ -259,11 +258,8 @@ def test_defaults_are_those_of_the_objective(
 ) -> None:
     objective = validate(ObjectiveConfig, {"name": name}, "alone")
     values = objective.model_dump()
-    assert [values.get(key) for key in ("temperature", "jsd_beta", "clip")] == [
-        temperature,
-        jsd_beta,
-        None,
-    ]
+    assert values.get("temperature") == temperature
+    assert values.get("jsd_beta") == jsd_beta
     assert objective.has_teacher == (name not in ("sft", "ce"))
     assert validate(ObjectiveConfig, objective.model_dump(), "printed") == objective
 
@@ -407,7 +403,6 @@ WRONG = [
             r" jsd, kl\+l2"
         ),
     ),
-    ({"objective": {"name": "ce", "clip": 2}}, r"clip: no meaning for objective 'ce'"),
     (
         {"objective": {"name": "jsd", "jsd_beta": 1}},
         r"objective\.jsd_beta: .*less than 1, got 1",
@@ -416,7 +411,6 @@ WRONG = [
         {"objective": {"temperature": 0}},
         r"objective\.temperature: .*greater than 0, got 0",
     ),
-    ({"objective": {"clip": -1}}, r"objective\.clip: .*greater than 0, got -1"),
     (
         {"objective": {"temprature": 2}},
         r"objective\.temprature: unknown key; did you mean 'temperature'\?",
@@ -610,7 +604,7 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
     [
         "train.learning_rate",
         "train.max_steps",
-        "objective.clip",
+        "objective.temperature",
         "early_stopping.patience",
     ],
 )
@@ -643,7 +637,7 @@ def test_true_is_no_number_in_a_list_or_beside_a_word_either(
 @pytest.mark.parametrize(
     "key",
     ["train.learning_rate", "sweep.learning_rate.0", "sweep.batch_size_tokens.0", "train.adam_epsilon",
-     "train.max_grad_norm", "objective.clip", "objective.temperature"],
+     "train.max_grad_norm", "objective.temperature", "objective.temperature"],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["0", "-1"])
 def test_what_must_be_positive_is_not_zero_nor_below(

@@ -799,7 +799,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
         ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
         ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
-        ({"clip": -1.0}, "FCSDConfig: clip: must be greater than 0, got -1.0"),
+        ({"temperature": -1.0}, "FCSDConfig: temperature: must be greater than 0, got -1.0"),
         ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
         ({"vocab_size": 999}, "^vocab_size 999: must be between the"),
         ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
@@ -990,11 +990,6 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
 def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"above clip \(1e-09; .* nats\), .*; raise clip or leave it out",
-    ):
-        make(clip=1e-9).train()
     with pytest.raises(
         UserError, match=r"^eval_dataset: no row has a token to predict"
     ):

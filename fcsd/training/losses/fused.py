@@ -100,7 +100,7 @@ class TokenStatistics(NamedTuple):
     """Figures of each of N tokens, at the temperature of the objective and without
     gradients.
 
-    divergence: (N,) nats, before clipping. teacher_entropy: (N,) nats. top1_agreement:
+    divergence: (N,) nats. teacher_entropy: (N,) nats. top1_agreement:
     (N,) bool, whether the student's most probable token is the teacher's; among equally
     probable ones the first counts, in both.
     """
@@ -160,7 +160,7 @@ def fused_linear_loss(
             possibly of another width; else labels (N,), integer token ids in 0 …
             vocab_size-1, all of which count (there is no ignore index: leave out the
             tokens without loss).
-        objective: selects the measure, temperature and clip.
+        objective: selects the measure and temperature.
         vocab_size: rows of the heads from here on are padding: not part of either
             distribution, and without gradient. Needed when the heads differ. None: all
             rows are tokens.
@@ -373,12 +373,7 @@ class _Sums:
                     self.per_token, (value, entropy, agreement), strict=True
                 ):
                     buffer[begin:end] = figures
-        if objective.clip is None:
-            self.loss += value.sum()
-        else:
-            # A clipped token adds a constant to the loss, and thus no gradient.
-            self.loss += value.clamp(max=objective.clip).sum()
-            d.mul_((value <= objective.clip).unsqueeze(1))
+        self.loss += value.sum()
         return d
 
     def _add_gradient(self, begin: int, end: int, d: Tensor) -> None:

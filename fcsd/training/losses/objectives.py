@@ -18,10 +18,6 @@ https://huggingface.co/papers/2306.13649) for beta = 0, 1 and b. As there, the l
 the divergence at the temperature itself, in nats: it is not multiplied by T^2, as
 Hinton et al. do.
 
-Clipping. A token whose divergence d exceeds `clip` counts as min(d, clip): it adds
-`clip` to the loss and nothing to the gradient, which is thus that of the loss that is
-reported (`loss_max_clamp` of verl; docs/recipes.md).
-
 A `Measure` is the arithmetic of one loss. A config class has the keys of a recipe's
 `objective` section, which are arguments of `fcsd.FCSDConfig` as well. Only the
 arithmetic imports torch, so that a recipe is read without it.
@@ -173,9 +169,6 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     """A divergence between the distributions of teacher and student."""
 
     temperature: float = option(1.0, "of both softmaxes", gt=0, allow_inf_nan=False)
-    clip: float | None = option(
-        None, "nats; a token above it counts as this much, without gradient", gt=0
-    )
 
     has_teacher = True
 
@@ -232,7 +225,6 @@ class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
         "ce": "Trained from scratch with cross-entropy",
     }
     temperature: ClassVar[float] = 1.0
-    clip: ClassVar[None] = None
 
     @property
     def logged(self) -> str:

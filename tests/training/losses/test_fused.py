@@ -355,10 +355,10 @@ def test_a_retained_graph_cannot_be_scaled_twice():
         loss.backward()
 
 
-# ---- the other divergences, temperature, clipping, padding, statistics
+# ---- the other divergences, temperature, padding, statistics
 
 
-def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip=None):
+def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5):
     """Return for each token, from full logits, the sums over the vocabulary as they
     stand in the papers.
     """
@@ -368,26 +368,19 @@ def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5, clip
         return (p * (p.log() - q.log())).sum(-1)
 
     m = (1 - beta) * p_s + beta * p_t
-    per_token = {
+    return {
         "kl": lambda: kl(p_t, p_s),
         "reverse_kl": lambda: kl(p_s, p_t),
         "jsd": lambda: beta * kl(p_t, m) + (1 - beta) * kl(p_s, m),
     }[name]()
-    return per_token if clip is None else per_token.clamp(max=clip)
 
 
 DIVERGENCES = {
     "kl at 2": {"name": "kl", "temperature": 2.0},
-    "kl clipped": {"name": "kl", "clip": 20.0},
     "reverse_kl": {"name": "reverse_kl"},
-    "reverse_kl at 0.5, clipped": {
-        "name": "reverse_kl",
-        "temperature": 0.5,
-        "clip": 25.0,
-    },
+    "reverse_kl at 0.5": {"name": "reverse_kl", "temperature": 0.5},
     "jsd": {"name": "jsd"},
     "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
-    "jsd 0.9 clipped": {"name": "jsd", "jsd_beta": 0.9, "clip": 0.3},
 }
 
 
@@ -410,7 +403,6 @@ def test_divergences_and_their_gradients_equal_float64_autograd(
         by.name,
         by.temperature,
         getattr(by, "jsd_beta", 0.5),
-        by.clip,
     )
     expected = per_token.sum()
     expected_grads = torch.autograd.grad(expected * 0.25, leaves)
@@ -444,7 +436,6 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
         by.name,
         by.temperature,
         getattr(by, "jsd_beta", 0.5),
-        by.clip,
     ).sum()
     options = {
         "bias": b,
@@ -488,28 +479,6 @@ def test_divergences_are_those_of_trl(name, beta, temperature):
     )
     actual, _ = fused_divergence(h, w, th, tw, divergence=by)
     assert_equal_equations(actual, expected)
-
-
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
-def test_a_token_above_the_clip_counts_as_the_clip_and_gives_no_gradient(name):
-    h, w, th, tw, *_ = inputs()
-    per_token = reference_divergence(
-        reference_logits(h, w), reference_logits(th, tw), name
-    )
-    clip = per_token.sort().values[N // 2 : N // 2 + 2].mean().item()
-    above = per_token > clip
-    assert 0 < above.sum() < N
-    h.requires_grad_()
-    loss, statistics = fused_divergence(
-        h, w, th, tw, divergence=objective_of(name, clip=clip), statistics=True
-    )
-    loss.backward()
-    unclipped = h.detach().clone().requires_grad_()
-    fused_divergence(unclipped, w, th, tw, divergence=objective_of(name))[0].backward()
-    assert (h.grad[above] == 0).all()
-    assert_equal_equations(h.grad[~above], unclipped.grad[~above])
-    assert_equal_equations(loss, per_token[~above].sum() + clip * int(above.sum()))
-    assert_equal_equations(statistics.divergence, per_token)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
@@ -744,7 +713,7 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
             reference_logits(th, tw, **teacher, dtype=dtype),
         )
         total = reference_divergence(
-            *logits, by.name, by.temperature, getattr(by, "jsd_beta", 0.5), by.clip
+            *logits, by.name, by.temperature, getattr(by, "jsd_beta", 0.5)
         ).sum()
         return total.detach(), *torch.autograd.grad(total, leaves)
 
@@ -843,7 +812,7 @@ def test_no_tokens_give_zero_and_empty_statistics(name):
     h, w, th, tw, b, _ = inputs(n=0)
     leaves = [x.requires_grad_() for x in (h, w, b)]
     loss, statistics = fused_divergence(
-        h, w, th, tw, bias=b, divergence=objective_of(name, clip=1.0), statistics=True
+        h, w, th, tw, bias=b, divergence=objective_of(name), statistics=True
     )
     assert loss.item() == 0.0
     assert all((g == 0).all() for g in torch.autograd.grad(loss, leaves))
@@ -852,11 +821,11 @@ def test_no_tokens_give_zero_and_empty_statistics(name):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
-def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
+def test_a_non_finite_hidden_state_is_not_hidden(name, bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
     loss, _ = fused_divergence(
-        h.requires_grad_(), w, th, tw, divergence=objective_of(name, clip=1.0)
+        h.requires_grad_(), w, th, tw, divergence=objective_of(name)
     )
     loss.backward()
     assert not torch.isfinite(h.grad).all()
@@ -872,8 +841,6 @@ def test_a_non_finite_hidden_state_is_not_hidden_by_the_clip(name, bad):
             {"name": "jsd", "jsd_beta": 1.0},
             "jsd_beta: Input should be less than 1, got 1.0",
         ),
-        ({"clip": 0.0}, "clip: Input should be greater than 0, got 0.0"),
-        ({"clip": math.nan}, "clip: Input should be a finite number"),
     ],
 )
 def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
@@ -895,7 +862,7 @@ def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
     program = """
         import resource, sys, torch
         from tests.losses import fused_divergence, objective_of
-        by = objective_of(sys.argv[1], clip=1.0)
+        by = objective_of(sys.argv[1])
         torch.set_num_threads(1)
         n, d, v = 4096, 16, 32000
         h, th = torch.randn(n, d).requires_grad_(), torch.randn(n, d)
