@@ -11,6 +11,7 @@ from typing import Any
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.text import terminal_columns
+from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
@@ -279,7 +280,7 @@ def layers(run: Run) -> Stage:
         ),
         every=layer_study.every,
         **(_scored(config, layer_study.tasks) if layer_study.tasks else {}),
-        text=data.heldout,
+        text=SourceConfig(**data.heldout.model_dump()),
         text_examples=data.heldout_examples,
         max_length=data.max_length,
         packing=data.packing,
