@@ -189,6 +189,12 @@ def with_suite(stopping: dict[str, Any], file: Path) -> dict[str, Any]:
     return stopping | {"suite": str(file), "task": row["task"]}
 
 
+def history(bench: Bench, name: str) -> list[dict[str, float]]:
+    """Return the logged points of the distillation of a recipe of `bench`."""
+    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def make_bench(base: Path, folder: Path) -> Bench:
     """Return a bench in `folder`."""
     turns = [

@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import warnings
@@ -51,7 +50,7 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import ROOT, Bench, few
+from tests.support import ROOT, Bench, few, history
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -177,11 +176,6 @@ def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
     assert all(row == statuses[0] for row in statuses), ranks
     assert set(statuses[0]) <= {0, 130}, ranks
     return statuses[0]
-
-
-def history(bench: Bench, name: str) -> list[dict[str, float]]:
-    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def compare(bench: Bench, one: str, two: str) -> None:

@@ -31,8 +31,8 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, in_a_fork
-from tests.training.test_parallel import compare, history, ranks
+from tests.support import Bench, history, in_a_fork
+from tests.training.test_parallel import compare, ranks
 from tests.training.test_trainer import (
     Rows,
     make,

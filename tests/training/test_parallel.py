@@ -14,16 +14,7 @@ from fcsd.cli.main import main
 from fcsd.training import run as run_module
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench
-
-
-def history(bench: Bench, name: str) -> list[dict[str, float]]:
-    return [
-        json.loads(line)
-        for line in (bench.folder / name / "distill" / "history.jsonl")
-        .read_text()
-        .splitlines()
-    ]
+from tests.support import Bench, history
 
 
 def compare(bench: Bench, one: str, two: str) -> None:

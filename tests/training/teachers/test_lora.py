@@ -1,7 +1,6 @@
 """LoRA students: what is trained, what is left, and the teacher inside them."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters, as_orig
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, killed_after
+from tests.support import Bench, history, killed_after
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -171,11 +170,6 @@ def test_names_that_cannot_be_adapted_are_refused(
 def test_a_student_without_adapters_is_no_teacher() -> None:
     with pytest.raises(ValueError, match="no adapters"):
         AdapterOffTeacher(tiny_model("qwen2_moe"))
-
-
-def history(bench: Bench, name: str) -> list[dict[str, float]]:
-    lines = (bench.folder / name / "distill" / "history.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 # peft 0.21
