@@ -242,5 +242,6 @@ def shown(result: dict[str, Any]) -> str:
     parts = [
         f"{name} {copied:.2f}>{mapped:.2f}"
         for name, (copied, mapped) in result["reads"].items()
+        if "." not in name  # the parts of a block would leave no room for a bar
     ]
     return f"layer {result['layer']}: " + ", ".join(parts)
