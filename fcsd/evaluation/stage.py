@@ -25,6 +25,7 @@ from fcsd.base.files import new_folder, read_json
 from fcsd.base.memory import free_memory
 from fcsd.data.config import TextConfig
 from fcsd.data.local import data_fingerprint
+from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
@@ -149,6 +150,7 @@ def run_evaluation(
     config = evaluation.config
     check_server(config.server, launch)
     launch = launch.for_evaluation()
+    check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.checkpoint
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(

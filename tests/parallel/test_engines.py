@@ -24,7 +24,7 @@ from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.load import ModelFolder
-from fcsd.parallel import shard
+from fcsd.parallel import gathered
 from fcsd.parallel.engine import (
     Engine,
     check_precision,
@@ -731,7 +731,7 @@ def scored_on_rank(
     group.foreach_all_gather = lambda *args: (gathers.append(1), gather(*args))[1]
     whole = 4 * sum(parameter.numel() for parameter in model.parameters())
     for room in (2 * whole, 2 * whole * 1.2):  # of two ranks
-        shard.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
+        gathered.available_memory = lambda room=room: int(room)  # type: ignore[assignment]
         model.eval()
         with torch.no_grad(), gathered_once(model, launch.ranks):
             outputs = [

@@ -65,7 +65,8 @@ def test_the_page_fits_a_window_and_runs_nothing(
     assert chromium.value("document.images[0].naturalWidth") == 1200
     table = "document.querySelector('.wide')"
     scrolls = f"{table}.scrollWidth > {table}.clientWidth"
-    assert chromium.value(scrolls) is True
+    # The whole table fits a wide window; in a narrow one it scrolls by itself.
+    assert chromium.value(scrolls) is (width < 1280)
     asked = [each for each in chromium.requests if not each.startswith("data:")]
     assert [each.rpartition("/")[2] for each in asked] == ["report.html"]
     # The policy refused the script of the text, and the browser says so.

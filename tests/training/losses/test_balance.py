@@ -108,7 +108,7 @@ def test_loss_and_gradient_are_those_of_the_sums(
         expected = written_out(
             logits, top_k, EXAMPLES if over == "sequence" else [COUNTED]
         )
-        meters = Meters(ALONE, "ce", None)
+        meters = Meters(ALONE, "ce")
         value = balance.share(routed, batch(), meters)
         assert float(value.detach()) == pytest.approx(
             0.1 * expected / len(COUNTED), rel=1e-12
@@ -137,7 +137,7 @@ def test_loss_and_gradient_are_those_of_the_sums(
                         again.share(
                             run(model, batch(), again),
                             batch(),
-                            Meters(ALONE, "ce", None),
+                            Meters(ALONE, "ce"),
                         )
                     )
                 )
@@ -173,7 +173,7 @@ def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> N
         torch.nn.init.zeros_(router.module.weight)
     balance = Balance(TrainConfig(balance_loss_coefficient=1.0), model, ALONE)
     balance.begin_step(len(COUNTED))
-    meters = Meters(ALONE, "ce", None)
+    meters = Meters(ALONE, "ce")
     balance.share(run(model, batch(), balance), batch(), meters)
     # whatever the ties choose
     assert meters.means(1)["balance"] == pytest.approx(1.0, rel=1e-5)
@@ -197,11 +197,7 @@ def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_
     before = [bias.clone() for bias in balance.biases]
     balance.begin_step(1)
     assert (
-        float(
-            balance.share(
-                run(model, batch(), balance), batch(), Meters(ALONE, "ce", None)
-            )
-        )
+        float(balance.share(run(model, batch(), balance), batch(), Meters(ALONE, "ce")))
         == 0
     )
     loads = balance.end_step()
