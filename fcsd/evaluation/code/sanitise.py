@@ -20,6 +20,7 @@ never end a statement), where the best block so far counts.
 """
 
 import ast
+import codeop
 import warnings
 from collections.abc import Iterator
 from itertools import accumulate
@@ -27,6 +28,7 @@ from itertools import accumulate
 Definition = (
     ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 )
+_UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
 _MOST_LINES = 100_000  # parsed for one text, which takes some seconds
 
 
@@ -69,8 +71,15 @@ def longest_block(text: str, least: int = 2) -> str:
     lines = _lines(text)
     filled = [0, *accumulate(bool(line.strip()) for line in lines)]
     best, most, left = (0, 1), 0, _MOST_LINES
+    covered_starts: set[int] = (
+        set()
+    )  # starts from which no longer range than the best can come
     # From each start try the longest range first, and stop where no range can win.
-    for first in range(len(lines)):
+    for first, line in enumerate(lines):
+        if filled[-1] - filled[first] <= most or left <= 0:
+            break
+        if first in covered_starts or not _begins(line):
+            continue
         last = len(lines)
         while (
             last - first >= least and filled[last] - filled[first] > most and left > 0
@@ -80,6 +89,7 @@ def longest_block(text: str, least: int = 2) -> str:
             left -= result if isinstance(result, int) else last - first
             if isinstance(result, ast.Module):
                 best, most = (first, last), filled[last] - filled[first]
+                covered_starts |= _boundaries(result, first, last)
             elif result is None:
                 last = _before_failure(lines, first, last)
             else:  # every longer range also has this error
@@ -144,6 +154,43 @@ def _parse(text: str) -> ast.Module | int | None:
             return error.lineno or None
         except (ValueError, MemoryError, RecursionError):
             return None
+
+
+def _begins(line: str) -> bool:
+    """Tell whether a program may begin with this line: not one that is indented or can
+    never be parsed.
+    """
+    if line[:1] in (" ", "\t") and line.strip():
+        return line.strip().startswith("#")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            compile(line, "<answer>", "exec", _UNFINISHED)
+        except SyntaxError as error:
+            return error.msg == "incomplete input"
+        except (ValueError, MemoryError, RecursionError):
+            return False
+    return True
+
+
+def _boundaries(tree: ast.Module, first: int, last: int) -> set[int]:
+    """Return the lines of lines[first:last] at which no statement of its tree
+    continues.
+
+    What can be parsed from such a line on can be parsed from `first` on, too, and is
+    longer there.
+    """
+    inside = {
+        first + line - 1
+        for node in tree.body
+        for line in range(_first_line(node) + 1, (node.end_lineno or node.lineno) + 1)
+    }
+    return set(range(first, last)) - inside
+
+
+def _first_line(node: ast.stmt) -> int:
+    decorators = getattr(node, "decorator_list", [])
+    return min([node.lineno, *[decorator.lineno for decorator in decorators]])
 
 
 def _is_import(node: ast.stmt) -> bool:
