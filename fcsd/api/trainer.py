@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from fcsd.api.trainer_inputs import TrainerInputs, check_teacher
+from fcsd.api.trainer_inputs import TrainerInputs, check_kinds
 from fcsd.base.errors import UserError
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
@@ -34,9 +34,11 @@ from fcsd.training.fcsd_trainer import ReadyTrainer, begin
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import head_logits
 from fcsd.training.optimizer import refuse_factored_states
+from fcsd.training.python_words import with_known_names
 from fcsd.training.teachers.base import Teacher
 
 
+@with_known_names
 class FCSDTrainer(ReadyTrainer):
     """A `transformers.Trainer` that distils a model with FarSkip connectivity back to
     its original.
@@ -91,7 +93,7 @@ class FCSDTrainer(ReadyTrainer):
         launch: Launch | None = None,
     ):
         args = FCSDConfig.of(args)
-        check_teacher(teacher)
+        check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
         # Everything that can be refused is checked before a model is loaded, and rows
         # are packed before the Trainer exists: its constructor needs them.
         launch = launch or _own_launch()

@@ -5,7 +5,7 @@ converted already or not; data sets, streams and lists.
 import contextlib
 import copy
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.base.files import check_folder_place
@@ -376,13 +376,41 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
-def check_teacher(teacher: Any) -> None:
-    """Raise UserError where the teacher of the constructor is none."""
+def check_kinds(
+    teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
+) -> None:
+    """Raise UserError where an argument of the constructor has another type than
+    needed.
+    """
+    # The frequent mix-ups get a hint; all else a type and the expected one.
     hint = ""
     if isinstance(teacher, tuple):
         hint = " (fcsd.load gives a model and its tokenizer)"
     models = f"a transformers model{hint}, the path of one, or a Teacher"
     check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
+    check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
+    for callback in callbacks or []:
+        if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
+            check_kind(
+                "callbacks",
+                callback,
+                TrainerCallback,
+                "a TrainerCallback of transformers",
+            )
+    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
+        raise UserError(
+            f"optimizers: {kind_of(optimizers)}; give a pair (optimizer, scheduler),"
+            " with None for one that fcsd should make"
+        )
+    check_kind(
+        "compute_metrics",
+        compute_metrics,
+        Callable | None,
+        "a function of logits and labels",
+    )
+    check_kind(
+        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
+    )
 
 
 def model_fingerprint(model: nn.Module) -> str:

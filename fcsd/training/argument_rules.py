@@ -1,9 +1,10 @@
 """The arguments of transformers that fcsd's training honours, and those that it refuses
 because they would have no effect, or another one than they promise.
 
-Fields of `transformers.TrainingArguments` in `REFUSED` are not supported; all others
-are honoured: those in `MAY_CHANGE_ARGUMENTS` may change when a training continues, the
-rest are fixed for the whole training. The functions refuse combinations.
+Every field of `transformers.TrainingArguments` is in one of three tables: `REFUSED`;
+`MAY_CHANGE_ARGUMENTS`, honoured, and free to change when a training is continued;
+`DECIDES`, honoured, and fixed for the whole training. The functions refuse
+combinations.
 
 `per_device_eval_batch_size` holds for logits, that is for `compute_metrics` and
 `predict`; a held-out loss is measured row by row.
@@ -79,6 +80,24 @@ MAY_CHANGE_ARGUMENTS = {
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout",
 }  # fmt: skip
 """Arguments that the weights do not depend on, but for the order of float sums."""
+
+DECIDES = {
+    # the batch, and how many of them there are
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    # the learning rate
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps",
+    # the optimiser
+    "weight_decay", "optim", "optim_args", "optim_target_modules", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm", "neftune_noise_alpha",
+    # how numbers are rounded
+    "bf16", "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode",
+    "full_determinism",
+    # the order of the data
+    "seed", "data_seed", "train_sampling_strategy",
+}  # fmt: skip
+"""Arguments that the weights depend on. The batch counts by its rows, not by the way in
+which a step is cut into micro-batches (`record.py`).
+"""
 
 
 def _default(name: str) -> Any:

@@ -211,6 +211,8 @@ class StopWhenScoreStalls(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         is_best = self.stopper.update(step, self._score())
         self.trainer.guarded.say(self.stopper.line())
+        if (warning := self.stopper.noise()) is not None:
+            self.trainer.guarded.say(warning)
         if is_best:
             keep_best(self.trainer, self.run, step)
 

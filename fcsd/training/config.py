@@ -222,23 +222,43 @@ def micro_batches(
     fewer rows. UserError: the batch is no whole number of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
-    batch, tokens = train.batch_size_tokens, rows * row_tokens
+    batch = train.batch_size_tokens
     assert batch is not None  # None: `FCSDConfig` gives the batch in rows
-    if batch < tokens and batch % row_tokens == 0:
+    if batch < rows * row_tokens and batch % row_tokens == 0:
         return batch // row_tokens, 1
-    if batch % tokens:
-        # Only the rows of a forward pass may be too many: 1 fits every batch that is
-        # whole rows for all ranks.
-        possible = f"a batch of {-(-batch // tokens) * tokens}"
-        if batch % row_tokens == 0:
-            fitting = (k for k in range(rows, 0, -1) if batch % (k * row_tokens) == 0)
-            possible = f"per_device_train_batch_size {next(fitting)}"
+    if batch % (rows * row_tokens):
         raise UserError(
-            f"train.batch_size_tokens: {batch} is not a multiple of {tokens}"
-            f" (per_device_train_batch_size {rows} x data.max_length {max_length} x"
-            f" {world_size} processes); possible: {possible}"
+            f"train.batch_size_tokens: {batch} is not a multiple of"
+            f" {rows * row_tokens} (per_device_train_batch_size {rows} x"
+            f" data.max_length {max_length} x {world_size} processes);"
+            f" {_ways(batch, rows, max_length, world_size)}"
         )
-    return rows, batch // tokens
+    return rows, batch // (rows * row_tokens)
+
+
+def _ways(batch: int, rows: int, max_length: int, world_size: int) -> str:
+    """Suggest settings that fit: fewer rows at once, the next larger batch, shorter
+    rows or fewer processes.
+    """
+    step = max_length * world_size
+    # The batch is whole rows for every rank: only the rows of a forward pass are too
+    # many, and 1 always fits.
+    if batch % step == 0:
+        fitting_rows = [k for k in range(1, rows) if batch % (k * step) == 0]
+        return f"possible: per_device_train_batch_size {max(fitting_rows)}"
+    alternatives = [f"a batch of {-(-batch // step) * step}"]
+    processes = [k for k in range(1, world_size) if batch % (k * max_length) == 0]
+    # Lengths down to an eighth of the present one are tried.
+    lengths = [
+        k
+        for k in range(max_length // 8, max_length)
+        if k and batch % (k * world_size) == 0
+    ]
+    if lengths:
+        alternatives.append(f"data.max_length {max(lengths)}")
+    if processes:
+        alternatives.append(f"{max(processes)} processes")
+    return f"possible: {', or '.join(alternatives)}"
 
 
 MAY_CHANGE = (

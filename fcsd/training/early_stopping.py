@@ -66,7 +66,7 @@ _CURVE = (
     "best_score",
     "best_stderr",
 )
-_STATE = ("highest", "highest_step", "reference", "stalled", "figures")
+_STATE = ("highest", "highest_step", "reference", "stalled", "figures", "warned")
 
 
 class EarlyStopper:
@@ -110,6 +110,7 @@ class EarlyStopper:
         self.reference: float | None = None
         self.stalled = 0
         self.figures: list[float] = []  # of the last evaluation
+        self.warned = False
 
     def update(self, step: int, score: Score) -> bool:
         """Record the score at `step` (0: before training); return whether these weights
@@ -236,6 +237,43 @@ class EarlyStopper:
     def items(self) -> str:
         """The number of items of each evaluation: `40 of 378 items`."""
         return items_text(self.metric, self.num_items, self.num_items_total)
+
+    def noise(self) -> str | None:
+        """Return a warning, once, where the last evaluation shows that `min_delta` is
+        within the noise.
+
+        That is the case when the score moved by no more than two standard errors of the
+        change, and one of these is more than `min_delta`: chance alone can then make an
+        evaluation count as an improvement.
+        """
+        change, error = self.points[-1]["change"], self.points[-1]["change_stderr"]
+        if self.warned or error is None or abs(change) > 2 * error:
+            return None
+        previous_point, relative = self.points[-2], self.metric in RELATIVE
+        scale = previous_point["score"] if relative else 1.0
+        if error <= self.min_delta * scale:
+            return None
+        self.warned = True
+        share = f" ({error / scale:.3g} of the score)" if relative else ""
+        text = (
+            f"early stopping: {self.name} changed by"
+            f" {plus_minus(change, error, sign='+')}{share} from step"
+            f" {previous_point['step']} to {self.points[-1]['step']}, with the paired"
+            f" standard error on {self.items}. early_stopping.min_delta,"
+            f" {self.min_delta:g}, is less than that error, so chance decides what"
+            " counts as an improvement: raise it, or "
+        )
+        if relative:
+            return text + "data.heldout_examples"
+        assert self.num_items is not None
+        if self.num_items_total is None or self.num_items_total <= self.num_items:
+            return text + "score on a task with more items"
+        # The standard error falls with the root of the number of items.
+        full_error = error * math.sqrt(self.num_items / self.num_items_total)
+        return (
+            text + f"early_stopping.limit (all {self.num_items_total} items: about ±"
+            f" {full_error:.2g})"
+        )
 
     def summary(self) -> str:
         """Summarise the best score, the reason why training ended, and the share of the

@@ -28,7 +28,7 @@ from fcsd.training.config import (
     micro_batches,
 )
 from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig
-from fcsd.training.python_words import python_words
+from fcsd.training.python_words import python_words, with_known_names
 
 LOSSES = ("loss", "kl", "ce")
 """The last words of the metrics of `FCSDTrainer.evaluate`: eval_kl, or eval_NAME_kl for
@@ -160,6 +160,7 @@ def _check_arguments(args: Any) -> None:
         )
 
 
+@with_known_names
 @dataclass
 class FCSDConfig(_SharedKeys, TrainingArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.

@@ -117,7 +117,11 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
         """Train from a checkpoint that is known to be intact; None: from the beginning."""
         if checkpoint is not None:
             self.record.refuse_another(checkpoint)
-        with self.with_loss_head(), explain_oom(self.launch.device):
+        length, device = self.args.max_length, self.launch.device
+        explained = explain_oom(
+            self.plain_model, self.teacher, self.settings, length, device
+        )
+        with self.with_loss_head(), explained:
             # A run that was killed after its last step has nothing left to train.
             if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})

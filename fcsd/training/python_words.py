@@ -1,15 +1,78 @@
-"""Translate for users of the Python API: keys of a recipe in errors to arguments."""
+"""Translate for users of the Python API: names of other libraries to fcsd's arguments,
+and keys of a recipe in errors to arguments.
+"""
 
 import contextlib
+import functools
+import inspect
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict
+from fcsd.base.strict import Strict, did_you_mean
 from fcsd.data.config import DataConfig
 from fcsd.model.config import ConnectivityConfig
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES
+
+_RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
+_PACKING = "`FCSDConfig(packing=…)`"
+_TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
+_OWN_ANSWERS = "not supported: off-policy only"
+_LORA = "the `lora` section of a recipe (`fcsd.run_stage`)"
+
+OTHER_NAMES = {
+    # TRL: SFTConfig, GKDConfig and their trainers
+    "assistant_only_loss": _RESPONSE,
+    "completion_only_loss": _RESPONSE,
+    "dataset_text_field": "`FCSDConfig(columns={'text': NAME})`",
+    "max_seq_length": "`FCSDConfig(max_length=…)`",
+    "eval_packing": _PACKING,
+    "padding_free": _PACKING,
+    "packing_strategy": _PACKING,
+    "formatting_func": "not supported: map the data set",
+    "data_collator": "not supported: fcsd packs and collates rows itself",
+    "tokenizer": "`FCSDTrainer(processing_class=…)`",
+    # transformers
+    "logging_dir": "the environment variable `TENSORBOARD_LOGGING_DIR`",
+    "model_init": "not supported: give `model`; `fcsd sweep` tries learning rates",
+    "no_cuda": "`FCSDConfig(use_cpu=True)`",
+    "overwrite_output_dir": "not supported: give a new `output_dir`",
+    "save_safetensors": "not supported: weights are always saved as safetensors",
+    "group_by_length": "not supported: all rows have the same length",
+    "chat_template_path": "the `chat_template` of `processing_class`",
+    "peft_config": _LORA,
+    "teacher_model": _TEACHER,
+    "teacher_model_name_or_path": _TEACHER,
+    "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
+    "loss_type": "`FCSDConfig(objective=…)`",
+    "lmbda": _OWN_ANSWERS,
+    "seq_kd": _OWN_ANSWERS,
+    "max_new_tokens": _OWN_ANSWERS,
+    # axolotl
+    "base_model": "`FCSDTrainer(model=…)`, a model or path",
+    "sequence_len": "`FCSDConfig(max_length=…)`",
+    "sample_packing": _PACKING,
+    "eval_sample_packing": _PACKING,
+    "train_on_inputs": "`FCSDConfig(loss_on='all')`; false is the default",
+    "micro_batch_size": "`FCSDConfig(per_device_train_batch_size=…)`",
+    "num_epochs": "`FCSDConfig(num_train_epochs=…)`",
+    "lr_scheduler": "`FCSDConfig(lr_scheduler_type=…)`",
+    "datasets": "`FCSDTrainer(train_dataset=…)`",
+    "test_datasets": "`FCSDTrainer(eval_dataset=…)`",
+    "val_set_size": (
+        "`FCSDTrainer(eval_dataset=…)`: `datasets.Dataset.train_test_split`"
+    ),
+    "chat_template": "the `chat_template` of `processing_class`",
+    "adapter": _LORA,
+    "lora_r": _LORA,
+    "kd_temperature": "`FCSDConfig(temperature=…)`",
+    "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
+}
+"""Arguments of TRL, axolotl and transformers with another name here: name -> its counterpart, as in
+the table of docs/python.md.
+"""
 
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],
@@ -42,6 +105,8 @@ _PHRASES = {
     "Input should be": "must be",  # pydantic's
 }
 
+Class = TypeVar("Class", bound=type)
+
 
 @contextlib.contextmanager
 def python_words() -> Iterator[None]:
@@ -63,3 +128,37 @@ def python_words() -> Iterator[None]:
 def _argument(match: re.Match[str]) -> str:
     value = (match[2] or "").replace(": ", "=").title()
     return _ARGUMENTS.get(match[1], match[1].partition(".")[2]) + value
+
+
+def with_known_names(cls: Class) -> Class:
+    """Make the constructor of a class name an unknown argument in one line, with its
+    counterpart here.
+    """
+    construct: Any = cls.__init__  # type: ignore[misc]
+    parameters = list(inspect.signature(construct).parameters)
+
+    @functools.wraps(construct)
+    def construct_or_say(self: Any, *args: Any, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in parameters and name in OTHER_NAMES:
+                counterpart = OTHER_NAMES[name]
+                if not counterpart.startswith("not supported"):
+                    counterpart = f"use {counterpart}"
+                raise UserError(f"{cls.__name__}: {name}: {counterpart}")
+            if name not in parameters:
+                near = did_you_mean(name, parameters)
+                raise UserError(
+                    f"{cls.__name__}: {name}: no such"
+                    f" argument{near if 'mean' in near else ''}"
+                )
+        try:
+            inspect.signature(construct).bind(self, *args, **arguments)
+        # a required argument is missing, or there are too many positional ones
+        except TypeError as error:
+            raise UserError(
+                f"{cls.__name__}: {error}; pass arguments by name"
+            ) from None
+        construct(self, *args, **arguments)
+
+    cls.__init__ = construct_or_say  # type: ignore[misc]
+    return cls

@@ -215,6 +215,69 @@ def flips(
     return Score(figures, num_items_total=total)
 
 
+def noise(
+    *scores: Score, min_delta: float = 0.02, metric: str = "pass@1"
+) -> list[str | None]:
+    stopper = EarlyStopper(
+        every_steps=10, patience=9, min_delta=min_delta, metric=metric
+    )
+    stopper.update(0, scores[0])
+    warnings = []
+    for number, score in enumerate(scores[1:], start=1):
+        stopper.update(10 * number, score)
+        warnings.append(stopper.noise())
+    return warnings
+
+
+def test_a_min_delta_below_the_noise_of_the_items_is_warned_of_once() -> None:
+    first, second = (
+        flips(40, num_passed=20, total=378),
+        flips(40, num_passed=20, gained=2, lost=1, total=378),
+    )
+    warning, again = noise(first, second, first)
+    # Three of 40 items changed, by hand: d = 1/40, s = sqrt((3 - 40 d^2) / 39 / 40) =
+    # 0.0437
+    assert warning is not None and again is None
+    assert warning.startswith(
+        "early stopping: pass@1 changed by +0.0250 ± 0.0437 from step 0 to 10"
+    )
+    assert (
+        "paired standard error on 40 of 378 items" in warning
+        and "min_delta, 0.02, is less" in warning
+    )
+    assert warning.endswith(
+        "raise it, or early_stopping.limit (all 378 items: about ± 0.014)"
+    )
+    assert noise(first, second, min_delta=0.05) == [None]
+    # A clear change says nothing about chance; unchanged items have no noise at all.
+    assert noise(flips(40, num_passed=0), flips(40, num_passed=20), min_delta=0.0) == [
+        None
+    ]
+    assert noise(first, first, min_delta=0.0) == [None]
+    whole = flips(40, num_passed=20, gained=2, lost=1, total=40)
+    assert str(noise(flips(40, num_passed=20, total=40), whole)[0]).endswith(
+        "score on a task with more items"
+    )
+
+
+def test_of_a_held_out_kl_the_noise_is_a_share_of_it() -> None:
+    tokens, rng = [10] * 30, np.random.default_rng(2)
+    one, two = (
+        Score((1.0 + 0.1 * rng.standard_normal(30)).tolist(), tokens) for _ in range(2)
+    )
+    error = two.change(one.figures)[1]
+    assert error is not None
+    share = error / one.value
+    (warning,) = noise(one, two, min_delta=0.9 * share, metric="heldout_kl")
+    assert (
+        warning is not None
+        and f"({share:.3g} of the score)" in warning
+        and "30 rows" in warning
+    )
+    assert warning.endswith("raise it, or data.heldout_examples")
+    assert noise(one, two, min_delta=1.1 * share, metric="heldout_kl") == [None]
+
+
 def test_a_line_states_items_errors_and_the_change() -> None:
     stopper = EarlyStopper(every_steps=10, patience=9, min_delta=0.02)
     stopper.update(0, flips(40, num_passed=20, total=378))

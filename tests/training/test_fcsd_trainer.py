@@ -1,7 +1,9 @@
 """FCSDTrainer: what a recipe trains, a Trainer in every respect, and errors in one line."""
 
 import copy
+import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -801,6 +803,8 @@ def test_two_ranks_train_what_one_process_trains(
         ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
         ({"temperature": -1.0}, "FCSDConfig: temperature: must be greater than 0, got -1.0"),
         ({"learning_rate": 0.0}, "FCSDConfig: learning_rate: must be greater than 0, got 0"),
+        ({"learning_rat": 0.1}, "FCSDConfig: learning_rat: no such argument; did you mean 'learning_rate'"),
+        ({"max_seq_length": 64}, r"FCSDConfig: max_seq_length: use `FCSDConfig\(max_length=…\)`"),
         ({"vocab_size": 999}, "^vocab_size 999: must be between the"),
         ({"layers": "lasst:1"}, "layers: 'lasst:1' is not a selection; allowed: all, moe, none, first:N"),
         ({"layers": "first:1"}, "is already converted with layers \\[0, 1\\].*, but layers \\[0\\].* was requested"),
@@ -823,6 +827,10 @@ def test_two_ranks_train_what_one_process_trains(
         ({"processing_class": 3}, "processing_class: an int; a tokenizer or its path is needed"),
         ({"processing_class": "nowhere"}, "nowhere: no such folder"),
         ({"processing_class": SimpleNamespace(tokenizer=1)}, r"a SimpleNamespace; a tokenizer \(its `.tok"),
+        ({"callbacks": TrainerCallback()}, "callbacks: a TrainerCallback; a list of callbacks is needed"),
+        ({"callbacks": [3]}, "callbacks: an int; a TrainerCallback of transformers is needed"),
+        ({"optimizers": 3}, r"optimizers: an int; give a pair \(optimizer, scheduler\), with None for one that"),
+        ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "train_dataset, row 1: token id 999 at position 1 is not in"),
         ({"eval_dataset": ["a", "b"]}, "data set eval_dataset, row 1: a str; an example is a mapping"),
@@ -868,6 +876,17 @@ def test_arguments_of_another_trainer_are_refused_with_what_is_needed(
 ) -> None:
     with pytest.raises(UserError, match=message):
         FCSDTrainer("model", args)
+
+
+def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError, match="FCSDTrainer: missing a required argument: 'model'"
+    ):
+        FCSDTrainer()  # type: ignore[call-arg]
+    with pytest.raises(
+        UserError, match="too many positional arguments; pass arguments by name"
+    ):
+        FCSDTrainer("model", FCSDConfig(str(tmp_path), use_cpu=True), None, [])  # type: ignore[misc]
 
 
 def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
@@ -985,6 +1004,30 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(UserError, match="cannot be resumed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def other_names() -> list[str]:
+    from fcsd.training.python_words import OTHER_NAMES
+
+    return list(OTHER_NAMES)
+
+
+@pytest.mark.parametrize("name", other_names())
+def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
+    from fcsd.training.python_words import OTHER_NAMES
+
+    for cls in (FCSDConfig, FCSDTrainer):
+        with pytest.raises(UserError) as caught:
+            cls(**{name: object()})
+        supported = not OTHER_NAMES[name].startswith("not supported")
+        assert str(caught.value) == (
+            f"{cls.__name__}: {name}: {'use ' if supported else ''}{OTHER_NAMES[name]}"
+        )
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {OTHER_NAMES[name]} |" in page
+    arguments = re.findall(r"(FCSD\w+)\((\w+)=", OTHER_NAMES[name])
+    for door, argument in arguments:
+        assert argument in inspect.signature(getattr(fcsd, door)).parameters
 
 
 def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(

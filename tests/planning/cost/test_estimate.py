@@ -591,7 +591,20 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
 @pytest.mark.parametrize(
     ("rows", "batch", "max_length", "ranks", "ways"),
     [
-        (1, 131072, 4096, 64, "a batch of 262144"),
+        (
+            1,
+            131072,
+            4096,
+            64,
+            "a batch of 262144, or data.max_length 2048, or 32 processes",
+        ),
+        (
+            1,
+            65536,
+            4096,
+            32,
+            "a batch of 131072, or data.max_length 2048, or 16 processes",
+        ),
         (4, 49152, 1024, 8, "per_device_train_batch_size 3"),
         (1, 1000, 64, 3, "a batch of 1152"),
     ],
@@ -602,6 +615,10 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
     with pytest.raises(UserError, match=f"possible: {ways}$"):
         micro_batches(train, max_length, ranks)
+    if match := re.search(r"max_length (\d+)", ways):
+        assert micro_batches(train, int(match[1]), ranks)[0] == rows
+    if match := re.search(r"(\d+) processes", ways):
+        assert micro_batches(train, max_length, int(match[1]))[0] == rows
 
 
 def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(
