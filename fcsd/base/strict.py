@@ -433,8 +433,10 @@ def _line(problem: Any, options_of: Any) -> str:
     if options_of and (names := [key for key in keys if isinstance(key, str)]):
         dotted = flag_of(options_of, names[-1])
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] in ("model_type", "model_attributes_type"):
+    if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message = "a mapping of keys to values is needed"
+    elif problem["type"] == "list_type":
+        message = "a list is needed"
     value = problem.get("input")
     # Messages of our own rules already quote the value.
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message

@@ -50,6 +50,12 @@ def tables_of(model: Any, num_endpoints: int, size: float = 2.0) -> BiasTables:
     )
 
 
+def model_of(place: Path) -> Any:
+    """Load the model of the fixture `place`."""
+    folder = ModelFolder(ModelConfig(), place / "model")
+    return load_for_evaluation(folder, join_launch())
+
+
 def samples_of(model: Any, folder: Path, launch: Any, batches: Any = None) -> Any:
     """Return the samples of the suite beside the model."""
     config = EvaluationConfig(data_root=str(folder / "data"), batch_size=BATCH)
@@ -93,9 +99,7 @@ def test_one_process_finds_item_for_item_what_ranks_find_that_are_the_endpoints(
     alone = steered(0, place, 2)
     first, second = run_ranks(of_one_endpoint, 2, place, 2)
     assert alone == first == second
-    model = load_for_evaluation(
-        ModelFolder(ModelConfig(), place / "model"), join_launch()
-    )
+    model = model_of(place)
     unbiased = samples_of(model, place, join_launch())
     # each task would notice a bias that is left out
     for task, items in unbiased.items():
@@ -127,9 +131,7 @@ def evaluated(folder: Path, output: Path, tables: Path, *options: Any) -> int:
 def test_results_say_by_which_tables_and_batch_size_they_came(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load_for_evaluation(
-        ModelFolder(ModelConfig(), place / "model"), join_launch()
-    )
+    model = model_of(place)
     for name, size in (("a", 2.0), ("b", 3.0)):
         write_tables(tmp_path / name, tables_of(model, 2, size))
     settings = []
@@ -157,9 +159,7 @@ def test_an_evaluation_that_was_cut_off_continues_and_no_other_takes_its_folder(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = load_for_evaluation(
-        ModelFolder(ModelConfig(), place / "model"), join_launch()
-    )
+    model = model_of(place)
     for name, size in (("a", 2.0), ("b", 3.0)):
         write_tables(tmp_path / name, tables_of(model, 2, size))
     asked, run_task = list[str](), likelihood.run_task
@@ -194,9 +194,7 @@ def test_an_evaluation_that_was_cut_off_continues_and_no_other_takes_its_folder(
 def test_the_same_weights_with_another_connectivity_are_another_model(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = load_for_evaluation(
-        ModelFolder(ModelConfig(), place / "model"), join_launch()
-    )
+    model = model_of(place)
     write_tables(tmp_path / "a", tables_of(model, 2))
     words = [tmp_path / "out", tmp_path / "a", "--batch-size", "2"]
     assert evaluated(place, *words) == 0
@@ -216,9 +214,7 @@ def test_tables_of_another_model_are_refused_before_weights_are_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = load_for_evaluation(
-        ModelFolder(ModelConfig(), place / "model"), join_launch()
-    )
+    model = model_of(place)
     other = replace(tables_of(model, 2), model_type="mixtral")
     write_tables(tmp_path / "tables", other)
     monkeypatch.setattr("fcsd.extension.models.load_for_evaluation", None)

@@ -314,6 +314,12 @@ WRONG = [
         {"objective": "sft"},
         r"objective: a mapping of keys to values is needed, got 'sft'",
     ),
+    ({"variants": 3}, r"variants: a mapping of keys to values is needed, got 3"),
+    (
+        {"variants": {"a": None}},
+        r"variants\.a: a mapping of keys to values is needed, got None",
+    ),
+    ({"data": {"train": None}}, r"data\.train: a list is needed, got None"),
     ({"objective": {"name": "sfd"}}, r"objective\.name: Input should be .*, got 'sfd'"),
     (
         {"objective": {"name": ["kl"]}},
