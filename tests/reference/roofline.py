@@ -115,11 +115,6 @@ def exchange_s(rows: float, width: float, ranks: int, out: float) -> float:
     )
 
 
-def best(*seconds: float) -> float:
-    """Return the least seconds."""
-    return min(seconds)
-
-
 def with_hidden(compute: float, sent: float, hidden: float) -> float:
     """Return the seconds of a step of which some communication is hidden."""
     return compute + sent - hidden + SLOWDOWN * hidden
@@ -165,7 +160,7 @@ def training(
     return Answer(
         compute + sent,
         with_hidden(compute, number * moe * 5 * one, number * moe * hidden),
-        best(compute + sent, with_hidden(compute, sent, pairs)),
+        min(compute + sent, with_hidden(compute, sent, pairs)),
         sent,
         number * tokens,
     )
@@ -247,7 +242,7 @@ def decoding(
     return Answer(
         regular,
         with_hidden(compute, moe * sent, hidden),
-        best(*exact),
+        min(*exact),
         moe * sent,
         requests / ranks,
     )
