@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from fcsd.extension.checkpoints import Connectivity, base_model_type
 from fcsd_bench.rows import Row, emulated
+from fcsd_bench.settings import shapes_of
 from fcsd_bench.summary import FIGURES, Runs, spread
 
 _FIGURES = {"prefill": "ttft_ms", "decode": "tbt_ms"}
@@ -46,7 +47,7 @@ class _Spent(NamedTuple):
 def served_gains(
     settings: Mapping[str, Any], config: Mapping[str, Any], runs: Runs, traces: Traces
 ) -> list[dict[str, Any]]:
-    """Return, by length and phase, a regular row's times and the speed-up over it, as
+    """Return, by shape and phase, a regular row's times and the speed-up over it, as
     planned and as measured.
 
     Rows are returned only if the regular row's communication is known; `planned` is
@@ -58,14 +59,10 @@ def served_gains(
         config: of the converted model, as in its `config.json`.
         runs: a row's runs in the order of the rounds.
         traces: row -> the result of `fcsd_bench.trace.read_trace` for its prefill of
-            the first length.
+            the first shape.
     """
     gains = []
     for kind, stock in _KINDS.items():
-        wide = kind == "wide"
-        # No plan covers ranks with different numbers of requests.
-        if wide and settings["requests"] % settings["tensor_parallel"]:
-            continue
         # In order of preference: stock is the true baseline, but not over another
         # network.
         regular = [*([] if emulated(settings["comm"]) else [stock]), f"{kind}_blocking"]
@@ -75,21 +72,20 @@ def served_gains(
             if name in runs
         }
         gains += _gains_of(
-            rows, regular, _served(settings, config, wide=wide), settings, traces
+            rows, regular, _served(settings, config, kind), settings, traces
         )
     return gains
 
 
 def _served(
-    settings: Mapping[str, Any], config: Mapping[str, Any], *, wide: bool
+    settings: Mapping[str, Any], config: Mapping[str, Any], kind: str
 ) -> dict[str, Any]:
     return {
         "model_type": base_model_type(str(config["model_type"])),
         "connectivity": asdict(Connectivity.from_field(config["farskip"])),
         "num_layers": (config.get("text_config") or config).get("num_hidden_layers"),
         "ranks": settings["tensor_parallel"],
-        "data_parallel": wide,
-        "batch": settings["requests"],
+        "data_parallel": kind == "wide",
     }
 
 
@@ -102,16 +98,19 @@ def _gains_of(
 ) -> list[dict[str, Any]]:
     """Return the gains of rows with the same kind of ranks."""
     gains = []
-    for index, prompt in enumerate(settings["prompt_tokens"]):
+    for index, shape in enumerate(shapes_of(settings)):
+        # No plan covers ranks with different numbers of requests.
+        if served["data_parallel"] and shape.requests % served["ranks"]:
+            continue
         points = {
             name: [run["points"][index] for run in rounds]
             for name, rounds in runs.items()
         }
         # Mean length of the text while an answer is decoded.
-        halfway = prompt + settings["output_tokens"] // 2
-        # A trace covers the prefill of the first length only.
+        halfway = shape.prompt_tokens + settings["output_tokens"] // 2
+        # A trace covers the prefill of the first shape only.
         for phase, length, traced in (
-            ("prefill", prompt, {} if index else traces),
+            ("prefill", shape.prompt_tokens, {} if index else traces),
             ("decode", halfway, {}),
         ):
             spent = {
@@ -122,17 +121,36 @@ def _gains_of(
                 name for name in regular if _share(spent.get(name, ())) is not None
             ]
             if regular_rows and served["num_layers"]:
-                times = {**served, "phase": phase, "length": length}
+                times = {
+                    **served,
+                    "batch": shape.requests,
+                    "phase": phase,
+                    "length": length,
+                }
                 gain = _gain(times, points, spent, regular_rows[0])
-                gains += [] if gain is None else [{"prompt_tokens": prompt} | gain]
+                if gain is not None:
+                    file = _times_file(times, several=len(settings["requests"]) > 1)
+                    gains.append(shape._asdict() | {"file": file} | gain)
     return gains
+
+
+def _times_file(times: Mapping[str, Any], *, several: bool) -> str:
+    """Name a file of times; with several numbers of requests, by its number, too."""
+    wide = ["wide"] if times["data_parallel"] else []
+    words = [
+        *wide,
+        times["phase"],
+        times["length"],
+        *([times["batch"]] if several else []),
+    ]
+    return f"times-{'-'.join(map(str, words))}.json"
 
 
 def find_limits(
     settings: Mapping[str, Any], rows: Sequence[Row], runs: Runs, traces: Traces
 ) -> dict[str, list[dict[str, float]]]:
     """Return the largest possible speed-up of a FarSkip row, from hiding all
-    communication, by length of prompt and figure: 1 / (1 - f).
+    communication, by shape and figure: 1 / (1 - f).
 
     f is measured on the row's baseline by a trace, or on FarSkip blocking. A throughput
     includes prompts and answers, and gets the larger of their limits. A figure with
@@ -144,7 +162,7 @@ def find_limits(
             continue
         regular = [row.base, f"{row.name.partition('_')[0]}_blocking"]
         limits: list[dict[str, float]] = []
-        for index in range(len(settings["prompt_tokens"])):
+        for index in range(len(shapes_of(settings))):
             by_figure: dict[str, float] = {}
             for phase, figure in _FIGURES.items():
                 traced = traces if (index, phase) == (0, "prefill") else {}
@@ -210,9 +228,6 @@ def _gain(
     return {
         "phase": phase,
         "regular": regular,
-        "file": (
-            f"times-{'wide-' if times.data_parallel else ''}{phase}-{times.length}.json"
-        ),
         "times": times.model_dump(mode="json"),
         "planned": None if overlap is None else 1 + gain(share, overlap),
         "limit": 1 / (1 - share),

@@ -1,6 +1,6 @@
 """Figures of a benchmark of servers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from fcsd.extension.figures import (
 
 
 def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw the times of servers by length of prompt (paper Fig. 4, 6, 7), with one
-    panel for each quantity and bars from the lowest to the highest round; and one layer
-    of each traced server (Fig. 10).
+    """Draw the times of servers by length of prompt and number of requests (paper Fig.
+    4, 6, 7), with one panel for each quantity and bars from the lowest to the highest
+    round; and one layer of each traced server (Fig. 10).
 
     result: a result of `fcsd_bench.summary.summarise`.
     """
     rows = [row for row in result["rows"] if row["points"]]
     # Stock is to servers what the original is to models: dark grey.
     colours = model_colours([row["title"] for row in rows], "stock")
+    xlabel, labels = _ticks(rows[0]["points"] if rows else [])
     figure, axes = plt.subplots(1, 3, figsize=(SIZE[0] * 2, SIZE[1]))
     for axis, (name, title, unit) in zip(
         axes,
@@ -53,11 +54,8 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
                 "capsize": 2,
             }
             axis.bar(positions, middle, width=0.8 / len(rows), yerr=reach, **style)
-        lengths = (
-            [str(point["prompt_tokens"]) for point in rows[0]["points"]] if rows else []
-        )
-        axis.set_xticks(range(len(lengths)), lengths)
-        axis.set(xlabel="prompt tokens", ylabel=unit)
+        axis.set_xticks(range(len(labels)), labels)
+        axis.set(xlabel=xlabel, ylabel=unit)
         axis.grid(alpha=0.3, axis="y")
         set_title(axis, title)
     if rows:
@@ -68,3 +66,12 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     }
     if traces:
         plot_timelines(traces, folder / "layer.png")
+
+
+def _ticks(points: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
+    """Name the points by what varies between them."""
+    names = {"prompt_tokens": "prompt tokens", "requests": "concurrent requests"}
+    varied = [name for name in names if len({point[name] for point in points}) > 1]
+    shown = varied or ["prompt_tokens"]
+    labels = ["\n".join(str(point[name]) for name in shown) for point in points]
+    return ", ".join(names[name] for name in shown), labels

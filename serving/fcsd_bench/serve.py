@@ -1,21 +1,23 @@
 """Run `fcsd-bench serve`: servers of vLLM or SGLang against each other, one at a time,
 in turns.
 
-    OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of prompt
+    OUT/rounds/ROUND-ROW.json     one server, started once: its figures at every length of
+                                  prompt and number of requests
     OUT/logs/ROUND-ROW.log        what that server printed
     OUT/traces/ROW.json with `trace`: its overlap, from the trace of vLLM's profiler in
     the same folder
     OUT/serving.json, .md, .png   the result, when all is measured; layer.png of the traces
     OUT/times-*.json for `fcsd plan --measured`, if the communication is known:
     times-PHASE-LENGTH, and
-                                  times-wide-PHASE-LENGTH of wide rows
+                                  times-wide-PHASE-LENGTH of wide rows; with several
+                                  numbers of requests, -REQUESTS follows
     OUT/stage.json, manifest.json
 
 A round measures every row once, and each round begins with a different row, so that a
 machine that slows down affects all rows. The prompts are random tokens, the same for
-all rows and new in every round, and no server keeps prefixes. Each length is measured
-twice: with one token each for the time to the first token, then with whole answers for
-the time between tokens.
+all rows and new in every round, and no server keeps prefixes. Each length of prompt and
+number of requests is measured twice: with one token each for the time to the first
+token, then with whole answers for the time between tokens.
 """
 
 import hashlib
@@ -54,7 +56,7 @@ from fcsd_bench.server import (
     running_server,
     tail_of,
 )
-from fcsd_bench.settings import Benchmark
+from fcsd_bench.settings import Benchmark, Shape
 from fcsd_bench.summary import summarise, table
 from fcsd_bench.times import (
     TIMES_VARIABLE,
@@ -200,8 +202,8 @@ class _Bench:
             if (reason := self.refused(row)) is not None
         }
         rounds = self.benchmark.rounds
-        # The start of a server, and two measurements per length.
-        steps = 1 + 2 * len(self.benchmark.prompt_tokens)
+        # The start of a server, and two measurements per shape.
+        steps = 1 + 2 * len(self.benchmark.shapes)
         with progress_bar(
             total=rounds * len(rows) * steps, desc="bench", unit="step", smoothing=0.1
         ) as bar:
@@ -290,8 +292,8 @@ class _Bench:
         )
 
     def traced(self, row: Row) -> dict[str, Any]:
-        """Return the profiler's trace of a row's prompts of the first length, from a
-        separate server.
+        """Return the profiler's trace of a row's prompts of the first length and number
+        of requests, from a separate server.
         """
         folder, log = (
             self.folder / "traces" / row.name,
@@ -302,12 +304,12 @@ class _Bench:
         if not file.is_file():
             print(f"fcsd-bench: trace of {row.title}", file=sys.stderr)
             folder.mkdir(exist_ok=True)
-            shape = {"input": self.benchmark.prompt_tokens[0], "output": 1, "seed": 0}
             try:
                 with self.server(
                     row, row.environment, log, *profiler_flags(folder)
                 ) as server:
-                    self.measure_phase(server, None, shape, "--profile")
+                    first_shape = self.benchmark.shapes[0]
+                    self.measure_phase(server, None, first_shape, 1, 0, "--profile")
                 write_sealed(file, read_trace(folder))
             except NotServed as failure:
                 raise UserError(
@@ -323,7 +325,7 @@ class _Bench:
     def measure_row(
         self, row: Row, number: int, progress: "_Progress"
     ) -> dict[str, Any]:
-        """Start a row's server, measure it at every length, and end it."""
+        """Start a row's server, measure it at every shape, and end it."""
         # The load tells whether other programs disturbed the measurement.
         begin, load = datetime.now(UTC), os.getloadavg()[0]
         log, environment = self.log(number, row), dict(row.environment)
@@ -340,19 +342,19 @@ class _Bench:
         progress.next("starting")
         with self.server(row, environment, log) as server:
             points = []
-            for index, length in enumerate(self.benchmark.prompt_tokens):
-                point: dict[str, Any] = {"prompt_tokens": length}
+            for index, shape in enumerate(self.benchmark.shapes):
+                point: dict[str, Any] = shape._asdict()
                 for phase, tokens in (
                     ("prefill", 1),
                     ("decode", self.benchmark.output_tokens),
                 ):
-                    progress.next(f"{phase}, {length} tokens", step=True)
-                    shape = {
-                        "input": length,
-                        "output": tokens,
-                        "seed": 1000 * number + index,
-                    }
-                    point[phase] = self.measure_phase(server, times, shape)
+                    progress.next(
+                        f"{phase}, {shape.requests} x {shape.prompt_tokens} tokens",
+                        step=True,
+                    )
+                    point[phase] = self.measure_phase(
+                        server, times, shape, tokens, 1000 * number + index
+                    )
                 points.append(point)
         facts = {
             "begin": _written(begin),
@@ -371,10 +373,12 @@ class _Bench:
         self,
         server: Server,
         times: Path | None,
-        shape: Mapping[str, int],
+        shape: Shape,
+        output_tokens: int,
+        seed: int,
         *extra_flags: str,
     ) -> dict[str, Any]:
-        """Measure one length and number of tokens, with the ranks' communication during
+        """Measure one shape and length of answers, with the ranks' communication during
         the measurement.
         """
         # Ranks count from the start of the server, so a measurement is a difference.
@@ -384,7 +388,8 @@ class _Bench:
             server,
             self.benchmark.against,
             shape,
-            self.benchmark.requests,
+            output_tokens,
+            seed,
             *extra_flags,
         )
         if times is not None and times_before is not None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fcsd.extension.base import UserError, read_json, scratch_folder
 from fcsd_bench import guard
 from fcsd_bench.engines import Program
+from fcsd_bench.settings import Shape
 
 START_S = 3600.0
 """Seconds that a server may take to start: it may load several hundred GB of weights
@@ -136,8 +137,9 @@ def measure(
     program: Program,
     server: Server,
     tokenizer: str,
-    shape: Mapping[str, int],
-    requests: int,
+    shape: Shape,
+    output_tokens: int,
+    seed: int,
     *extra_flags: str,
 ) -> dict[str, Any]:
     """Return the figures of one run of the engine's benchmark: all requests at once,
@@ -145,13 +147,16 @@ def measure(
 
     Args:
         tokenizer: the model whose tokenizer makes the prompts.
-        shape: tokens of a prompt (`input`) and of an answer (`output`), and a `seed`.
+        shape: prompts and their length.
+        output_tokens: length of an answer.
+        seed: of the prompts.
         extra_flags: flags without a value.
 
     Raises:
         NotServed: the server ended, or refused requests.
         UserError: the benchmark itself failed.
     """
+    requests = shape.requests
     with scratch_folder("fcsd-bench") as folder:
         # Options that both engines' clients share; all else comes from `engine.client`.
         chosen = {
@@ -162,13 +167,13 @@ def measure(
             "num-prompts": requests,
             "max-concurrency": requests,
             "ready-check-timeout-sec": 0,
-            "random-input-len": shape["input"],
-            "random-output-len": shape["output"],
-            "seed": shape["seed"],
+            "random-input-len": shape.prompt_tokens,
+            "random-output-len": output_tokens,
+            "seed": seed,
         }
         engine, result, log = program.engine, folder / "result.json", folder / "log"
         words = [
-            *engine.client(program, requests, shape["output"], result),
+            *engine.client(program, requests, output_tokens, result),
             "--disable-tqdm",
             *extra_flags,
         ]

@@ -1,7 +1,9 @@
 """Settings of `fcsd-bench serve`."""
 
+import itertools
 import shlex
-from typing import Annotated, Any, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -50,6 +52,24 @@ _OURS = (
 LOAD_FORMAT, DUMMY = "--load-format", "dummy"
 """The flag and value with which vLLM and SGLang invent weights."""
 
+_NUMBERS = {"prompt_tokens": "512,1024,2048", "requests": "1,8,64"}
+"""Lists of numbers, with an example."""
+
+
+class Shape(NamedTuple):
+    """What one measurement sends: prompts of this length, so many at once."""
+
+    prompt_tokens: int
+    requests: int
+
+
+def shapes_of(settings: Mapping[str, Any]) -> list[Shape]:
+    """Return what a benchmark with these settings measures a server at: every number of
+    requests at the first length of prompt, then at the second, …
+    """
+    pairs = itertools.product(settings["prompt_tokens"], settings["requests"])
+    return list(itertools.starmap(Shape, pairs))
+
 
 class Benchmark(Strict):
     """The measurements of a benchmark and its servers."""
@@ -94,8 +114,12 @@ class Benchmark(Strict):
     prompt_tokens: list[Annotated[int, Field(gt=0)]] = option(
         [512, 1024, 2048], "lengths of the prompts", metavar="N,…", min_length=1
     )
-    requests: int = option(
-        16, "concurrent requests in every measurement", metavar="N", gt=0
+    requests: list[Annotated[int, Field(gt=0)]] = option(
+        [16],
+        "numbers of concurrent requests, each measured at every length on the same"
+        " server",
+        metavar="N,…",
+        min_length=1,
     )
     output_tokens: int = option(
         128, "length of an answer, for the time between tokens", metavar="N", gt=1
@@ -118,6 +142,13 @@ class Benchmark(Strict):
         " trace, and draw one layer (GPUs)",
     )
 
+    @property
+    def shapes(self) -> list[Shape]:
+        """Return what a server is measured at, in this order."""
+        return shapes_of(
+            {"prompt_tokens": self.prompt_tokens, "requests": self.requests}
+        )
+
     def serve_flag(self, flag: str) -> str | None:
         """Return the value of a flag in `serve_args`; None if absent."""
         words = [
@@ -130,18 +161,20 @@ class Benchmark(Strict):
         """Tell whether the servers fill their weights with random numbers."""
         return self.serve_flag(LOAD_FORMAT) == DUMMY
 
-    @field_validator("prompt_tokens", "rows", "nodes", mode="before")
+    @field_validator("prompt_tokens", "requests", "rows", "nodes", mode="before")
     @classmethod
     def _listed(cls, value: Any, info: ValidationInfo) -> Any:
-        """Read `512,1024`."""
+        """Read `512,1024`; in Python, `requests` may be one number."""
+        if isinstance(value, int) and info.field_name == "requests":
+            return [value]
         if not isinstance(value, str):
             return value
         words = [word.strip() for word in value.split(",")]
-        if info.field_name == "prompt_tokens" and (
+        if (example := _NUMBERS.get(str(info.field_name))) is not None and (
             wrong := [word for word in words if not word.isdigit()]
         ):
             raise ValueError(
-                f"{wrong[0]!r} is not a number; write for example 512,1024,2048"
+                f"{wrong[0]!r} is not a number; write for example {example}"
             )
         return words
 
@@ -182,7 +215,7 @@ class Benchmark(Strict):
                 raise ValueError(f"{flag} is set by the benchmark; leave it out")
         return words
 
-    @field_validator("prompt_tokens", "rows", "nodes")
+    @field_validator("prompt_tokens", "requests", "rows", "nodes")
     @classmethod
     def _once_each(cls, values: list[Any]) -> list[Any]:
         if twice := [value for value in values if values.count(value) > 1]:

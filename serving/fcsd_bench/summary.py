@@ -14,8 +14,9 @@ from typing import Any
 from fcsd.extension.base import markdown
 from fcsd_bench.engines import ENGINES
 from fcsd_bench.rows import Row, emulated
+from fcsd_bench.settings import Shape, shapes_of
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Name -> the phase it is measured in, vLLM's name of it, whether less is better.
 FIGURES = {
     "ttft_ms": ("prefill", "median_ttft_ms", True),
@@ -24,7 +25,7 @@ FIGURES = {
 }
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 Limits = Mapping[str, Sequence[Mapping[str, float]]]
-"""Row -> for each length of prompt: figure -> the largest speed-up that can be real."""
+"""Row -> for each shape: figure -> the largest speed-up that can be real."""
 DUMMIES = (
     "**Weights were dummies (`--load-format dummy`): these are times of the"
     " architecture. The answers mean nothing; do not score them.**"
@@ -109,7 +110,7 @@ def _points(
 ) -> list[dict[str, Any]]:
     points = []
     for index, first in enumerate(runs[0]["points"]):
-        point: dict[str, Any] = {"prompt_tokens": first["prompt_tokens"]}
+        point: dict[str, Any] = {name: first[name] for name in Shape._fields}
         for figure, (phase, name, less) in FIGURES.items():
             mine = [run["points"][index][phase][name] for run in runs]
             theirs = [run["points"][index][phase][name] for run in base]
@@ -159,8 +160,8 @@ def table(result: Mapping[str, Any]) -> str:
         (
             f"{ENGINES[engine].title} {versions[engine]}, fcsd-serving"
             f" {versions['fcsd-serving']}, {where}, {_layout(result)};"
-            f" {settings['requests']} requests at once, {settings['output_tokens']}"
-            f" tokens each for the time between tokens. Median of {rounds}"
+            f" {settings['output_tokens']} tokens for each request for the time between"
+            f" tokens. Median of {rounds}"
             f" {'round' if rounds == 1 else 'rounds'} in turns (lowest to highest),"
             " without warm-up; x is the speed-up over stock in the same round."
         ),
@@ -228,6 +229,7 @@ def _measured(result: Mapping[str, Any]) -> str:
     header = [
         "server",
         "prompt",
+        "requests",
         "TTFT ms",
         "x",
         "TBT ms",
@@ -240,9 +242,8 @@ def _measured(result: Mapping[str, Any]) -> str:
     lines = []
     for row in result["rows"]:
         for point in row["points"]:
-            # One line for each row and length of prompt; each figure is followed by its
-            # speed-up.
-            cells = [row["title"], f"{point['prompt_tokens']}"]
+            # One line for each row and shape; each figure is followed by its speed-up.
+            cells = [row["title"], *(f"{point[name]}" for name in Shape._fields)]
             for figure in FIGURES:
                 cells += [
                     _figure(point[figure]),
@@ -286,7 +287,7 @@ def _share(value: float) -> str:
 
 
 def _against_best(result: Mapping[str, Any]) -> str:
-    """Compare FarSkip with the fastest row that has stock's results, at each length."""
+    """Compare FarSkip with the fastest row that has stock's results, at each shape."""
     # Over an emulated network FarSkip is not comparable with rows that have none.
     rivals = [
         row for row in result["rows"] if row["serves"] == "ORIGINAL" and row["points"]
@@ -311,12 +312,18 @@ def _against_best(result: Mapping[str, Any]) -> str:
                     _times(point[figure]["speedup"], point[figure]["limit"]) == "noise"
                 )
                 comparisons.append(f"{unit} {'noise' if noise else over}")
-            lines.append(
-                f"- {ours['title']}, {point['prompt_tokens']} tokens:"
-                f" {', '.join(comparisons)}"
-            )
+            lines.append(f"- {ours['title']}, {_sent(point)}: {', '.join(comparisons)}")
     head = "Against the fastest server with stock's results:\n"
     return "\n".join([head, *lines]) if lines else ""
+
+
+def _sent(point: Mapping[str, Any]) -> str:
+    """Say what a measurement sent."""
+    requests = point["requests"]
+    return (
+        f"{point['prompt_tokens']} tokens, {requests}"
+        f" {'request' if requests == 1 else 'requests'}"
+    )
 
 
 def _traced(result: Mapping[str, Any]) -> str:
@@ -326,7 +333,7 @@ def _traced(result: Mapping[str, Any]) -> str:
         for row in result["rows"]
         if (trace := row["trace"]) is not None
     ]
-    of = f"prompts of {result['settings']['prompt_tokens'][0]} tokens"
+    of = _sent(shapes_of(result["settings"])[0]._asdict())
     return (
         "\n".join(
             [f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines]
@@ -345,7 +352,8 @@ def _planned(result: Mapping[str, Any]) -> str:
         return ""
     titles = {row["name"]: row["title"] for row in result["rows"]}
     columns = (
-        "phase, prompt, regular, ms, communicates, hidden, planned x, measured x, times"
+        "phase, prompt, requests, regular, ms, communicates, hidden, planned x,"
+        " measured x, times"
     )
     # `planned x` is arithmetic on the measured share and overlap, `measured x` the
     # ratio of times.
@@ -355,7 +363,7 @@ def _planned(result: Mapping[str, Any]) -> str:
         step_s, overlap = times["step_s"], times["overlap"]
         cells = [
             gain["phase"],
-            f"{gain['prompt_tokens']}",
+            *(f"{gain[name]}" for name in Shape._fields),
             titles[gain["regular"]],
             _number(1000 * step_s),
         ]

@@ -242,6 +242,7 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
         *(
             "FarSkip, overlapped",
             "512",
+            "4",
             "200 (100 to 300)",
             "1.20",
             "16 (8 to 24)",
@@ -254,8 +255,8 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
         " supported" in printed
     )
     assert (
-        "- FarSkip, overlapped, 512 tokens: TTFT x 1.20 (stock), TBT x 1.50 (stock)"
-        in printed
+        "- FarSkip, overlapped, 512 tokens, 4 requests: TTFT x 1.20 (stock), TBT x 1.50"
+        " (stock)" in printed
     )
     assert (place.out / "serving.png").stat().st_size > 5000
     assert gone(pids(place))
@@ -383,6 +384,7 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         [
             "prefill",
             "64",
+            "4",
             *(
                 f"{title}, blocking",
                 "150",
@@ -396,6 +398,7 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
         [
             "decode",
             "64",
+            "4",
             *(
                 f"{title}, blocking",
                 "50",
@@ -438,6 +441,73 @@ def test_a_plan_from_the_times_that_are_left_gives_the_ratio_that_was_measured(
     assert prefill["exposed_s"] == pytest.approx(0.150 * 0.2 * 0.25)
 
 
+def test_every_number_of_requests_is_measured_at_every_length_on_one_server(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = tiny_config("qwen3_moe").to_dict()
+    place.config("original", **tiny)
+    place.config("model", **(tiny | CONVERTED))
+    figures = json.loads((place.bin / "figures.json").read_text())
+    for row in figures.values():
+        # A rank communicates for 0.05 of 0.25 s, and for 0.5 of 2 s with whole answers,
+        # and as long in the warm-up.
+        row |= {"duration": {"1": 0.25, "8": 2.0}, "total": {"1": 0.1, "8": 1.0}}
+    figures["blocking"]["exposed"] = {"1": 0.1, "8": 1.0}
+    figures["overlapped"]["exposed"] = {"1": 0.025, "8": 0.25}
+    (place.bin / "figures.json").write_text(json.dumps(figures))
+    rows = "--rows=stock,farskip_blocking,farskip_overlapped"
+    shapes = [(32, 1), (32, 8), (64, 1), (64, 8)]
+    lists = ("--requests=1,8", "--prompt-tokens=32,64", "--rounds=1")
+    assert main(place.words(rows, TIMED, *lists)) == 0
+    calls = place.calls()
+    assert len([call for call in calls if "serve" in call]) == 3
+    sent = [
+        tuple(
+            int(call["bench"][call["bench"].index(f"--{name}") + 1])
+            for name in ("random-input-len", "num-prompts", "max-concurrency")
+        )
+        for call in calls
+        if "bench" in call and call["row"] == "stock"
+    ]
+    # Each shape once for first tokens, and once with whole answers.
+    assert sent == [
+        (length, number, number) for length, number in shapes for _ in range(2)
+    ]
+    # No measurement repeats another's prompts.
+    seeds = [call["seed"] for call in calls if "bench" in call][: len(sent)]
+    assert seeds == [1000, 1000, 1001, 1001, 1002, 1002, 1003, 1003]
+    result = place.result()
+    assert result["settings"]["requests"] == [1, 8]
+    for row in result["rows"]:
+        found = [(point["prompt_tokens"], point["requests"]) for point in row["points"]]
+        assert found == shapes
+    page = (place.out / "serving.md").read_text()
+    cells = [
+        [cell.strip() for cell in line.strip("|").split("|")][1:3]
+        for line in page.splitlines()
+        if line.startswith("| FarSkip, overlapped")
+    ]
+    assert cells == [["32", "1"], ["32", "8"], ["64", "1"], ["64", "8"]]
+
+    # A plan reads the file of each.
+    files = [
+        f"times-{phase}-{length + extra}-{number}.json"
+        for length, number in shapes
+        for phase, extra in (("prefill", 0), ("decode", 4))
+    ]
+    assert [gain["file"] for gain in result["gains"]] == files
+    assert {file.name for file in place.out.glob("times-*")} == set(files)
+    monkeypatch.chdir(place.out)
+    capsys.readouterr()
+    for file, (length, number) in (files[0], shapes[0]), (files[6], shapes[3]):
+        words = f"--phase prefill --tp 2 --batch {number} --length {length}"
+        model = str(place.folder / "model")
+        command = ["plan", model, *words.split(), "--measured", file, "--json"]
+        assert fcsd(command) == 0
+        times = json.loads(capsys.readouterr().out)["times"]
+        assert times["regular_s"] == pytest.approx(0.150)
+
+
 def test_over_an_emulated_network_farskip_is_set_against_its_own_blocking_row() -> None:
     comm = {"comm": "timed", "latency_ms": 2}
     runs = {"stock": 50, "farskip_blocking": 300, "farskip_overlapped": 200}
@@ -465,7 +535,8 @@ def summed_up(
             "median_tpot_ms": 1.0,
             "output_throughput": 9.0,
         }
-        point = {"prompt_tokens": 512, "prefill": figures, "decode": figures}
+        point = {"prompt_tokens": 512, "requests": 4}
+        point |= {"prefill": figures, "decode": figures}
         return {
             "begin": "2026-11-23 10:00:00 UTC",
             "end": "2026-11-23 10:01:00 UTC",
@@ -475,7 +546,7 @@ def summed_up(
     rows = make_rows("vllm", list(times), {}, (), 2, comm, "allgather_reducescatter")
     runs = {name: [run(ttft) for ttft in each] for name, each in times.items()}
     settings = {
-        "engine": "vllm", "model": "M", "against": "O", "tensor_parallel": 2, "requests": 4, "output_tokens": 8,
+        "engine": "vllm", "model": "M", "against": "O", "tensor_parallel": 2, "requests": [4], "output_tokens": 8,
         "nodes": [],
         "all2all": "allgather_reducescatter", "rounds": len(next(iter(times.values()))), "comm": comm,
         "prompt_tokens": [512],
@@ -499,7 +570,7 @@ def test_a_speed_up_beyond_what_can_be_hidden_is_noise_and_no_gain() -> None:
             for line in page.splitlines()
             if line.startswith("| FarSkip, overlapped")
         )
-        assert [each.strip() for each in line.strip("|").split("|")][3] == cell
+        assert [each.strip() for each in line.strip("|").split("|")][4] == cell
         assert (
             ("TTFT noise, TBT x 1.00 (stock)" in page)
             == (cell == "noise")
@@ -938,6 +1009,12 @@ def test_what_cannot_be_measured_is_one_line_before_any_server_starts(
         ),
         ("--serve-args=--port 8000", "--port is set by the benchmark; leave it out"),
         ("--prompt-tokens=512,x", "--prompt-tokens: 'x' is not a number"),
+        (
+            "--requests=8,x",
+            "--requests: 'x' is not a number; write for example 1,8,64",
+        ),
+        ("--requests=8,8", "8 is given twice"),
+        ("--requests=0", "--requests"),
         ("--rows=stock,stok", "rows"),
         ("--rounds=0", "rounds"),
         ("--nodes=here", "--nodes: 2 ranks on 1 machine(s): give two or more"),

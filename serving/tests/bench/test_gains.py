@@ -13,7 +13,7 @@ from fcsd_bench.rows import make_rows
 SETTINGS: dict[str, Any] = {
     "comm": {},
     "tensor_parallel": 2,
-    "requests": 4,
+    "requests": [4],
     "output_tokens": 9,
     "prompt_tokens": [100, 200],
 }
@@ -108,10 +108,34 @@ def test_wide_rows_have_times_of_their_own_where_their_ranks_are_alike() -> None
     assert wide[0]["times"]["overlap"] == pytest.approx(0.75)
     assert wide[0]["planned"] == pytest.approx(1 / (1 - 0.4 * 0.75))
     assert wide[0]["measured"]["median"] == pytest.approx(1.2)
-    uneven = served_gains(SETTINGS | {"requests": 5}, CONFIG, runs, {})
+    uneven = served_gains(SETTINGS | {"requests": [5]}, CONFIG, runs, {})
     assert len(uneven) == 4 and not any(
         each["times"]["data_parallel"] for each in uneven
     )
+
+
+def test_with_several_numbers_of_requests_the_trace_is_of_the_first_and_files_name_theirs() -> (
+    None
+):
+    settings = SETTINGS | {"prompt_tokens": [100], "requests": [4, 5]}
+    stock = rounds([400], (0.5, 0.4, 0.4), (1.5, 2.4, 2.4))
+    traces = {"stock": {"total_s": 0.1, "exposed_s": 0.1}}
+    gains = served_gains(settings, CONFIG, {"stock": stock}, traces)
+    assert [(each["phase"], each["requests"], each["file"]) for each in gains] == [
+        ("prefill", 4, "times-prefill-100-4.json"),
+        ("decode", 4, "times-decode-104-4.json"),
+        ("prefill", 5, "times-prefill-100-5.json"),
+        ("decode", 5, "times-decode-104-5.json"),
+    ]
+    assert [each["times"]["batch"] for each in gains] == [4, 4, 5, 5]
+    # By the trace 0.1 of 0.5 s; by the ranks' own figures 0.4 s of two ranks, twice.
+    assert gains[0]["times"]["communication_s"] == pytest.approx(0.4 * 0.2)
+    wide = served_gains(settings, CONFIG, {"wide_blocking": stock}, {})
+    # Two ranks cannot share five requests evenly.
+    assert [each["file"] for each in wide] == [
+        "times-wide-prefill-100-4.json",
+        "times-wide-decode-104-4.json",
+    ]
 
 
 def test_without_an_overlapped_server_the_plan_says_what_is_hidden() -> None:
