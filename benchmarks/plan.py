@@ -134,7 +134,7 @@ ON_H200: dict[str, Any] = {"phase": "decode", "batch": 64, "length": 2048}
 EXACT: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     *(row[:4] for row in TRAINING[:3]),
     (
-        "Qwen3-30B-A3B, 16 H200, 2 rows a rank",
+        "Qwen3-30B-A3B, 16 H200, 2 rows per rank",
         "Qwen3-30B-A3B",
         {},
         {"nodes": 2, "batch": 2},
@@ -284,7 +284,7 @@ FIGURES: dict[int, tuple[Panel, ...]] = {
     ),
     5: (
         Panel(
-            "DeepSeek-V3 (6 layers), nodes of 8 MI325X, 64 rows a step",
+            "DeepSeek-V3 (6 layers), nodes of 8 MI325X, 64 rows per step",
             "DeepSeek-V3",
             V3,
             ON_8 | {"global_batch": 64},

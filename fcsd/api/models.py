@@ -76,7 +76,7 @@ def convert(
         )
     connectivity: Any = connectivity_of(layers, attention, mlp)
     current_field = getattr(getattr(model, "config", None), "farskip", None)
-    # Converting anew is allowed, but with the same connectivity it is most likely a
+    # Converting again is allowed, but with the same connectivity it is probably a
     # mistake.
     if current_field is not None:
         config: Any = model.config  # type: ignore[attr-defined]
@@ -117,8 +117,8 @@ def calibrate(
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     max_length: int = 1024,
 ) -> list[dict[str, Any]]:
-    """Fold closed-form maps into the weights of a converted model, in place, that bring
-    it back towards its original.
+    """Bring a converted model closer to its original, in place, by folding closed-form
+    linear maps into its weights.
 
         model, tokenizer = fcsd.load(path, layers="all")
         original, _ = fcsd.load(path)
@@ -132,9 +132,9 @@ def calibrate(
     Args:
         student: a converted model that is not sharded, with the original's weights.
         teacher: the original.
-        rows: token ids (N, T), every token of which is text; packed rows (input_ids,
-            position_ids, labels); or a data set as `FCSDTrainer` takes it. At least 4 x
-            hidden size tokens; 128 x are better.
+        rows: token ids (N, T) without padding; packed rows (input_ids, position_ids,
+            labels); or a data set as `FCSDTrainer` takes it. At least 4 x hidden size
+            tokens; 128 x are better.
         ridge: regularisation of the maps towards the identity, relative to the mean
             diagonal of the Gram matrix.
         tokenizer: the tokenizer for a data set.
@@ -143,7 +143,7 @@ def calibrate(
     Returns:
         The solution, layer by layer: squared residuals before and after, the same on
         held-out text (`held_out`), and the maps that could not be folded. If the
-        residuals show that there was too little text, a line on stderr says so, too.
+        residuals show that there was too little text, a line on stderr also says so.
 
     Raises:
         UserError: the student is not converted, or already calibrated; the models do
@@ -156,8 +156,8 @@ def calibrate(
     rows = _token_rows(rows, tokenizer, max_length)
     CalibrationConfig.from_plain({"ridge": ridge}, "calibrate")
     results = calibrate_model(student, teacher, rows, ridge=ridge)
-    # Told and not raised, even where it rules the result out: the maps are folded in
-    # already. `fcsd calibrate` refuses before it writes.
+    # Reported and not raised, even if the result is useless: the maps have already been
+    # folded in. `fcsd calibrate` refuses before it writes.
     if (warning := complaint(results)) is not None:
         print(warning[1], file=sys.stderr)
     return results
@@ -191,8 +191,8 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
             f" length, packed rows with {', '.join(ROW_FEATURES)}, or a data set with"
             " its tokenizer are needed"
         )
-    # Rows that are packed already pass as they are; any other mapping is a data set's
-    # example.
+    # Rows that are already packed pass unchanged; any other mapping is an example of a
+    # data set.
     if set(ROW_FEATURES) <= set(first):
         return rows
     if tokenizer is None:

@@ -1,6 +1,6 @@
 """Recipes in Python: load one by its path or name, and run a stage of it.
 
-Not covered: the launch; `accelerate launch` a script that calls these.
+Not covered: the launch; start a script that calls these with `accelerate launch`.
 """
 
 import json
@@ -88,8 +88,8 @@ def run_stage(
         for "run" that of the run.
 
     Raises:
-        UserError: there is no such stage, or the command would refuse. Interrupted: a
-            signal arrived, and fcsd has written a checkpoint.
+        UserError: there is no such stage, or the command would refuse to run it.
+            Interrupted: a signal arrived, and fcsd has written a checkpoint.
     """
     if stage not in STAGES:
         raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
@@ -119,6 +119,6 @@ def run_stage(
         run_all(run)
         return recipe.folder
     finally:
-        # A script may go on after the stage, unlike a command, whose process ends.
+        # Unlike a command, whose process ends, a script may continue after the stage.
         stop_watching()
         release_folders()

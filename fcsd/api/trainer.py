@@ -179,7 +179,7 @@ class FCSDTrainer(ReadyTrainer):
 
         Raises:
             UserError: there is no such checkpoint, it is damaged, or it has other
-                settings or data; the loss stays not finite; the disk is full; memory
+                settings or data; the loss stays non-finite; the disk is full; memory
                 runs out.
         """
         if self.train_dataset is None:
@@ -302,7 +302,7 @@ class FCSDTrainer(ReadyTrainer):
             )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the present model, and the checkpoint once it has its final name."""
+        """Push the current model, and the checkpoint once it has its final name."""
         if self.checkpoint_writer.is_saving or self.args.hub_strategy == "end":
             return
         self.save_model(_internal_call=True)

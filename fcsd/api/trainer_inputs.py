@@ -1,5 +1,5 @@
 """Prepare models and data of `FCSDTrainer`: models in memory or paths of checkpoints,
-converted already or not; data sets, streams and lists.
+converted or not; data sets, streams and lists.
 """
 
 import contextlib
@@ -68,7 +68,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
             f"model: {kind_of(model)}; a transformers model or the path of a checkpoint"
             f" is needed{hint}"
         )
-    # A model that is converted already must have the connectivity that is asked for.
+    # An already converted model must have the requested connectivity.
     connectivity = args.connectivity()
     current_field = getattr(model.config, "farskip", None)
     if current_field is None:
@@ -107,11 +107,13 @@ def _not_converted(name: str) -> UserError:
 def check_models(
     model: Any, teacher: Any, args: FCSDConfig, launch: Launch, *, has_teacher: bool
 ) -> None:
-    """Check models and arguments before anything is loaded or tokenized; without a
-    teacher a copy of the student becomes one, where the objective has one.
+    """Check models and arguments before anything is loaded or tokenized; if no teacher
+    is given and the objective needs one, also check that a copy of the student can be
+    the teacher.
 
     Raises UserError: rows do not fit the positions of a model; a copy of the student
-    would not be the original; arguments for loading a model that is not loaded.
+    would not be the original; loading arguments were given for a model that is not
+    loaded.
     """
     for candidate, is_teacher in ((model, False), (teacher, True)):
         _check_loading(candidate, args, "teacher" if is_teacher else "model")
@@ -152,8 +154,8 @@ def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
 def teacher_of(
     teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch
 ) -> Any:
-    """Return the model to compare with, or the caller's `Teacher`; for None a regular
-    copy of the student. UserError where it is the student itself.
+    """Return the model to compare with, or the caller's `Teacher`; for None, a regular
+    copy of the student. Raises UserError if the teacher is the student itself.
     """
     # The student is not trained yet, so its weights are the original's. `check_models`
     # has refused one that was trained or calibrated.
@@ -173,11 +175,11 @@ def teacher_of(
 
 
 class TrainerInputs:
-    """Models and data of the constructor.
+    """The models and data that the constructor was given.
 
     bad_rows: the examples that were left out, with `args.on_bad_row` "skip". given: the
-    names of models and data for a card. UserError for an engine that a training in a
-    script cannot use.
+    names of models and data for a card. Raises UserError for an engine that training in
+    a script cannot use.
     """
 
     def __init__(self, args: FCSDConfig, launch: Launch):
@@ -190,7 +192,9 @@ class TrainerInputs:
         self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
         self.date: datetime | None = None
-        """What the chat template writes in rows to train on; None: it writes no date."""
+        """The date that the chat template writes into training rows; None: it writes no
+        date.
+        """
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
         self._vocab_size: int | None = None
@@ -213,8 +217,8 @@ class TrainerInputs:
         *,
         knows_metrics: bool,
     ) -> Ready:
-        """Load, convert and tokenize; data: to train on, held out. knows_metrics:
-        whether there are metrics besides the losses.
+        """Load, convert and tokenize. data: the training data and the held-out data.
+        knows_metrics: whether there are metrics besides the losses.
         """
         args, launch = self.args, self.launch
         has_teacher = self.sections.objective.has_teacher
@@ -222,8 +226,8 @@ class TrainerInputs:
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
             self._checkpoint = find_model(args.model_config(str(model)))
-        # The data are checked before a model is loaded from a path, which may take
-        # long.
+        # The data are checked before a model is loaded from a path, which may take a
+        # long time.
         student = None
         if not isinstance(model, str | Path):
             student = student_of(model, args, launch)
@@ -321,7 +325,8 @@ class TrainerInputs:
 def _date_of_training(folder: Path) -> datetime:
     """Return the date of the training whose checkpoints lie in a folder."""
     for checkpoint in reversed(checkpoints(folder)):
-        # A damaged one is set aside later, and the training goes on from one before.
+        # A damaged checkpoint is set aside later, and training continues from an
+        # earlier one.
         with contextlib.suppress(UserError):
             return noted_date(checkpoint / RECORD_FILE)
     return noted_date(None)
@@ -379,10 +384,8 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
 def check_kinds(
     teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
 ) -> None:
-    """Raise UserError where an argument of the constructor has another type than
-    needed.
-    """
-    # The frequent mix-ups get a hint; all else a type and the expected one.
+    """Raise UserError where an argument of the constructor has the wrong type."""
+    # Common mix-ups get a hint; any other error names the actual and the expected type.
     hint = ""
     if isinstance(teacher, tuple):
         hint = " (fcsd.load gives a model and its tokenizer)"

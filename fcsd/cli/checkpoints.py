@@ -1,4 +1,4 @@
-"""Commands on a checkpoint: what it is, other connectivity, other weights, other keys."""
+"""Commands on a checkpoint: inspect it, or change its connectivity, weights or keys."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path

@@ -41,7 +41,7 @@ def _evaluate(arguments: Namespace) -> None:
 
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
-            summary = ", ".join(fetched) if fetched else "everything was there"
+            summary = ", ".join(fetched) if fetched else "everything was already there"
             print(f"{arguments.fetch}: {summary}", file=sys.stderr)
         if arguments.model is None:
             return
@@ -116,8 +116,7 @@ def _server(arguments: Namespace) -> ServerConfig | None:
                     f"--{option.replace('_', '-')} has no meaning without --server"
                 )
         return None
-    # Concurrency takes its place with a server; a default value was not given by the
-    # user.
+    # With a server, concurrency takes its place. The default value counts as not given.
     if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
         raise UserError("--batch-size has no meaning with --server; use --concurrency")
     if arguments.device_map is not None and arguments.no_server_check:

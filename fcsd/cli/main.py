@@ -25,7 +25,7 @@ COMMANDS: dict[str, Command] = {
     **publishing.COMMANDS,
 }
 
-# They go with the next release.
+# They will be removed in the next release.
 MOVED_COMMANDS: dict[str, str] = {
     "recipe": "fcsd run RECIPE --show",
     "tokenize": "fcsd run RECIPE --only tokenize",
@@ -64,5 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser(command_name: str | None = None) -> Parser:
-    """Build the parser of all commands; command_name: with the options of this one only."""
+    """Build the parser of all commands; command_name: add only the options of this
+    command.
+    """
     return FCSD.parser(command_name)

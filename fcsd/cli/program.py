@@ -1,6 +1,4 @@
-"""A program of several commands: its parser, what is printed of an error, and its exit
-status.
-"""
+"""A program with several commands: its parser, its error messages, and its exit status."""
 
 import errno
 import io
@@ -29,8 +27,7 @@ class Parser(ArgumentParser):
 class Program:
     """A program and its commands.
 
-    moved: commands of the last release that are called otherwise now -> what to type
-    instead.
+    moved: commands that were renamed since the last release -> what to type instead.
     """
 
     name: str
@@ -45,7 +42,8 @@ class Program:
         A user's mistake is one line on stderr and status 2; Ctrl-C gives 130, SIGTERM 143.
         """
         words = sys.argv[1:] if argv is None else list(argv)
-        # The first word that is no option names the command; only its options are built.
+        # The first word that is not an option names the command; only its options are
+        # built.
         command = next((word for word in words if not word.startswith("-")), "")
         parser = self.parser(command)
         if words[:1] == [command] and command in self.moved:
@@ -116,8 +114,8 @@ class Program:
                 return _failed(text, 2, error)
             if (problem := _wrong_path(error)) is not None:
                 return _failed(f"{prefix}: error: {problem}", 2, error)
-            # A bug keeps its traceback. Python prints that of a single process; of several,
-            # the first failure alone is printed.
+            # A bug keeps its traceback. Python prints it for a single process; of
+            # several processes, only the first failure is printed.
             if _number_of_processes() == 1:
                 raise
             return _failed(
@@ -185,8 +183,8 @@ def _failed(text: str, status: int, error: Exception) -> int:
 
 
 def _wrong_path(error: Exception) -> str | None:
-    """Describe what is wrong with a path that no file can have, whichever code tried to
-    open it; None for other errors.
+    """Describe the fault of a path that no file can have, whichever code tried to open
+    it; None for other errors.
     """
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or "a path")

@@ -7,8 +7,8 @@ between conversion and sweep.
     model/                renamed from `partial/model` after that, before the
                           manifest is written
 
-So a kill at any moment leaves a calibration that can continue, or one that only lacks
-the last renames.
+If the process is killed at any moment, the calibration can continue, or lacks only the
+last renames.
 """
 
 import os
@@ -75,7 +75,7 @@ def calibrate(
                 or "too few to hold some out and measure the KL on them"
             )
             print(f"calibrate: {extent}; {measured}", file=sys.stderr)
-    # A kill may have left this folder, even if the stage is finished.
+    # A killed process may have left this folder, even if the stage is finished.
     launch.ranks.from_first(lambda: discard_folder(partial))
     return stage
 
@@ -113,7 +113,7 @@ def _solve(run: Run, stage: Stage, on_bad_row: str | None) -> dict[str, Any]:
     )
     if run.launch.first:
         tell_examples(rows, "text")
-    # Rows that are left out measure the effect of the calibration.
+    # Held-out rows measure the effect of the calibration.
     solved, left_out = split_rows(rows, section.tokens, width)
     results = calibrate_checkpoint(
         run.original,
@@ -136,11 +136,11 @@ def _note_whole(partial: Path, results: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(partial: Path, model: Path) -> dict[str, Any] | None:
-    """Return the note of `_note_whole` if its model still exists, in `partial` or under
-    its final name; else None.
+    """Return the note that `_note_whole` wrote if its model still exists, in `partial`
+    or under its final name; else None.
 
     A note without its model is removed with the other partial work, and the calibration
-    begins again.
+    starts again.
     """
     if not (partial / _RESULT).is_file():
         return None
@@ -229,7 +229,7 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
 
 
 def _is_of(stage: Stage) -> bool:
-    """Return whether the manifest in a folder is that of this stage, with the same
+    """Tell whether the manifest in a folder belongs to this stage, with the same
     settings and inputs.
     """
     # Any of these errors means that the manifest belongs to something else.
@@ -240,8 +240,8 @@ def _is_of(stage: Stage) -> bool:
 
 
 def _discard_work(run: Run) -> None:
-    """Remove the folder of a calibration whose model has been moved out, and the
-    remains of killed ones.
+    """Remove the folder of a calibration whose model has been moved out, and what
+    killed ones left.
     """
     if (run.layout.calibration(MAIN).parent).is_dir() or not run.layout.root.exists():
         discard_folder(run.layout.root)

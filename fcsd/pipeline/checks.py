@@ -1,8 +1,8 @@
 """Refuse, before the first model is loaded, combinations of recipe, launch and machine
 that would end a run hours later.
 
-Not covered: faults that only show in all of the data (templates, lengths), and columns
-of data on the Hub; a stage checks those when it begins.
+Not covered: faults that only a pass over all the data shows (templates, lengths), and
+the columns of data on the Hub; a stage checks those when it starts.
 """
 
 import sys
@@ -165,7 +165,7 @@ def check_rows_fit(
     where: str = "",
     model_key: str = "model",
 ) -> None:
-    """Check the length of rows against the positions of a model, once in a run; `where`
+    """Check the length of rows against the positions of a model, once per run; `where`
     is the beginning of the key.
     """
     key = f"{where}data.max_length"
@@ -177,7 +177,7 @@ def check_rows_fit(
 
 def check_overlap(run: Run) -> None:
     """Check that the model supports the overlap of the launch; on the first rank, print
-    if less of it will overlap.
+    a line if less communication will overlap.
 
     Raises:
         UserError: --expert-parallel does not divide the experts; the model, the version
@@ -197,7 +197,7 @@ def check_overlap(run: Run) -> None:
     if engine.overlap != "off":
         check_transformers()
         check_connections(run.launch.device)
-    # A model that cannot overlap is an error only if overlap was asked for.
+    # A model that cannot overlap is an error only if overlap was requested.
     reason = refusal(family, config)
     # Layers without experts have no exchanges.
     mask = moe_mask(config, family)

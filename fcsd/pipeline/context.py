@@ -1,5 +1,5 @@
-"""The shared context of a run's stages: recipe, launch, and everything that is looked
-up once for all of them.
+"""The context that the stages of a run share: recipe, launch, and everything that is
+looked up only once.
 
     run = Run(recipe, join_launch())
     run.original.folder, run.original.weights, run.tokenizer, run.layout.report
@@ -30,8 +30,8 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Run:
-    """A recipe in a launch. Values that were looked up stay, even if `recipe` is
-    replaced by a variant of it.
+    """A recipe in a launch. Values that were looked up are kept, even if `recipe` is
+    replaced by one of its variants.
     """
 
     recipe: Recipe
@@ -91,7 +91,7 @@ class Run:
     @property
     def original(self) -> ModelFolder:
         """The original checkpoint: `model.path`, or the result of the pre-training
-        (UserError while that has left none).
+        (UserError until that has finished).
         """
         path = Path(self.recipe.model_path)
         if self.recipe.pretrain is not None and not path.is_dir():
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def studies_layers(self) -> bool:
-        """Whether the recipe has a layer study that can run in this launch, since it
+        """Whether the recipe has a layer study that can run in this launch; the study
         rewires whole copies of the model.
         """
         return (
@@ -143,7 +143,7 @@ class Run:
         return {name: path for name, path in folders.items() if path.is_dir()}
 
     def model(self, name: str) -> ModelFolder:
-        """Return a model of the run by its name in the report; it is loaded as the
+        """Return a model of the run by its name in the report; it is loaded like the
         original.
         """
         if name == "original":

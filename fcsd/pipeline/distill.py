@@ -152,7 +152,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
                     run.original.folder, folder, run.recipe.connectivity.spec()
                 )
             return {"steps": 0}
-        all_files(start.folder)  # refuses links to files of others
+        all_files(start.folder)  # refuses links to other users' files
         with new_folder(folder) as new:
             shutil.copytree(
                 start.folder, new, copy_function=_copy_or_link, dirs_exist_ok=True
@@ -166,7 +166,7 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
 
 
 def _copy_or_link(source: str, destination: str) -> None:
-    # Weights are not changed any more, so they may share storage with the start.
+    # The weights no longer change, so they may share storage with the start.
     copy = link_or_copy if source.endswith(".safetensors") else shutil.copyfile
     copy(Path(source), Path(destination))
 
@@ -311,7 +311,7 @@ def _training_run(
 
 def _training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
-    # All back-ends of a teacher give the same numbers, so a run may continue with
+    # All backends of a teacher give the same numbers, so a run may continue with
     # another one. The teacher's checkpoint is among the inputs.
     settings = recipe.model_dump(
         mode="json",

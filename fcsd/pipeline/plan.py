@@ -1,5 +1,5 @@
-"""Make a plan from files (cluster, links, measured times, a layer study), and a figure
-of the conversions that are worth their cost.
+"""Make a plan from files (cluster, links, measured times, a layer study), and plot
+which conversions are worth their cost.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,8 +42,9 @@ def plan_from_files(
     of the roofline's, and with the points of a study. advise: as in `plan`.
 
     Raises:
-        UserError: `prepare`, `plan` or a reader of these files refuses its input; there
-            is a figure without a study, or a study of another number of layers.
+        UserError: `prepare`, `plan` or a reader of these files refuses its input; a
+            figure was requested without a study, or the study has another number of
+            layers.
     """
     # Options that would have no effect, or contradict each other, are refused.
     for name, value in (("figure", figure), ("metric", metric)):
@@ -114,8 +115,8 @@ def sweep_plans(
 
 
 def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
-    """Return tokens per second and GPU: those of a training's step, of the prompts until
-    the first token, or of the answers.
+    """Return the tokens per second per GPU: in training those of a step, before the
+    first token those of the prompts, after it those of the answers.
     """
     settings = planned.settings
     if settings.phase == "train":
@@ -132,8 +133,8 @@ def _rates(facts: Mapping[str, Any], planned: Planned) -> dict[str, float]:
 
 
 def _mfu(rates: Mapping[str, float], planned: Planned) -> dict[str, float] | None:
-    """Return the model FLOPs utilisation of a training (PaLM, appendix B): FLOPs that
-    the model needs, without recomputation, per second and peak of a GPU; None in
+    """Return the model FLOPs utilisation of a training (PaLM, appendix B): FLOPs per
+    second that the model needs, without recomputation, over the peak of a GPU; None in
     serving.
     """
     if planned.settings.phase != "train":
@@ -147,14 +148,15 @@ def _mfu(rates: Mapping[str, float], planned: Planned) -> dict[str, float] | Non
 
 
 def _imbalance(folder: Path, planned: Planned) -> float:
-    """Return the imbalance of a plan's ranks under the loads of a routing study (`fcsd
-    routing`); UserError if there is none, or it is of another model.
+    """Return the imbalance of a plan's ranks under the loads of a routing study
+    (`fcsd-steer routing`). Raises UserError if there is none, or it belongs to another
+    model.
     """
     check_outputs(folder, "routing.json")
     study = read_json(folder / "routing.json")
     try:
         facts = study["models"][0]
-        # A file of something else raises one of the errors below.
+        # A file with other content raises one of the errors below.
         layers, num_experts, top_k = (
             facts["layers"],
             facts["num_experts"],
@@ -185,7 +187,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     summary = measured_times(times, planned)
     facts = plan(planned)
     rows = []
-    # Measured times leave only the slowdown open, unless it was measured, too.
+    # With measured times only the slowdown is open, unless it was measured, too.
     for row in facts["sensitivity"]:
         if row["name"] == "slowdown" and times.slowdown is None:
             ends = [
@@ -220,7 +222,7 @@ def _against_quality(
     # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for point in study["points"]:
-            # Single layers form no selection that a model would be converted with.
+            # A single layer is not a selection with which anyone would convert a model.
             if point["side"] not in ("first", "last"):
                 continue
             loss, error = point_loss(study, point, chosen, calibrated)

@@ -96,8 +96,8 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
 
 
 def new_model(config: dict[str, Any], connectivity: Connectivity) -> PreTrainedModel:
-    """Return a model with fresh random weights; the caller sets the seed. Raises as
-    `model_config`.
+    """Return a model with fresh random weights; the caller sets the seed. Raises the
+    errors of `model_config`.
     """
     built, experts = model_config(config), config.get("experts_implementation")
     try:

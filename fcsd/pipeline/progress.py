@@ -1,4 +1,6 @@
-"""Estimate the remaining work of `fcsd run`, stage by stage, for its remaining time."""
+"""Estimate the remaining work of `fcsd run`, stage by stage, to predict its remaining
+time.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +43,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     def add(name: str, folder: Path, unit: str, cost: float) -> None:
         stages.append((name, folder, Work(1, unit, cost)))
 
-    # Tokens are weighted with the passes of a step, since a teacher adds one.
+    # Tokens are weighted by the passes of a step, since a teacher adds one.
     for name in (None, *recipe.variants) if recipe.only_pretrains else (None,):
         if (config := run.variant(name).recipe.pretrain) is not None:
             folder, train = layout.stage(name or "original"), config.train
@@ -54,7 +56,7 @@ def run_progress(run: Run, **where: Any) -> Progress:
     if run.studies_layers:
         add(LAYERS, layout.layers, "studies", 1)
     add(PUBLICATION, layout.publish, "files", 0)
-    # A manifest is the mark of a finished stage.
+    # A manifest marks a finished stage.
     unfinished = {
         name: work
         for name, folder, work in stages
@@ -81,7 +83,7 @@ def _add_distillations(run: Run, add: Callable[[str, Path, str, float], None]) -
     if recipe.sweep is not None:
         sweep = recipe.sweep
         # Until the sweep has chosen a size, each learning rate counts with the mean
-        # one.
+        # size.
         sizes = [
             *sweep.batch_size_tokens,
             *[fmean(sweep.batch_size_tokens)] * len(sweep.learning_rate),
@@ -119,7 +121,7 @@ def _add_distillations(run: Run, add: Callable[[str, Path, str, float], None]) -
 def _training(
     folder: Path, max_steps: int, batch_size_tokens: float, teacher: bool
 ) -> float:
-    """Return the tokens of the steps after the newest checkpoint, times the passes of a
+    """Return the tokens of the steps after the newest checkpoint, times the passes per
     step.
     """
     saved = checkpoints(folder / "checkpoints")

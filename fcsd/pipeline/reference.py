@@ -27,7 +27,8 @@ class Reference:
     """The original of a recipe and its held-out text.
 
     The original's outputs are computed once for all evaluations that share the
-    reference, and stay in main memory between them: each needs all of them to its end.
+    reference, and stay in main memory between them, because every evaluation needs all
+    of them.
     """
 
     original: ModelFolder
@@ -57,7 +58,7 @@ class Reference:
 
         def kl(loaded: PreTrainedModel) -> dict[str, Any]:
             divergence = mean_kl(original_outputs, loaded, rows, ranks=launch.ranks)
-            original_outputs.head.cpu()  # off the device, where the next model needs the room
+            original_outputs.head.cpu()  # off the device, where the next model needs the space
             return {"kl_to_original": divergence}
 
         return kl
@@ -67,8 +68,8 @@ class Reference:
         if not any(_same_rows(rows, known_rows) for known_rows, _ in self._known):
             if launch.first:
                 tell_examples(rows, "held-out text", always=False)
-            # The original is freed before the next model comes: a device may not hold
-            # both.
+            # The original is freed before the next model is loaded: a device may not
+            # hold both.
             original_outputs = read_original(
                 load_for_evaluation(self.original, launch), rows, ranks=launch.ranks
             )
@@ -78,8 +79,8 @@ class Reference:
 
 
 def heldout_of(data: DataConfig, tokenizer: Any, original: ModelFolder) -> Any:
-    """Return the rows (`PackedRows`) that the KL to the original is measured on; None
-    where there are none.
+    """Return the rows (`PackedRows`) on which the KL to the original is measured; None
+    if there are none.
     """
     if data.heldout is None:
         return None

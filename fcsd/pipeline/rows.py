@@ -47,10 +47,11 @@ def training_rows(
     the same files. All trainings of the run, its calibration and its teacher's cache
     share the tokens of a source.
 
-    num_tokens: the number that is read; None: by the longest training of the recipe.
+    num_tokens: how many tokens are read; None: as many as the longest training of the
+    recipe reads.
     on_bad_row: see `BadRows`. apart_in: a model in which the examples of a row must not
-    attend to each other; if they would, they are not packed. Raises UserError as
-    `build_dataset`, and if another process is writing tokens of this run.
+    attend to each other; if they would, they are not packed. Raises the errors of
+    `build_dataset`, and UserError if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
     # In some models, packed examples attend to each other despite their position ids.
@@ -99,7 +100,7 @@ def _vocab_size(run: Run, tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the vocabulary size of the run's models, which may not be trained yet;
     None: unknown.
     """
-    # A model that is yet to be pre-trained has no checkpoint to ask.
+    # A model that is still to be pre-trained has no checkpoint that would tell.
     if (pretraining := run.recipe.pretrain) is not None:
         return int(pretraining.config.get("vocab_size", len(tokenizer)))
     return run.original.vocab_size
@@ -111,7 +112,9 @@ def _folder_names(
     vocab_size: int | None,
     inputs: dict[str, str],
 ) -> list[str]:
-    """Name the folder of each source's tokens by a hash of all they depend on."""
+    """Name the folder of each source's tokens by a hash of everything that they depend
+    on.
+    """
     test_items = {
         name: value
         for name, value in inputs.items()
@@ -133,7 +136,7 @@ def _folder_names(
     digest = hashlib.sha256(json.dumps(shared, sort_keys=True, default=str).encode())
     names = []
     for index, source in enumerate(data.train):
-        # The weight decides only the mixture, so it is no part of the name.
+        # The weight decides only the mixture, so it is not part of the name.
         source_facts, source_digest = (
             [source.model_dump(exclude={"weight"}), inputs[f"data.train.{index}"]],
             digest.copy(),
@@ -246,8 +249,8 @@ def _write(
 
 
 def data_inputs(data: TrainingDataConfig, run: Run) -> dict[str, str]:
-    """Return fingerprints of the training sources, and of the test items that are kept
-    out of them.
+    """Return fingerprints of the training sources, and of the test items that are
+    excluded from them.
     """
     inputs = {
         f"data.train.{index}": data_fingerprint(source.path, source.revision)

@@ -54,7 +54,7 @@ def convert(run: Run) -> Stage:
     if launch.begin(stage) == "finished":
         return stage
     model = run.layout.model("converted")
-    # A kill may have come between the conversion and its manifest.
+    # A run may have been killed between the conversion and its manifest.
     if launch.first and not model.is_dir():
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
@@ -132,7 +132,7 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     launch.ranks.from_first(lambda: finish(run, as_json=as_json))
     if run.progress is not None:
         run.progress.end()
-    # Last, so that the hint is not lost above the output of the stages.
+    # Printed last, so that the hint is not lost above the output of the stages.
     is_due = (
         recipe.evaluation.layer_study
         and not (run.layout.layers / "manifest.json").is_file()

@@ -1,4 +1,4 @@
-"""Score models for early stopping: make a recipe's section into a stopper and a
+"""Score models for early stopping: turn a recipe's section into a stopper and a
 function that scores a model in training.
 
 A task is scored as in `fcsd evaluate` (`fcsd.evaluation.runner.prepare_evaluation`),
@@ -55,7 +55,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row, overrides = rule.row, {"batch_size": rule.batch_size, "limit": rule.limit}
-    # Tokens are not dropped in a score during training.
+    # Scoring during training drops no tokens.
     overrides |= {"capacity_factor": None, "capacity_drop": None}
     # The evaluation, with its sandbox, stays open for the whole training.
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
                     rule.scored,
                     recipe.evaluation.model_copy(update=overrides),
                     ranks=run.launch.ranks,
-                    # A second bar would break up that of the training.
+                    # A second progress bar would break up that of the training.
                     progress=False,
                     any_direction=True,
                 )

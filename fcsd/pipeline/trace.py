@@ -1,7 +1,7 @@
 """Profile one step of the regular and of the rewired model: traces for Perfetto, a
 figure, and the share of communication that was hidden.
 
-A few steps of the rewired model follow whose exchanges block; `fcsd plan --measured`
+A few more steps of the rewired model have exchanges that block; `fcsd plan --measured`
 reads their times.
 
 Not covered: the teacher, the optimiser and the loss of a distillation; the steps train
@@ -54,8 +54,8 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     ranks.
 
     Raises:
-        UserError: the launch spreads no experts, the folder holds something else, or
-            `check_overlap` refuses the run.
+        UserError: the launch does not shard the experts, the folder holds something
+            else, or `check_overlap` refuses the run.
     """
     launch, recipe = run.launch, run.recipe
     launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))

@@ -30,7 +30,7 @@ STAGES = (
     "publish",
 )
 """The stages that can be run alone (`fcsd run RECIPE --only STAGE`), in their order."""
-VARIANT_STAGES = ("pretrain", "cache-teacher", "distill")  # also a variant's
+VARIANT_STAGES = ("pretrain", "cache-teacher", "distill")  # variants have these, too
 
 MAIN = "fcsd"  # name of the main distillation in results and report
 _TRAINED_IN = {

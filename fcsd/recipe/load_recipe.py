@@ -1,7 +1,7 @@
 """Load a recipe from its file, with all checks that need no model.
 
-A recipe that trains on a split that models are graded on is refused. Not covered: the
-same items in another data set, which `data.decontaminate` finds by their words.
+Loading refuses a recipe that trains on a split on which models are graded. Not covered:
+the same items in another data set, which `data.decontaminate` finds by their words.
 """
 
 import copy
@@ -80,11 +80,12 @@ def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def check_recipe(raw: Any, where: str) -> Recipe:
-    """Build a recipe from plain data with the checks of `load_recipe`; errors call it
-    `where`.
+    """Build a recipe from plain data with the checks of `load_recipe`; errors name it
+    by `where`.
     """
     recipe = validate(Recipe, raw, where)
-    # This builds the variants, too: a mistake in one shows now and not hours later.
+    # This also builds the variants, so that a mistake in one shows now and not hours
+    # later.
     refuse_graded(recipe, where)
     return recipe
 
@@ -127,8 +128,8 @@ def recipe_file(name: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class Graded:
-    """A split that models are graded on; `name` or `split` is None where only lm-eval's
-    task knows it.
+    """A split on which models are graded; `name` or `split` is None where only
+    lm-eval's task knows it.
     """
 
     by: str
@@ -164,8 +165,8 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
 def graded_splits(
     recipe: Recipe, data: TrainingDataConfig, where: str
 ) -> Iterator[Graded]:
-    """Yield the splits that the models of a recipe are graded on, and those that one of
-    its `data` sections excludes.
+    """Yield the splits on which the models of a recipe are graded, and those that one
+    of its `data` sections excludes.
     """
     stopping = recipe.early_stopping
     if isinstance(stopping, TaskStoppingConfig):
@@ -175,7 +176,7 @@ def graded_splits(
             stopping.row.dataset_name,
             stopping.row.split,
         )
-    # Suites by the key that names them, to which errors then point.
+    # Suites by the key that names them, so that errors can point to it.
     suites = [("evaluation.suite", recipe.evaluation.suite)]
     if data.decontaminate is not None:
         suites.append(("data.decontaminate.suite", data.decontaminate.suite))

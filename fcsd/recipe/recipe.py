@@ -70,7 +70,7 @@ def set_dotted(raw: dict[str, Any], key: str, value: Any, where: str) -> None:
     """
     parts = key.split(".")
     # A variant holds dotted keys: a section in their place would replace the main
-    # recipe's whole section. Its name may have dots, too.
+    # recipe's whole section. Its name may also contain dots.
     variants = raw.get("variants")
     for name in variants if isinstance(variants, dict) else ():
         if key.startswith(f"variants.{name}."):
@@ -241,7 +241,7 @@ class TaskStoppingConfig(StoppingBase):
 
     @property
     def scored(self) -> SuiteConfig:
-        """The suite, with the scored task alone."""
+        """The suite with only the scored task."""
         return self._scored
 
     @property
@@ -438,8 +438,7 @@ class Recipe(Strict):
             recipe.train.max_steps * recipe.train.batch_size_tokens
             for recipe in self.with_variants
         ]
-        # A sweep leaves the batch size open: every one of its choices may be the
-        # longest.
+        # A sweep leaves the batch size open: any of its choices may be the longest.
         if (sweep := self.sweep) is not None:
             for size in sweep.batch_size_tokens:
                 tokens.append(

@@ -1,8 +1,8 @@
 """Compare the results of one model with those of others: tables, figures, a page of all
 answers, and lm-eval's files.
 
-The results may be of different dates, and of `fcsd evaluate` or plain lm-eval; items,
-prompts, shots and metrics must be the same.
+The results may have different dates, and come from `fcsd evaluate` or plain lm-eval;
+items, prompts, shots and metrics must be the same.
 """
 
 import re
@@ -71,7 +71,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def compare_all(evaluated: Evaluated, only: Sequence[str] | None = None) -> Comparisons:
     """Compare the first model with every other: name -> `scores.compare`, which raises
-    where items or settings do not match.
+    UserError where items or settings do not match.
     """
     original, *names = evaluated
     comparisons = {}
@@ -105,15 +105,15 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
 
 
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
-    """Return task -> the score of guessing, for tasks with given answers."""
+    """Return task -> the score of guessing, for tasks with answers to choose from."""
     first = next(iter(evaluated.values()))
     levels = {}
     for task, row in first["result"]["tasks"].items():
         counts = [
             len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]
         ]
-        # Items of one task may offer different numbers of answers, so the level is a
-        # mean.
+        # Items of one task may offer different numbers of answers, so the chance level
+        # is a mean.
         if row["metric"].startswith("acc") and counts and min(counts) > 1:
             levels[task] = fmean(1 / count for count in counts)
     return levels
@@ -140,7 +140,8 @@ def write_details(
             evaluation["samples"],
             folder / "lm_eval",
         )
-    # A run without an evaluated original has nothing to compare: its trainings remain.
+    # A run without an evaluated original has nothing to compare, and shows only its
+    # trainings.
     if not comparisons:
         return training_figures(training, folder, colours)
     write_items(evaluated, comparisons, folder / "items.html")
@@ -258,7 +259,7 @@ def figure_parts(figures: Mapping[str, str]) -> list[str]:
 
 def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
     """Find the folder of the training that produced the model evaluated in `folder`;
-    None where no candidate left these very weights.
+    None where no candidate wrote exactly these weights.
     """
     weights = read_manifest(folder).get("inputs", {}).get("model")
     if weights is None:
@@ -293,7 +294,7 @@ def settings_text(evaluated: Evaluated) -> str:
 
 def differing_settings(evaluated: Evaluated) -> str:
     """Name the settings that differ between results of the same items and prompts; ""
-    if none does.
+    if none do.
     """
     return "; ".join(
         f"{key}: {', '.join(f'{value} ({name})' for name, value in values.items())}"
@@ -320,8 +321,8 @@ def _differing(evaluated: Evaluated) -> dict[str, dict[str, Any]]:
             for layer, state in (evaluation["result"].get("sandbox") or {}).items()
         }
         for key, value in compared.items():
-            # Results of plain lm-eval lack most settings: an unknown one is no
-            # difference. No limit, however, means all items.
+            # Results of plain lm-eval lack most settings, and an unknown setting is not
+            # a difference. A missing limit, however, means all items.
             if value is not None or key == "limit":
                 by_key.setdefault(key, {})[name] = value
     return {

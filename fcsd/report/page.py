@@ -1,8 +1,8 @@
-"""Write a report's Markdown as one self-contained HTML page, which a browser shows as it
-is and a mail can carry.
+"""Write a report's Markdown as one self-contained HTML page, which a browser shows as
+it is and an email can carry.
 
 Figures are embedded; wide tables scroll by themselves, so that the page fits a narrow
-window. No script runs in it. The link to `items.html` works beside that file.
+window. The page runs no script. The link to `items.html` works beside that file.
 """
 
 import base64

@@ -298,7 +298,7 @@ def _markdown(
 
 
 def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
-    """Say what the models are that every run has."""
+    """Describe the models that every run has."""
     if recipe.only_pretrains:
         return (
             "`original` is the recipe's own pre-training; the other models are its"

@@ -70,8 +70,8 @@ def _plot_ends(
         ("first", "first N layers", GREY, "s"),
     ):
         if by_side[selection]:
-            # At 0 layers stands what attention alone costs, or the original's score; its
-            # KL is 0, which a logarithmic axis cannot show.
+            # The point at 0 layers is the cost of attention alone, or the original's
+            # score; the original's KL is 0, which a logarithmic axis cannot show.
             original = by_side["none"] if metric["better"] == "higher" else []
             points = (by_side["attention"] or original) + by_side[selection]
             for weights, word, line in _curves(points):

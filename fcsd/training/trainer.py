@@ -37,7 +37,7 @@ from fcsd.training.teachers.base import Teacher
 
 class _Steps(TrainerCallback):
     """Mark the time that this rank spends in a step, so that a hang is noticed, and do
-    the work that is due once a step: after the optimiser, and before the step is
+    the work that is due once per step: after the optimiser, and before the step is
     logged, scored or saved.
 
     It is the first callback, because later ones may take hours.

@@ -17,7 +17,7 @@ from fcsd_steering.network.measure import REPEATS
 
 
 class Testbed:
-    """N endpoints: latencies and seconds a byte [N, N], seconds a byte of egress and
+    """N endpoints: latencies and seconds per byte [N, N], seconds per byte of egress and
     ingress ports [N] (0: not shared).
 
     delay: seconds that an exchange takes on top of it.

@@ -107,7 +107,7 @@ class Model:
 
 
 def exchange_s(rows: float, width: float, ranks: int, out: float) -> float:
-    """Return the seconds of an all-to-all of `rows` rows of `width` bytes a rank."""
+    """Return the seconds of an all-to-all of `rows` rows of `width` bytes per rank."""
     near, far = 7 / ranks, 1 - 8 / ranks
     return max(
         LATENCY_S + rows * width * near / (out * LINK),

@@ -751,7 +751,7 @@ def two_ranks(rank: int, folder: str, base: str) -> tuple[list[float], float]:
 
 
 def trained(folder: str, base: str) -> tuple[list[float], float]:
-    """Return the curve and the held-out KL of a training of 8 rows a step."""
+    """Return the curve and the held-out KL of a training of 8 rows per step."""
     arguments = FCSDConfig(
         output_dir=folder, layers="all", max_steps=4, batch_size_tokens=256, per_device_train_batch_size=2,
         max_length=32, learning_rate=1e-3, logging_steps=1, save_steps=2, seed=0, disable_tqdm=True,

@@ -1,7 +1,7 @@
 """Cut the sizes of a configuration, so that a model of the same structure is built in
 seconds on a CPU.
 
-Sizes are found by the names of fields; a size that is small already stays. Kinds of
+Sizes are found by the names of fields; a size that is already small is kept. Kinds of
 layers, norms, biases, scales and activations stay those of the configuration, and each
 kind of layer is among the few that remain.
 """
@@ -50,8 +50,8 @@ _HEAD_DIMS = r"(.*head_dim|rotary_dim|kv_channels)"
 _LAYERS = ("num_hidden_layers", "n_layers", "depth", "encoder_layers")
 _TOWER_LAYERS = 2
 _NUMBERS_OF_LAYERS = ("_indexes", "moe_layers", "only_layers", "source_layers")
-"""Endings of the names of lists that contain numbers of layers; other lists that are as
-long as the model is deep contain one value per layer.
+"""Endings of the names of lists that contain layer indices; any other list with as many
+items as the model has layers contains one value per layer.
 """
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -104,7 +104,7 @@ def _cut(
     ]
     divisor = divisor or max(1, math.gcd(*dims) // 16)
     section: dict[str, Any] = {}
-    # Lists by layer keep the values of the chosen layers, lists of numbers renumber
+    # Lists by layer keep the values of the chosen layers; lists of indices renumber
     # them.
     for name, value in fields.items():
         if name in _LAYERS:
@@ -183,7 +183,7 @@ def _head_dim(fields: dict[str, Any]) -> int:
 def _chosen(fields: dict[str, Any], old: int, new: int) -> list[int]:
     """Choose layers: the first of each kind, the last of all, and then any others."""
     # A layer's kind is its value in each list by layer, and its membership in each list
-    # of numbers.
+    # of indices.
     lists = [
         value
         for value in fields.values()

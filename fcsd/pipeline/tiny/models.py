@@ -48,9 +48,9 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill parameters and router bias buffers with random values: matrices with std
-    1.5/sqrt(last dim), image kernels with 1.5/sqrt(inputs), norms and scales around 1,
-    biases around 0.
+    """Fill parameters and router bias buffers with random values: matrices with a
+    standard deviation of 1.5/sqrt(last dim), image kernels with 1.5/sqrt(inputs), norms
+    and scales around 1, biases around 0.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -148,7 +148,7 @@ def _value(
 
 
 def _result(code: str, argument: str, value: Any) -> Any:
-    """Compute the value of an expression, which this module has made itself."""
+    """Compute the value of an expression that this module generated."""
     return eval(code, {"__builtins__": _BUILTINS}, {argument: value})
 
 
@@ -252,7 +252,7 @@ def _choose(rng: random.Random, split: str) -> Question | None:
     right = step.code(argument)
 
     def wrong() -> list[str]:
-        # An expression is wrong only if some value shows a difference.
+        # An expression counts as wrong only if some value shows a difference.
         values = [_value(rng, step.operation.takes, step.near, False) for _ in range(8)]
         expected = [_result(right, argument, value) for value in values]
         codes = [mistake.code(argument) for mistake in _mistakes(rng, step)]
@@ -290,7 +290,7 @@ def _evaluation(rng: random.Random, split: str) -> Question | None:
     """Ask for the value of an expression, or of a function for an argument."""
     step = _step(rng, computed=True)
     kind, gives = step.operation.takes, step.operation.gives
-    if gives == "bool":  # half right by guessing, and not read off but computed
+    if gives == "bool":  # guessing gets half of them right, and they must be computed
         return None
     # Small values, whose results can be read off.
     value = _value(rng, kind, step.near, True)
@@ -359,7 +359,7 @@ def _tests(rng: random.Random, row: dict[str, Any]) -> dict[str, Any] | None:
     steps: list[Step] = row["steps"]
     near = [number for step in steps for number in step.near]
     namespace: dict[str, Any] = {}
-    # The code is made by this module, and runs with few builtins.
+    # This module generated the code, which runs with few builtins.
     exec(row["code"], {"__builtins__": _BUILTINS}, namespace)
     function: Callable[[Any], Any] = namespace[name]
     # Inputs near the numbers of the task tell almost correct programs apart.

@@ -80,10 +80,11 @@ Benchmark = tuple[TaskConfig, SuiteConfig]
 
 
 def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
-    """Write the rehearsal of `recipe` into `folder`, unless it is there, and return it.
+    """Write the rehearsal of `recipe` into `folder`, unless it is already there, and
+    return it.
 
     Raises:
-        UserError: the folder holds something else, or the rehearsal of other settings;
+        UserError: the folder holds something else, or a rehearsal with other settings;
             the model belongs to no known family.
     """
     # The rehearsal depends only on recipe and folder, so its text identifies it.
@@ -93,14 +94,14 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
         f" nothing.\n{to_yaml(small.dump())}"
     )
     ready = folder / "recipe.yaml"
-    # Never overwrite anything that is not this rehearsal.
+    # Anything that is not this rehearsal is never overwritten.
     if folder.is_file() or (
         folder.is_dir() and not is_empty(folder) and not ready.is_file()
     ):
         raise UserError(f"--rehearse {folder}: is not a rehearsal; choose a new folder")
     if ready.is_file() and ready.read_text(encoding="utf-8") != text:
         raise UserError(
-            f"--rehearse {folder}: holds the rehearsal of other settings; choose"
+            f"--rehearse {folder}: holds a rehearsal with other settings; choose"
             " another folder or remove it"
         )
     if launch.first:
@@ -110,7 +111,7 @@ def rehearse(recipe: Recipe, folder: Path, launch: Launch) -> Recipe:
                 _write_models(recipe, new)
                 _write_data(recipe, new, inventable)
                 (new / "recipe.yaml").write_text(text, encoding="utf-8")
-        # Also in a rehearsal that exists: the user may have fetched test sets since.
+        # Also in an existing rehearsal: the user may have fetched test sets since.
         for path, source in user_test_sets.items():
             link = folder / "hub" / path  # `_test_sets` has checked the path
             link.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +176,7 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
             # warm-up changes no weights.
             put("sweep.train_tokens", _NUM_STEPS * max(batches))
     put("evaluation.data_root", str(folder / "hub"))
-    put("evaluation.server", None)  # serves another model
+    put("evaluation.server", None)  # a server has another model
     put("evaluation.limit", min(recipe.evaluation.limit or _NUM_ITEMS, 2))
     return raw
 
@@ -211,8 +212,8 @@ def _small_train(train: TrainConfig, max_length: int) -> dict[str, Any]:
 
 def _small_batch(tokens: int, max_length: int) -> int:
     """Return the tokens of a batch with as many, shorter rows; their number is halved
-    while it exceeds `_MOST_ROWS`. A batch that is not a whole number of rows, which
-    training refuses, remains one.
+    while it exceeds `_MOST_ROWS`. A batch that is not a whole number of rows stays so,
+    and training refuses it.
     """
     rows, remainder = divmod(tokens, max_length)
     while rows > _MOST_ROWS and rows % 2 == 0:
@@ -409,7 +410,7 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
     """Return the test sets whose rows can be invented, and the locations of those that
-    only the user has; print those that are neither, which a run refuses when it begins.
+    only the user has; print those that are neither; a run refuses them when it starts.
     """
     sections, where = recipe.data_sections.values(), f"recipe {recipe.name}"
     graded = {

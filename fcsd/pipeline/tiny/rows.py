@@ -1,6 +1,5 @@
-"""Invent rows in the columns of real data sets, which a rehearsal reads instead of the
-real ones; write data sets in the layout of a hub repository, for
-`datasets.load_dataset(folder)`.
+"""Invent rows with the columns of real data sets, for a rehearsal to read instead;
+write data sets in the layout of a hub repository, for `datasets.load_dataset(folder)`.
 
 Columns and types are those of the hub repositories; suites have those of benchmarks.
 The content is invented, and contains nothing of the real data. A data set that is
@@ -47,8 +46,8 @@ def conversation(index: int) -> list[dict[str, str]]:
 
 
 def _chatter(index: int) -> str:
-    """Make words that differ from row to row, because a calibration refuses text that
-    is always the same.
+    """Make words that differ from row to row, because calibration refuses text that is
+    always the same.
     """
     return " ".join(random.Random(index).choices(_WORDS, k=12))
 

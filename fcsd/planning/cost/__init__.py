@@ -19,6 +19,7 @@ seconds on it, `times` adds these up to a step, `memory` adds bytes up to a rank
 needs; `planned` and `plan` compute the gain from overlap, `measured` does so without
 the roofline. `table` prints.
 
-Not covered: tensor and pipeline parallelism, a teacher of another shape, the needs of
-evaluation, the speed at which the Hub or a disk delivers the examples.
+Not covered: tensor and pipeline parallelism in `estimate` (`plan` has both), a teacher
+of another shape, the needs of evaluation, the speed at which the Hub or a disk delivers
+the examples.
 """

@@ -1,9 +1,9 @@
 """The planner's assumptions about a machine beyond its published figures: one table,
 each value with its range and its source.
 
-The values were chosen before any of them was compared with a measured speed-up, but for
-`fp8_grouped`, which is that of a published kernel, added when serving had looked too
-fast. None is fitted to a speed-up. A cluster file replaces them (`assumptions:
+The values were chosen before any of them was compared with a measured speed-up, except
+`fp8_grouped`: it comes from a published kernel, and was added when the planned serving
+was too fast. None is fitted to a speed-up. A cluster file replaces them (`assumptions:
 {gemm: 0.6}`); a plan from measured times needs few (`fcsd.planning.cost.measured`).
 """
 
@@ -61,12 +61,12 @@ ASSUMPTIONS = {
                               most=1000),
     "optimizer_bytes": Assumption(32, 20, 48, "bytes moved per parameter that AdamW updates", _CHOSEN, most=1000),
     "prefetch": Assumption(0.5, 0.0, 1.0, "share of computation that hides gathered weights and reduced gradients",
-                           f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once a layer to learn how many"
-                           " rows go where", most=1.0),
+                           f"{_CHOSEN}: FSDP2 gathers a layer ahead, but the host waits once per layer to learn how"
+                           " many rows go where", most=1.0),
     "last_combine": Assumption(0.0, 0.0, 1.0, "share of the last layer's shared expert that hides its combine",
                                "FarSkip paper 4.1: the last all-to-all forward and the first backward are not hidden;"
                                " fcsd starts it before the shared expert, which would be 1", most=1.0),
-    "imbalance": Assumption(1.0, 1.0, 5.1, "rows of the rank with most of them, over the mean: experts and exchanges",
+    "imbalance": Assumption(1.0, 1.0, 5.1, "rows of the busiest rank over the mean: experts and exchanges",
                             f"{_CHOSEN}: even routing; deepspeedai/DeepSpeed issue 8213: 2.6 to 5.1 in supervised"
                             " fine-tuning on 16 H100; --routing reads a model's own", least=1.0),
 }  # fmt: skip

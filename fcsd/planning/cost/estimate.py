@@ -1,4 +1,4 @@
-"""Estimate the needs of a recipe's run: memory of a rank, FLOPs, time, and the changes
+"""Estimate the needs of a recipe's run: memory per rank, FLOPs, time, and the changes
 that make it fit.
 """
 
@@ -62,7 +62,7 @@ def estimate(
 
     Raises:
         UserError: no such checkpoint, GPU or variant; a family that is refused; a batch
-            that cannot be cut over the ranks; a model whose step needs data
+            that cannot be divided among the ranks; a model whose step needs data
             (`model.experts_implementation` of its own).
     """
     hardware = hardware or Hardware()
@@ -133,7 +133,7 @@ def _refused(
     recipe: Recipe, variant: str | None, hardware: Hardware, training: Training
 ) -> Iterator[str]:
     """Yield the reasons why `fcsd run` refuses: quantised weights, and other trainings
-    whose batch cannot be cut over the ranks.
+    whose batch cannot be divided among the ranks.
     """
     if recipe.pretrain is None and (
         reason := why_not_trained(said_quantisation(training.config))
@@ -214,8 +214,8 @@ def _disk(job: Job) -> dict[str, int]:
         model_itemsize=job.training.saved_dtype.itemsize,
         keeps_best=job.training.keeps_best,
     )
-    # A machine's memory holds its ranks' parts of a checkpoint while that is written;
-    # of replicas one writes.
+    # While a checkpoint is written, a machine's memory holds the parts of its ranks; of
+    # several replicas only one writes.
     ranks = job.layout.num_shards
     written_behind = job.trace.num_trainable >= BACKGROUND_FROM
     return {
@@ -240,21 +240,21 @@ _HELD = {
     "GPU context",
 }
 _HELD |= {"teacher weights", "teacher head"}
-"""Memory's parts that stay between steps; gradients do with ZeRO-3 only."""
+"""Parts of the memory that stay allocated between steps; gradients only with ZeRO-3."""
 
 
 def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the weights that a generating score of early stopping gathers; None where
-    it does not generate, or the weights are not sharded that way.
+    """Return the weights that are gathered when early stopping scores by generation;
+    None where it does not generate, or the weights are not sharded that way.
 
-    seconds: of one gather, without the computation. once: gathered for the whole score,
-    else for every token.
+    seconds: the time of one gather, without the computation. once: the weights are
+    gathered once for the whole score, else for every token.
     """
     rule, layout = recipe.early_stopping, job.layout
     generates = isinstance(rule, TaskStoppingConfig) and rule.row.kind != "likelihood"
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
-    # Scoring runs between steps, when gathered weights, activations and, but for
+    # Scoring runs between steps, when gathered weights, activations and, except with
     # ZeRO-3, gradients are freed.
     held = _HELD | {"gradients"} if layout.sharding == "zero3" else _HELD
     stays = sum(memory["parts"].get(name, 0) for name in held)
@@ -270,7 +270,9 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
 
 
 def _flops(job: Job) -> dict[str, Any]:
-    """Return the operations that run, including the teacher's and recomputed layers'."""
+    """Return the operations that run, including those of the teacher and of recomputed
+    layers.
+    """
     by_phase = {phase: sum(by.values()) for phase, by in job.trace.flops.items()}
     # The tracker counts the student's forward pass under the kind of its allocations.
     per_token = {
@@ -329,9 +331,7 @@ def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
 def _before(
     recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None
 ) -> list[dict[str, Any]]:
-    """Return the row of the pre-training, with which a whole run of the recipe
-    begins.
-    """
+    """Return the row of the pre-training, with which a full run of the recipe starts."""
     if recipe.pretrain is None or pretrain or variant is not None:
         return []
     rows: list[dict[str, Any]] = estimate(recipe, hardware, pretrain=True)["totals"]
@@ -380,19 +380,19 @@ def calibration_flops(
 
     Args:
         forward: operations of one token's forward pass.
-        num_layers: of rewired layers. num_parameters: of these layers; a map is
-        multiplied into each.
+        num_layers: number of rewired layers. num_parameters: parameters of these
+            layers; a map is multiplied into each.
     """
-    # One of the original; of the student one up to its routed experts, one for the
-    # branches' additions, one for the remaining residual, the experts one by one, and
-    # one with the calibrated weights.
+    # One pass of the original. Of the student: one up to its routed experts, one for
+    # the branches' additions, one for the remaining residual, one for the experts one
+    # by one, and one with the calibrated weights.
     passes = 6 * forward
-    # XᵀX and XᵀY of two problems of D inputs and one of 2 D, and of two of D for every
-    # expert that a token uses.
+    # XᵀX and XᵀY for two problems with D inputs and one with 2 D, and for two with D
+    # inputs for every expert that a token uses.
     sums = (20 + 8 * experts_per_token) * hidden_size**2
-    # n inputs are n³/3 for Cholesky and 6 n² D for the map and the residuals before and
-    # after it; each problem is solved with and without its test rows, on which two more
-    # residuals are computed.
+    # A problem with n inputs takes n³/3 for Cholesky and 6 n² D for the map and the
+    # residuals before and after it. Each problem is solved with and without its test
+    # rows, on which two more residuals are computed.
     solutions = (
         (2 * (2 * 19 + 12) + 2 * (8 + 72) + 48 + num_experts * 2 * (2 * 19 + 12))
         / 3
@@ -405,7 +405,7 @@ def calibration_flops(
 def _row(
     stage: str, num_runs: int, steps: int, tokens: int, hours: list[float]
 ) -> dict[str, Any]:
-    """Return a row of the totals. hours: the fewest, the expected, the most."""
+    """Return a row of the totals. hours: the fewest, the expected and the most."""
     return {
         "stage": stage,
         "runs": num_runs,
@@ -430,8 +430,8 @@ def _totals(
         return
     sizes, rates = recipe.sweep.batch_size_tokens, recipe.sweep.learning_rate
     # The sweep first varies the batch size at the recipe's learning rate, then the rate
-    # at the best batch size; that the largest training is the best one is the worst
-    # case.
+    # at the best batch size; the worst case is that the largest training is the best
+    # one.
     extra_rates = len(set(rates) - {training.train.learning_rate})
     runs = [size * recipe.sweep.steps_of(size, training.train) for size in sizes]
     tokens = sum(runs) + extra_rates * max(runs)

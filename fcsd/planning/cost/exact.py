@@ -1,7 +1,7 @@
 """Compute the steps of schedules that hide communication and change no equation, as
-engines have them today: the baselines of FarSkip.
+today's engines have them: the baselines for FarSkip.
 
-A shared expert hides the exchanges of its layer. Or two batches take turns: one
+Either the shared expert of a layer hides its exchanges, or two batches take turns: one
 computes while an exchange of the other runs. The two are the halves of a batch, or, in
 training, a micro-batch in its backward pass and the next one in its forward pass.
 
@@ -28,8 +28,8 @@ from fcsd.planning.cost.times import (
 )
 
 Chain = Sequence[tuple[float, float]]
-"""What one batch does: seconds of computation, and of the exchange that it then starts
-and waits for (0: none).
+"""The work of one batch: seconds of computation, and seconds of the exchange that it
+then starts and waits for (0: none).
 """
 
 SHARED, HALVES, PAIRS = (
@@ -41,9 +41,10 @@ SHARED, HALVES, PAIRS = (
 
 @dataclass(frozen=True)
 class Exact:
-    """A schedule: seconds of a step's computation and exchanges, of the latter those
-    that stay exposed, and exposed seconds of gathered weights and gradients. busy:
-    share of a pipeline's time in which a stage works.
+    """A schedule of a step. compute_s, sent_s: seconds of computation and of exchanges.
+    exposed_s: seconds of exchanges that stay exposed. sharding_s: exposed seconds of
+    gathered weights and gradients. busy: share of a pipeline's time in which a stage
+    works.
     """
 
     name: str
@@ -55,7 +56,9 @@ class Exact:
     busy: float = 1.0
 
     def facts(self, regular_s: float, slowdown: float) -> dict[str, Any]:
-        """Return the row of a plan. regular_s: of the step whose exchanges block."""
+        """Return the row of a plan. regular_s: seconds of the step whose exchanges
+        block.
+        """
         step_s = summary(
             self.compute_s,
             self.sent_s,
@@ -75,11 +78,11 @@ class Exact:
 
 
 def compared(planned: Planned) -> dict[str, Any]:
-    """Return `plan_times` with the exact schedules beside it.
+    """Return `plan_times` together with the exact schedules.
 
-    exact: their rows. not_exact: those that cannot run here, with the reason.
-    best_exact: name of the fastest, "regular" where none is faster. over_exact: its
-    seconds over the overlapped ones.
+    exact: their rows. not_exact: the schedules that cannot run here, each with the
+    reason. best_exact: name of the fastest, "regular" where none is faster. over_exact:
+    seconds of the fastest over those of the overlapped step.
     """
     times = plan_times(planned)
     if planned.settings.phase == "train":
@@ -104,8 +107,9 @@ def compared(planned: Planned) -> dict[str, Any]:
 def in_turn(first: Chain, second: Chain) -> float:
     """Return the seconds in which neither of two batches computes, until both are done.
 
-    A batch computes until it waits; then the batch that can continue sooner runs, and
-    of two that can, the one with more work left. Exchanges run one after the other.
+    A batch computes until it must wait. Then the batch that can continue sooner runs;
+    if both can continue, the one with more work left. Exchanges run one after the
+    other.
     """
     chains, ready, done = (first, second), [0.0, 0.0], [0, 0]
     left = [sum(map(sum, chain)) for chain in chains]
@@ -123,7 +127,7 @@ def in_turn(first: Chain, second: Chain) -> float:
 
 
 def joined(chains: Iterable[Chain]) -> list[tuple[float, float]]:
-    """Return the chains one behind another; the last part of each waits for nothing."""
+    """Return the chains one after another; the last part of each waits for nothing."""
     parts, before = [], 0.0
     for chain in chains:
         (first, exchange), *others = chain
@@ -133,8 +137,8 @@ def joined(chains: Iterable[Chain]) -> list[tuple[float, float]]:
 
 
 def mirrored(chain: Chain, factor: float) -> Chain:
-    """Return the backward pass of a chain: from its end, with `factor` times the
-    computation and the same exchanges.
+    """Return the backward pass of a chain: the chain in reverse, with `factor` times
+    the computation and the same exchanges.
     """
     exchanges = [exchange for _, exchange in chain[:-1]]
     computes = [factor * compute for compute, _ in chain]
@@ -156,7 +160,9 @@ def layer_chain(seconds: Seconds, moe: bool, dispatch: float, combine: float) ->
 
 
 def _halves(work: ModelWork, unit: int = 1) -> list[ModelWork]:
-    """Return the work of the two halves of a batch, each of whole `unit`s of tokens."""
+    """Return the work of the two halves of a batch, which is cut at a multiple of
+    `unit` tokens.
+    """
     second = work.tokens // unit // 2 * unit
     return [part_of(work, work.tokens - second), part_of(work, second)]
 
@@ -215,8 +221,8 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
     def exact(
         name: str, assumes: str, parts: Sequence[ModelWork], rest: Sequence[float]
     ) -> Exact:
-        """parts: of a micro-batch. rest: of it, the exposed seconds of its forward and
-        of its backward pass.
+        """Make a schedule. parts: the work of a micro-batch, in parts. rest: the
+        exposed seconds of its forward and of its backward pass.
         """
         forward, backward = zip(*map(passes, parts), strict=True)
         computed = _computed(*forward), _computed(*backward)
@@ -256,8 +262,8 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
     if planned.micro_batches > 1:
         forward, backward = passes(work)
         # The first forward and the last backward pass run alone, as do those for which
-        # a stage waits; of the exchanges that are hidden, each way hides those of the
-        # other.
+        # a stage waits. In all others, the forward pass hides the exchanges of the
+        # backward pass, and vice versa.
         sent, both_s = _sent(forward, backward), _computed(forward, backward)
         beside = in_turn(backward, forward)
         hidden = (sent - beside) * (planned.micro_batches - 1) / number

@@ -1,8 +1,8 @@
-"""Make tensors without storage, as torch's FakeTensorMode does, with a memory for
+"""Make tensors without storage, as torch's FakeTensorMode does, with a cache for
 repeated operations.
 
 Layers repeat: most operations of a step have run before on arguments of the same
-shapes. torch's own memory allows for symbolic shapes and takes twice as long: a step of
+shapes. torch's own cache allows for symbolic shapes and takes twice as long: a step of
 Qwen3-30B-A3B was traced in 15 seconds instead of 28.
 """
 
@@ -50,9 +50,10 @@ _Known = _Output | tuple[_Output, ...] | list[_Output] | None
 
 
 class FakeTensors(FakeTensorMode):
-    """FakeTensorMode of one device, the CPU, and without symbolic shapes.
+    """A FakeTensorMode for a single device, the CPU, without symbolic shapes.
 
-    saw: called for every operation: function, arguments, keyword arguments, output.
+    saw: called for every operation with function, arguments, keyword arguments and
+    output.
     """
 
     known: ClassVar[dict[Any, _Known]] = {}
@@ -64,7 +65,8 @@ class FakeTensors(FakeTensorMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # no sign to torch.compile to keep out, which costs as much as the operation
+        # does not tell torch.compile to keep out, which would cost as much as the
+        # operation
         return False
 
     def __torch_dispatch__(
@@ -95,7 +97,7 @@ class FakeTensors(FakeTensorMode):
             self.known[call] = _outputs(out, tensors)
             return out
         remembered: Any = self.known[call]
-        # Seen before, and found not to follow from the arguments alone.
+        # Seen before: its output does not follow from the arguments alone.
         if remembered is None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(remembered, (tuple, list)):
@@ -120,7 +122,7 @@ class FakeTensors(FakeTensorMode):
 
 
 def _describe(value: Any, key: list[Any], tensors: list[FakeTensor]) -> bool:
-    """Add everything that an operation's output depends on to the key; return False
+    """Add everything on which an operation's output depends to the key; return False
     where that is more than shapes, or unknown.
     """
     # Values of a type that is not known to be plain make the operation unknown.

@@ -33,13 +33,13 @@ from fcsd.training.config import micro_batches
 SHARES = ("gemm", "grouped", "core", "fused_core")
 """Assumptions that `--mfu` replaces: the shares of the peak that matmuls reach."""
 ENDS = (*SHARES, "prefetch")
-"""Assumptions that give an estimate its range; all of them are at the same end at a
-time.
+"""Assumptions that give an estimate its range; all of them take the same end of their
+ranges together.
 """
 
 
 class Hardware(Strict):
-    """The machine that a run is estimated for."""
+    """The machine for which a run is estimated."""
 
     gpu: str = like(Cluster, "gpu")
     num_gpus: int = option(1, "number of GPUs, one rank each", flag="--gpus", ge=1)
@@ -128,8 +128,8 @@ def assumed_values(mfu: tuple[float, float] | None) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Job:
-    """A training to be estimated. work: the operations of a micro-batch's forward pass
-    by layer and step.
+    """A training to estimate. work: the operations of a micro-batch's forward pass by
+    layer and step.
     """
 
     training: Training
@@ -218,8 +218,8 @@ def step_times(job: Job) -> list[dict[str, Any]]:
 
 
 def gather_s(job: Job) -> float:
-    """Return the seconds in which a rank receives all weights once, in the dtype of the
-    computation.
+    """Return the seconds that a rank takes to receive all weights once, in the dtype of
+    the computation.
     """
     roofline = _roofline(job, compute_dtype(job.setting))
     return roofline.sharding(

@@ -22,8 +22,9 @@ from fcsd.planning.network.links import LinkModel
 class Machine:
     """Equal GPUs on one or more nodes.
 
-    nic_gb_s: of each GPU to other nodes. values: of the assumptions. links: measured
-    between the ranks that share experts, and used instead of published rates.
+    nic_gb_s: of each GPU to other nodes. values: values of the assumptions. links:
+    links measured between the ranks that share experts, used instead of published
+    rates.
     """
 
     gpu: Gpu
@@ -48,9 +49,9 @@ class Machine:
         return replace(self, values={**self.values, **values})
 
     def near(self, ranks: int, groups: int, apart: int = 1) -> list[int]:
-        """Return the number of a group's ranks on a node, for each node of each group.
+        """Return how many ranks of a group are on a node, for each node of each group.
 
-        groups: number of groups, one behind another. apart: distance in ranks from one
+        groups: number of groups, one after another. apart: distance in ranks from one
         member of a group to the next.
         """
         first = [g * ranks for g in range(groups)]
@@ -72,7 +73,7 @@ def make_machine(
     assumptions: Mapping[str, float] | None = None,
     links: LinkModel | None = None,
 ) -> Machine:
-    """Make a machine by the name of its GPU; network_gb_s: None: as in the GPU's
+    """Make a machine from the name of its GPU. network_gb_s: None: as in the GPU's
     reference system.
 
     Raises:
@@ -114,7 +115,7 @@ def make_machine(
 
 
 class Cluster(Strict):
-    """GPUs of one kind. assumptions: values of `fcsd.planning.cost.assumptions`."""
+    """Equal GPUs. assumptions: values of `fcsd.planning.cost.assumptions`."""
 
     gpu: str = option(
         "h200",

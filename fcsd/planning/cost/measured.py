@@ -41,14 +41,14 @@ class ExchangeTime(Strict):
 
 
 class Times(Strict):
-    """Measured times, and the model and setting they belong to. step_s: a micro-batch
-    forward and backward, or the time of a server.
+    """Measured times, and the model and setting to which they belong. step_s: the
+    forward and backward pass of a micro-batch, or the time of a server.
 
-    connectivity: of the model whose windows or overlap these are. exchanges: in
-    training. communication_s: of a server, exposed in the regular model; overlap: share
-    of it that is hidden in the converted one, null: as planned. data_parallel: a
-    server's ranks exchange tokens (--dp) instead of summing. slowdown: null: the
-    assumption.
+    connectivity: that of the model whose windows or overlap were measured. exchanges:
+    only for training. communication_s: only for a server, the exposed communication of
+    the regular model; overlap: the share of it that is hidden in the converted model,
+    null: as planned. data_parallel: a server's ranks exchange tokens (--dp) instead of
+    summing. slowdown: null: the assumption.
     """
 
     version: Literal[1] = 1
@@ -106,8 +106,8 @@ class Times(Strict):
         hidden = sum(
             min(exchange.seconds, exchange.window_s) for exchange in self.exchanges
         )
-        # One of a server's two all-reduces a layer may hide the other; an exchange
-        # hides none.
+        # One of the two all-reduces that a server runs per layer may hide the other; an
+        # exchange hides none.
         hidden += sent * max(
             0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5)
         )
@@ -120,9 +120,7 @@ class Times(Strict):
 
 
 def read_times(path: Path) -> Times:
-    """Read and check a file of times; raise a UserError that says what is wrong with
-    it.
-    """
+    """Read and check a file of times; raise a UserError that names the fault."""
     return validate(Times, read_editable(path, "fcsd trace", ["step_s"]), str(path))
 
 
@@ -144,8 +142,8 @@ def measured_times(
     if times.phase != "train":
         return _served(times, planned, layers, slowdown)
     _check_layers(times, planned.rewired(layers), planned.work.moe)
-    # An exchange stays exposed if the plan computes nothing during it, whatever window
-    # was measured.
+    # An exchange stays exposed if the plan computes nothing during it, whatever its
+    # measured window.
     computed = beside(planned.facts(layers))
 
     def hides(exchange: ExchangeTime) -> bool:

@@ -9,8 +9,8 @@ from fcsd.planning.cost.trace import Setting, Trace
 from fcsd.planning.cost.tracker import PERSISTENT
 
 Sharding = Literal["none", "fsdp2", "hsdp", "zero3", "optimizer"]
-"""optimizer: as Megatron shards, to compare with its runs: a rank has its whole
-weights, sent once a step.
+"""optimizer: as Megatron shards, to compare with its runs: a rank keeps its weights
+whole, and they are sent once per step.
 """
 
 FRAGMENTATION = 0.10
@@ -23,15 +23,15 @@ CONTEXT_BYTES = 1 << 30
 
 GPUS_PER_NODE = 8
 
-# DeepSpeed's defaults: parameters that stay gathered, and the bucket that gradients are
-# reduced in.
+# DeepSpeed's defaults: parameters that stay gathered, and the bucket in which gradients
+# are reduced.
 ZERO3_LIVE_PARAMETERS = 10**9
 ZERO3_BUCKET = 5 * 10**8
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of the models on the ranks.
+    """How the models are laid out over the ranks.
 
     offload: the optimiser's moments and the weights it updates lie in the host's
     memory. step_tokens: tokens of an optimiser step over all ranks, if the teacher's
@@ -69,15 +69,16 @@ def memory_parts(
 ) -> dict[str, int]:
     """Split the bytes of one rank by purpose, at the moment of the peak.
 
-    none: every rank holds student, gradients, AdamW's two moments and teacher whole;
-    with several ranks DDP adds buckets as large as the gradients. Only the gradients
-    that exist at the peak count. fsdp2: parameters, gradients and moments in
-    `student_dtype` over all ranks. The head is gathered while the loss is computed; two
-    layers and the head in the backward pass, with the whole gradient of one of these
-    before it is reduced in `student_dtype`. hsdp: the same over the ranks of a node, a
-    copy on each. zero3: with autocast, weights in bfloat16; gradients, master weights
-    and moments in float32; DeepSpeed's buffers. Both shard the teacher except its head.
-    freeze: estimate frozen embeddings and head from a trace without.
+    none: every rank holds the student, the gradients, AdamW's two moments and the
+    teacher whole; with several ranks DDP adds buckets as large as the gradients. Only
+    the gradients that exist at the peak count. fsdp2: parameters, gradients and moments
+    are sharded in `student_dtype` over all ranks. The head is gathered while the loss
+    is computed; two layers and the head are gathered in the backward pass, with the
+    whole gradient of one of these before it is reduced in `student_dtype`. hsdp: the
+    same over the ranks of a node, with a copy on each node. zero3: with autocast,
+    weights are in bfloat16; gradients, master weights and moments are in float32;
+    DeepSpeed's buffers are added. All of these shard the teacher except its head.
+    freeze: estimate frozen embeddings and head from a trace in which they are trained.
     """
     trained = trace.num_trainable - (trace.embeddings_and_head if freeze else 0)
     if layout.sharding == "none":
@@ -141,8 +142,8 @@ def _sharded_parts(
         gathered = computed * min(ZERO3_LIVE_PARAMETERS, total)
         reduced = computed * ZERO3_BUCKET
     else:
-        # The head alone while the loss is computed; then, when the loss's tiles are
-        # gone, a layer's backward pass.
+        # Only the head is gathered while the loss is computed; the backward pass of a
+        # layer comes after the loss's tiles are freed.
         reduced = 0
         in_backward = computed * (trace.head + 2 * trace.largest_layer)
         in_backward += (computed + size) * max(trace.largest_layer, trace.head)

@@ -57,10 +57,10 @@ class LayerWork:
 
     scores: elements of softmax(QKᵀ). core: FLOPs of the core's two matmuls, over all
     pairs; 0 where attention has no separate core before which an exchange could start.
-    causal: a mask leaves out half of the pairs. in_window: share of the other half that a
-    sliding window leaves. cache_bytes: keys and values of earlier
-    tokens that a rank reads. experts_run: FLOPs of the experts as the family's own code
-    runs them; the step "experts" counts only the chosen experts of each token.
+    causal: a mask leaves out half of the pairs. in_window: share of the other half that
+    a sliding window keeps. cache_bytes: keys and values of earlier tokens that a rank
+    reads. experts_run: FLOPs of the experts as the family's own code runs them; the
+    step "experts" counts only the chosen experts of each token.
     """
 
     moe: bool
@@ -74,7 +74,7 @@ class LayerWork:
 
     @property
     def core_left(self) -> float:
-        """FLOPs of the core over the pairs that the mask leaves."""
+        """FLOPs of the core over the pairs that the mask keeps."""
         return self.core / 2 * self.in_window if self.causal else self.core
 
     def work(self, name: str) -> Work:
@@ -110,8 +110,8 @@ class ModelWork:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the matmuls that the model needs: chosen experts, attention on all
-        pairs that the mask leaves.
+        """FLOPs of the matmuls that the model needs: chosen experts, and attention on
+        all pairs that the mask keeps.
         """
         layers = sum(
             sum(step.flops for step in layer.steps.values()) + layer.core_left
@@ -139,7 +139,7 @@ class ModelWork:
 
 @dataclass
 class _Seen:
-    """Values recorded by the hooks of one layer."""
+    """Values that the hooks of one layer recorded."""
 
     weights: Counter[str] = field(default_factory=Counter)
     core: float = 0.0
@@ -157,8 +157,8 @@ def trace_layers(
 ) -> ModelWork:
     """Run one forward pass of a regular model and count the operations of each layer.
 
-    build: makes the model; called on the meta device. served: by an engine, whose
-    attention is a kernel of its own even where transformers' code of the family has
+    build: makes the model; called on the meta device. served: an engine runs the model,
+    whose attention is a fused kernel even where transformers' code of the family has
     only eager attention.
 
     Raises:
@@ -225,9 +225,9 @@ def trace_layers(
 
 
 def _in_window(window: int | None, num_tokens: int) -> float:
-    """Return the share of a row's causal pairs that a sliding window leaves."""
+    """Return the share of a row's causal pairs that a sliding window keeps."""
     seen = min(num_tokens, window or num_tokens)
-    # Up to `seen` tokens a token sees all before it, from there on only so many.
+    # The first `seen` tokens see all tokens before them, the others only that many.
     pairs = seen * (seen + 1) / 2 + (num_tokens - seen) * seen
     return pairs / (num_tokens * (num_tokens + 1) / 2)
 
@@ -251,8 +251,8 @@ def as_run(work: ModelWork) -> ModelWork:
 
 
 def part_of(work: ModelWork, tokens: int) -> ModelWork:
-    """Return the work of a part of a pass's tokens, with as large a share of the core
-    of attention; the weights that it reads are the same.
+    """Return the work of a part of a pass's tokens, with the same share of the core of
+    attention; it reads the same weights.
     """
     share = tokens / work.tokens
 
@@ -284,8 +284,8 @@ def _is_moe(layer: Any, family: Family) -> bool:
 
 
 def _experts(layer: Any, family: Family) -> Any:
-    """Return the module of a layer's routed experts: the first one named `experts` in
-    its MoE block, or the whole block.
+    """Return the module of a layer's routed experts: the first module named `experts`
+    in its MoE block, or the whole block.
     """
     if not _is_moe(layer, family):
         return None
@@ -303,7 +303,7 @@ def _size(module: Any) -> int:
 
 
 def _kinds(stack: Any, config: Any) -> dict[int, int]:
-    """Map each layer to the first equal one: same class, same parameter shapes, same
+    """Map each layer to the first equal layer: same class, same parameter shapes, same
     kind of attention.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -323,8 +323,8 @@ def _kinds(stack: Any, config: Any) -> dict[int, int]:
 
 
 def _as_if_run(like: Any) -> Callable[..., Any]:
-    """Return a forward pass that returns its input, in the output form of the layer
-    that was run.
+    """Return a forward pass that returns its input in the form of the executed layer's
+    output.
     """
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +356,7 @@ def _name_steps(
         for owner, name in ((block, family.block_shared), (layer, family.layer_shared)):
             if name and getattr(owner, name, None) is not None:
                 tracker.counts_as(getattr(owner, name), prefix + "shared expert")
-    # Matrices only: norms and biases have no matmul that would read them.
+    # Matrices only: no matmul reads norms and biases.
     for name, module in layer.named_modules():
         if name.rpartition(".")[2] in _LATENT:
             tracker.counts_as(module, prefix + "attention a" + WHOLE)

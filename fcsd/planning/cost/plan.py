@@ -1,4 +1,4 @@
-"""Plan the gain of FarSkip connectivity on a cluster before any run: `fcsd plan`.
+"""Plan the gain of FarSkip connectivity on a cluster before anything runs: `fcsd plan`.
 
     planned = prepare(PlanSettings(model="owner/name", nodes=4))   operations of its layers, from one traced pass
     times = plan_times(planned)                              seconds: arithmetic on the operations
@@ -29,14 +29,14 @@ from fcsd.planning.cost.trace import Trace
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
 OVER_PREDICTION = (0.75, 4.9)
-"""Planned gains in the time to the first token over the paper's measurements: 2.3 to
-4.9 for DeepSeek-V2, 1.5 to 2.4 for Llama-4-Scout; DeepSeek-V3's largest, 34 %, is
-planned as 26 to 29 % (`benchmarks/plan.py`).
+"""Ratio of planned gains in the time to the first token to the paper's measured ones:
+2.3 to 4.9 for DeepSeek-V2, 1.5 to 2.4 for Llama-4-Scout; DeepSeek-V3's largest measured
+gain, 34 %, is planned as 26 to 29 % (`benchmarks/plan.py`).
 """
 
 STEP_RATIO = (1.0, 2.5)
-"""Published times between tokens over planned ones, none of them the paper's, as
-`benchmarks/plan.py` lists them: DeepSeek-V3 1.01 to 1.10 on 8 H200, 1.5 to 2.5 on 8
+"""Ratio of published times between tokens, none of them the paper's, to planned ones,
+as `benchmarks/plan.py` lists them: DeepSeek-V3 1.01 to 1.10 on 8 H200, 1.5 to 2.5 on 8
 MI300X, 2.0 on 16 H100 with one request; gpt-oss-120b 1.04 to 1.13 on 8 H100, 1.3 on 8
 MI300X.
 """
@@ -44,9 +44,10 @@ MI300X.
 
 def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     """Plan a step of training, the time to the first token, or the time between tokens,
-    as JSON data; also where the memory does not suffice, which `memory` then says.
+    as JSON data. A plan that needs too much memory is returned, too; its `memory` says
+    so.
 
-    advise: if it does not fit, search for settings that do, which traces the model
+    advise: if the plan does not fit, search for settings that do; this traces the model
     several times.
     """
     times = compared(planned)
@@ -73,7 +74,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         ),
         "settings": _settings(planned),
         "times": times,
-        # Megatron's sharding without its layout is planned for the comparison of times.
+        # Megatron's sharding without its layout serves only to compare times.
         "memory": (
             _memory(planned, advise)
             if planned.megatron or planned.settings.sharding == "fsdp2"
@@ -81,8 +82,8 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         ),
         "sensitivity": rows,
         "upper_bound": planned.settings.phase != "train",
-        # The gain is known for the time to the first token alone, between tokens only
-        # how long a step takes.
+        # Measured gains exist only for the time to the first token; between tokens,
+        # only durations of steps are published.
         "over_prediction": (
             list(OVER_PREDICTION) if planned.settings.phase == "prefill" else None
         ),
@@ -94,12 +95,12 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
 
 
 def expected_gain(times: Mapping[str, Any], phase: str) -> list[float] | None:
-    """Return the least and the most gain that a server's planned times let expect, as
-    shares of the step; None for a training.
+    """Return the smallest and the largest gain to expect of a server from its planned
+    times, as shares of the step; None for a training.
 
-    To the first token, planned gains are known to be `OVER_PREDICTION` times the
-    measured ones; between tokens, a step to take `STEP_RATIO` times as long as planned,
-    and to hide as many seconds.
+    In the time to the first token, planned gains are `OVER_PREDICTION` times the
+    measured ones. Between tokens, a step takes `STEP_RATIO` times as long as planned,
+    and hides as many seconds as planned.
     """
     if phase == "prefill":
         gain = times["speed_up"] - 1
@@ -114,11 +115,11 @@ def expected_gain(times: Mapping[str, Any], phase: str) -> list[float] | None:
 
 
 def reach(planned: float, ends: Iterable[float]) -> list[float]:
-    """Return the least and the most of a planned gain and of those at both ends of an
-    assumption's range.
+    """Return the smallest and the largest among a planned gain and the gains at both
+    ends of an assumption's range.
 
-    A gain is largest where an exchange just fills its window, so both ends may lie on
-    one side of it.
+    A gain is largest where an exchange just fills its window, so the gains at both ends
+    may be below it.
     """
     gains = [planned, *ends]
     return [min(gains), max(gains)]
@@ -146,12 +147,12 @@ def _settings(planned: Planned) -> dict[str, Any]:
 
 
 def memory(planned: Planned) -> dict[str, Any]:
-    """Return the bytes of a rank, in serving those of weights, keys and values, and
-    whether the GPU has so many.
+    """Return the bytes of a rank (in serving: weights, keys and values), and whether
+    the GPU has that much memory.
     """
     settings = planned.settings
-    # Training is traced, as in `fcsd estimate`; a server holds weights, cache and one
-    # pass.
+    # Training is traced, as in `fcsd estimate`; a server holds weights, cache and the
+    # activations of one pass.
     if settings.phase == "train":
         setting = micro_batch_setting(
             planned.training, planned.layout, planned.micro_batches
@@ -180,7 +181,7 @@ def memory(planned: Planned) -> dict[str, Any]:
 
 
 def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
-    """Return `memory`, and with `advise` settings that would fit."""
+    """Return `memory`, and with `advise` also settings that would fit."""
     facts = memory(planned)
     if not advise:
         return facts
@@ -190,8 +191,9 @@ def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
 
 
 def _what_fits(planned: Planned) -> dict[str, Any]:
-    """Return the changes that make a plan fit its GPUs, and the GPUs that it needs as
-    it is: `changes`, text, and `needs_gpus`, None where 64 times as many are too few.
+    """Return the changes that make a plan fit its GPUs (`changes`, as text), and the
+    number of GPUs that it needs without them (`needs_gpus`; None where 64 times as many
+    are too few).
     """
     settings = planned.settings
 
@@ -221,8 +223,8 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
         more: dict[str, Any] = {
             "nodes": max(settings.nodes, -(-num_gpus // settings.gpus_per_node))
         }
-        # The ranks that share a server's weights grow with the machine, a training's
-        # that share the experts only as far as these divide.
+        # The ranks that share a server's weights grow with the machine; in training,
+        # the ranks that share the experts grow only as far as they divide the experts.
         if settings.phase == "train":
             more["expert_parallel"] = planned.expert_parallel
             if settings.global_batch is not None:
@@ -251,12 +253,13 @@ def _halves(value: int) -> Iterator[int]:
 
 
 def _megatron_memory(planned: Planned, trace: Trace) -> dict[str, int]:
-    """Return the bytes of a rank of the stage with most weights.
+    """Return the bytes of a rank of the stage with the most weights.
 
-    Weights in bfloat16, gradients in float32, master weights and two moments over the
-    ranks with the same ones. While a pipeline is full, its first stage keeps as many
-    micro-batches as there are stages, thus the activations of all layers of one; each
-    tensor-parallel rank keeps its part (arXiv 2205.05198, 4.2.3).
+    Weights are in bfloat16 and gradients in float32; master weights and both moments
+    are sharded over the ranks that have the same weights. While a pipeline is full, its
+    first stage keeps as many micro-batches as there are stages, which equals the
+    activations of all layers for one micro-batch; each tensor-parallel rank keeps its
+    part (arXiv 2205.05198, 4.2.3).
     """
     number, tp = planned.settings.pipeline_parallel, planned.tensor_parallel
     ep, ranks = planned.expert_parallel, planned.layout.num_gpus

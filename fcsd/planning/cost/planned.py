@@ -1,5 +1,5 @@
-"""Prepare a plan of a model on a cluster: check the settings, deal the ranks, trace the
-layers.
+"""Prepare a plan of a model on a cluster: check the settings, assign the ranks, trace
+the layers.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ALL2ALL: dict[str, Rows] = {
     "deepep_high_throughput": "node",
     "deepep_low_latency": "expert",
 }
-"""What a server's token is sent to, by vLLM's name of the back end (0.32; its default
-first): those that FarSkip overlaps.
+"""The destinations of a server's token, by the name of vLLM's backend (0.32; its
+default first); only the backends that FarSkip overlaps.
 """
 
 
@@ -46,10 +46,10 @@ class PlanSettings(Cluster):
     """The planned phase, batch and layout, and the machine.
 
     connectivity: None: that of a converted checkpoint; all layers of any other model.
-    sharding: fsdp2 as fcsd trains; optimizer as Megatron does, to compare with its
-    runs: a rank has its whole weights, they are sent once a step, and no memory is
-    planned. rows_once: a token of a training sends one row to each rank of its experts;
-    False, a row to each expert, for the same comparison.
+    sharding: fsdp2: as fcsd trains; optimizer: as Megatron does, to compare with its
+    runs: a rank keeps its weights whole, they are sent once per step, and no memory is
+    planned. rows_once: in training, a token sends one row to each rank that has any of
+    its experts; False: one row to each expert, for the same comparison.
     """
 
     model: str
@@ -127,7 +127,7 @@ class PlanSettings(Cluster):
 class Planned:
     """A planned model: its work, and the ranks that share it.
 
-    inside: its layers keep their own combine (docs/scale.md). cached: bytes of keys and
+    inside: the layers keep their own combine (docs/scale.md). cached: bytes of keys and
     values on a rank, in serving.
     """
 
@@ -144,8 +144,8 @@ class Planned:
     cached: float = 0.0
 
     def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
-        """Return True for each rewired layer. layers: to rewire instead of the planned
-        ones.
+        """Return True for each rewired layer. layers: layers to rewire instead of the
+        planned ones.
         """
         chosen = (
             resolve_layers(self.connectivity.layers, self.work.moe)
@@ -155,8 +155,8 @@ class Planned:
         return [k in chosen for k in range(len(self.work.layers))]
 
     def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
-        """Return the facts on which the schedule of each layer depends. layers: to
-        rewire instead of the planned ones.
+        """Return the facts on which the schedule of each layer depends. layers: layers
+        to rewire instead of the planned ones.
         """
         work, rewired = self.work, self.rewired(layers)
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
@@ -187,7 +187,9 @@ class Planned:
 
     @property
     def num_gpus(self) -> int:
-        """The GPUs that it runs on: all of a training, the ranks of one server."""
+        """The number of GPUs in use: all of them in training, the ranks of one server
+        in serving.
+        """
         if self.settings.phase == "train":
             return self.machine.num_gpus
         return self.settings.data_parallel or self.tensor_parallel
@@ -202,7 +204,7 @@ class Planned:
 
     @property
     def layout(self) -> Layout:
-        """The layout of a training: who shares the weights, of a stage."""
+        """The layout of a training: which ranks share the weights of a stage."""
         num_gpus = self.machine.num_gpus // self.settings.pipeline_parallel
         step_tokens = self.micro_batches * self.work.tokens * num_gpus
         return Layout(
@@ -214,7 +216,7 @@ class Planned:
 
     @property
     def stored(self) -> Stored:
-        """How the weights lie in memory; a training has them in bfloat16."""
+        """How the weights are stored in memory; a training stores them in bfloat16."""
         dtype = self.settings.dtype
         if self.settings.phase == "train" or dtype == "bfloat16":
             return FP8 if dtype == "fp8" else BFLOAT16
@@ -267,7 +269,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
             else Connectivity()
         )
     if (said := source.quantisation) is not None and FIELD not in config:
-        # ModelOpt has it in a separate file.
+        # ModelOpt keeps it in a separate file.
         fields = {"quant_method": said.method, "quant_algo": said.algorithm}
         config = {**config, FIELD: fields}
     training = _training(settings, config, source.where, spec)
@@ -357,8 +359,8 @@ def _ranks(
             f"--ep {ep}: a server's experts are distributed over all its {tp}"
             f" tensor-parallel ranks (--ep {tp}) or not at all (--ep 1)"
         )
-    # Measured links describe all-to-all; the all-reduces of a tensor-parallel server
-    # are not priced by them.
+    # Measured links describe all-to-all; they say nothing about the all-reduces of a
+    # tensor-parallel server.
     if links is not None:
         if not train and not dp:
             raise UserError(
@@ -378,7 +380,7 @@ def _ranks(
             )
         links.require(
             collective="all_to_all_single"
-        )  # the part that expert parallelism calls
+        )  # the part of the code that expert parallelism calls
     return ep, tp
 
 
@@ -440,8 +442,8 @@ def _check_size(
         raise UserError(
             f"--batch {settings.batch} --length {settings.length}: the residual stream"
             f" of these tokens alone takes {size(stream)}, but the {machine.gpu.name}"
-            f" has {size(int(machine.gpu.memory_gb * 1e9))}; a smaller batch, shorter"
-            " rows"
+            f" has {size(int(machine.gpu.memory_gb * 1e9))}; use a smaller"
+            " batch or shorter rows"
         )
 
 
@@ -507,7 +509,7 @@ def _decoding(
     windows: Sequence[int | None],
 ) -> ModelWork:
     """Return the work of one token per row that follows `length` others and reads their
-    keys and values. cached, windows: of each layer, as far as the config says.
+    keys and values. cached, windows: of each layer, as far as the config states them.
     """
     layers = []
     for layer, layer_cached, window in zip_longest(

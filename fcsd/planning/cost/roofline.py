@@ -19,29 +19,31 @@ from fcsd.planning.network.simulate import Payload, rows_per_token, simulate
 Precision = Literal["float32", "bfloat16", "fp8"]
 
 Rows = Literal["rank", "node", "expert", "all"]
-"""What a token sends rows to: each rank of its experts (fcsd's training); each node of
-them, and there each rank; each expert (Megatron's all-to-all, low-latency kernels); all
-ranks, which gather every token.
+"""Where a token sends rows: to each rank that has any of its experts (fcsd's training);
+to each node of those ranks, and from there to each rank; to each expert (Megatron's
+all-to-all, low-latency kernels); to all ranks, which gather every token.
 """
 
 PAIR_BYTES = 8
-"""Bytes that travel with a row for each pair: the expert's index and its weight."""
+"""Bytes that travel with a row for each (token, expert) pair: the expert's index and
+weight.
+"""
 
 
 @dataclass(frozen=True)
 class Roofline:
     """A model of the time that work takes on a machine.
 
-    precision: of the matmuls and their weights; with fp8, attention's core and
+    precision: dtype of the matmuls and their weights; with fp8, attention's core and
     activations are bfloat16. fused: attention is one kernel that skips the pairs that a
     causal mask excludes; else batched matmuls with the scores in memory.
-    tensor_parallel: ranks that share each layer. rows: what a token is sent to.
-    expert_bytes, weight_bytes: of an element of the experts' and of all other weights,
-    as they are read from memory; None: as wide as `precision`. sequence_parallel: as
-    Megatron trains: outside of attention, dense MLPs and shared experts each
-    tensor-parallel rank has its own part of the tokens, and its own experts whole.
-    sent_bytes: of an element of a dispatched row; None: as wide as an activation, as
-    those that come back always are.
+    tensor_parallel: ranks that share each layer. rows: where a token is sent.
+    expert_bytes, weight_bytes: bytes per element, as read from memory, of the experts'
+    and of all other weights; None: as wide as `precision`. sequence_parallel: as
+    Megatron trains: outside of attention, dense MLPs and shared experts, each
+    tensor-parallel rank has its own part of the tokens, and its experts whole.
+    sent_bytes: bytes per element of a dispatched row; None: as wide as an activation,
+    as returned rows always are.
     """
 
     machine: Machine
@@ -65,7 +67,7 @@ class Roofline:
 
     @property
     def token_ranks(self) -> int:
-        """Tensor-parallel ranks that share out the tokens of the stream."""
+        """Number of tensor-parallel ranks that divide the tokens of the stream."""
         return self.tensor_parallel if self.sequence_parallel else 1
 
     @property
@@ -86,14 +88,14 @@ class Roofline:
         return self.machine.gpu.memory_gb_s * 1e9 * self.values["hbm"]
 
     def matmul(self, work: Work, share: str, ranks: int, read: float = 1.0) -> float:
-        """Return the seconds of matmuls: of the computation or of reading the weights,
-        whichever is longer.
+        """Return the seconds of matmuls: the computation or the reading of the weights,
+        whichever takes longer.
 
-        share: name of the assumption for the share of the peak. ranks: that split the
-        work. read: fraction of the weights that is read.
+        share: name of the assumption for the share of the peak. ranks: number of ranks
+        that split the work. read: fraction of the weights that is read.
         """
         is_experts = share == "grouped"
-        # Kernels for the experts in FP8 are much further from their peak.
+        # FP8 kernels for the experts are much further from their peak.
         if is_experts and self.precision == "fp8":
             share = "fp8_grouped"
         computing = work.flops / (self._peak(self.precision) * self.values[share])
@@ -131,15 +133,15 @@ class Roofline:
         """Return the seconds of a layer's steps in the forward pass, by the names of
         `fcsd.parallel.overlap.schedule`.
 
-        expert_parallel: ranks that share the experts and have tokens of their own each;
-        1 in serving, whose tensor-parallel ranks have the same tokens.
+        expert_parallel: ranks that share the experts, each with its own tokens; 1 in
+        serving, whose tensor-parallel ranks have the same tokens.
 
-        Sorting rows before the dispatch counts as router, around the experts as
-        experts, and summing up what the combine brought as the next layer's arrive.
+        Sorting rows before the dispatch counts as "router", sorting around the experts
+        as "experts", and summing the returned rows as "arrive" of the next layer.
         """
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
         # MLA's projections to the latents are not split: every tensor-parallel rank
-        # computes them, of its tokens.
+        # computes them for its tokens.
         own = self.token_ranks
         unsplit_s = self.matmul(layer.work("attention a" + WHOLE), "gemm", own)
         norms = self.passes(self.values["norm_passes"], stream) / own
@@ -180,8 +182,8 @@ class Roofline:
         return self.matmul(model.head, "gemm", self.tensor_parallel)
 
     def optimizer(self, num_parameters: float, itemsize: int = 4) -> float:
-        """Return the seconds of updating a rank's parameters; itemsize: bytes of a
-        state's element.
+        """Return the seconds of updating a rank's parameters. itemsize: bytes per
+        element of an optimiser state.
         """
         return (
             num_parameters
@@ -197,11 +199,11 @@ class Roofline:
         """Return the seconds of gathering all weights for the forward and for the
         backward pass, and of reducing all gradients, each once.
 
-        Weights are gathered in the dtype of the computation and gradients reduced in
-        the dtype of the update, layer by layer: those of experts among the ranks that
-        have the same ones, everything else among all `ranks`, of which tensor-parallel
-        ones have a part. The head stays gathered for the backward pass. reduced: bytes
-        of a gradient's element.
+        Weights are gathered in the dtype of the computation and gradients are reduced
+        in the dtype of the update, layer by layer: those of experts among the ranks
+        that have the same experts, everything else among all `ranks`, of which
+        tensor-parallel ones have a part. The head stays gathered for the backward pass.
+        reduced: bytes per element of a gradient.
         """
         same, moe, num_layers = (
             ranks // expert_parallel,
@@ -215,7 +217,7 @@ class Roofline:
             model.head.weights / split,
         )
 
-        # A ring for each layer, as FSDP2 gathers them: latency counts once a layer.
+        # One ring for each layer, as FSDP2 gathers them: latency counts once per layer.
         def sent(width: float, still_gathered: float = 0.0) -> float:
             between = moe * self.ring(width * experts, same, apart=expert_parallel)
             return between + num_layers * self.ring(
@@ -291,18 +293,19 @@ class Roofline:
     def _all_to_all(
         self, num_bytes: float, ranks: int, far_bytes: float | None
     ) -> float:
-        """Return the seconds of an exchange. far_bytes: that leave a node, whose ranks
-        forward what comes in; None: rows go straight to their ranks.
+        """Return the seconds of an exchange. far_bytes: bytes that leave a node, and
+        that the ranks of the receiving node forward; None: rows go straight to their
+        ranks.
         """
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if ranks == 1:
             return 0.0
-        # a group may lie across nodes
+        # a group may span nodes
         groups = machine.near(ranks, machine.num_gpus // ranks)
         least, most = min(groups), max(groups)
         rate = self.values["link"] * 1e9
         out = machine.gpu.link_gb_s * machine.gpu.payload
-        # Forwarded rows cross the node's links as those do that stay in it.
+        # Forwarded rows cross the links of the node, as rows that stay in it do.
         peer_bytes = num_bytes / (ranks if far_bytes is None else most)
         # Within a node: the slowest of one peer's link and the sum over all peers
         # through the GPU's own links.
@@ -327,8 +330,9 @@ class Roofline:
         """Return the seconds of an all-gather or a reduce-scatter of `num_bytes`: half
         an all-reduce.
 
-        A ring over several nodes uses the interface of each of its GPUs, within a node
-        the links between them. apart: how far one rank of the ring is from the next.
+        A ring over several nodes uses the network interface of each of its GPUs, and
+        within a node the links between them. apart: distance from one rank of the ring
+        to the next.
         """
         if ranks == 1:
             return 0.0
@@ -342,7 +346,8 @@ class Roofline:
             * self.values["link"]
         )
         interfaces = least * machine.nic_gb_s * self.values["nic"]
-        # Within one node only its links count; with one rank a node only interfaces.
+        # Within one node only its links count; with one rank per node only interfaces
+        # count.
         latency = self.values["latency_us"] / 1e6
         if len(groups) == 1:
             rate = links
@@ -352,7 +357,7 @@ class Roofline:
         return latency + (1 - 1 / ranks) * num_bytes / (rate * 1e9)
 
     def send(self, num_bytes: float, apart: int) -> float:
-        """Return the seconds of sending to the rank that is `apart` ranks further."""
+        """Return the seconds of sending to the rank that is `apart` ranks away."""
         machine, latency = self.machine, self.values["latency_us"] / 1e6
         if len(machine.near(2, 1, apart)) == 1:
             rate = machine.peer_gb_s * self.values["link"]

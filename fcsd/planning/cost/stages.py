@@ -1,13 +1,13 @@
-"""Cut a model into the stages of a pipeline, and name what Megatron sends beside the
-exchanges of experts: between tensor-parallel ranks, and from stage to stage.
+"""Cut a model into the stages of a pipeline, and compute the time of Megatron's other
+communication: between tensor-parallel ranks, and from stage to stage.
 
 A step of m micro-batches takes m + p - 1 times as long as one of them in the slowest of
-p stages (1F1B, not interleaved). A layer has an all-reduce behind attention and behind
-a dense MLP or shared expert, forward and backward; sequence parallelism sends the same
+p stages (1F1B, not interleaved). A layer has an all-reduce after attention and after a
+dense MLP or shared expert, forward and backward; sequence parallelism sends the same
 bytes in two halves. Routed experts are not split between tensor-parallel ranks.
 
-Not covered: interleaved stages, DualPipe; context parallelism; communication of these
-kinds that engines overlap with matmuls.
+Not covered: interleaved stages, DualPipe; context parallelism; communication of this
+kind that engines overlap with matmuls.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from fcsd.planning.cost.operations import ModelWork, Work
 from fcsd.planning.cost.roofline import Roofline
 
 Stage = tuple[int, int]
-"""The first layer of a stage, and the first one of the next."""
+"""The first layer of a stage, and the first layer of the next stage."""
 
 
 def stages_of(num_layers: int, number: int) -> list[Stage]:
-    """Return the stages, as equal as possible; earlier ones have a layer more."""
+    """Return the stages, as equal as possible; earlier ones have one layer more."""
     least, more = divmod(num_layers, number)
     sizes = [least + (k < more) for k in range(number)]
     return list(pairwise(accumulate(sizes, initial=0)))
@@ -62,7 +62,9 @@ def stage_facts(
 
 
 def tensor_parallel_s(roofline: Roofline, work: ModelWork) -> float:
-    """Return the seconds that tensor-parallel ranks send to each other in one pass."""
+    """Return the seconds in which tensor-parallel ranks send to each other in one
+    pass.
+    """
     if roofline.tensor_parallel == 1:
         return 0.0
     number = sum(
@@ -74,7 +76,7 @@ def tensor_parallel_s(roofline: Roofline, work: ModelWork) -> float:
 
 def sends_s(roofline: Roofline, work: ModelWork, num_stages: int) -> float:
     """Return the seconds in which a micro-batch goes to the next stage and its gradient
-    comes back: each tensor-parallel rank sends its part.
+    comes back; each tensor-parallel rank sends its part.
     """
     if num_stages == 1:
         return 0.0

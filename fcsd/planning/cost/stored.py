@@ -1,8 +1,9 @@
-"""How a server holds a model's weights: bytes of an element, and the precision of its
-matmuls, from the checkpoint's quantisation.
+"""Find how a server stores a model's weights: bytes per element, and the precision of
+the matmuls, from the checkpoint's quantisation.
 
-Not covered: modules that a method leaves out, except that MXFP4 is of experts only; the
-model of a method that is not known here is planned in bfloat16, and the plan says so.
+Not covered: modules that a method leaves out, except that MXFP4 applies to experts
+only. A model whose method is not known here is planned in bfloat16, and the plan says
+so.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ Dtype = Literal["auto", "bfloat16", "fp8"]
 
 @dataclass(frozen=True)
 class Stored:
-    """Weights as they lie in memory. experts, others: bytes of an element, its share of
-    the scales included. precision: of the matmuls. sent: bytes of an element of a row
-    that a server's data-parallel rank dispatches.
+    """Weights as they are stored in memory. experts, others: bytes per element,
+    including its share of the scales. precision: dtype of the matmuls. sent: bytes per
+    element of a row that a data-parallel rank of a server dispatches.
     """
 
     name: str
@@ -34,16 +35,16 @@ class Stored:
 BFLOAT16 = Stored("bfloat16")
 FP8 = Stored("FP8", 1.0, 1.0, "fp8")
 _BLOCK = 128
-"""Elements of a row with one scale of 32 bits, for which vLLM's back ends dispatch in FP8
-(`use_fp8_dispatch` of DeepEP's kernels; the gather quantises first, too).
+"""Elements of a row that share one 32-bit scale when vLLM's backends dispatch in FP8
+(`use_fp8_dispatch` of DeepEP's kernels; the gather also quantises first).
 """
 
 
 def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
-    """Return how a server holds the weights of a checkpoint.
+    """Return how a server stores the weights of a checkpoint.
 
     config: its `config.json`. has_fp8: the GPU has FP8 matmuls; without them FP8
-    weights are read as such and multiplied in bfloat16.
+    weights are read in FP8 and multiplied in bfloat16.
     """
     quantisation = config.get(FIELD) or config.get("text_config", {}).get(FIELD) or {}
     method = str(quantisation.get("quant_method", ""))
@@ -61,7 +62,7 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
         if is_float and number == 8:
             stored = FP8
         else:
-            # A scale of 16 bits for each group, or of 8 for 16 floats of 4 bits.
+            # A 16-bit scale for each group, or an 8-bit scale for 16 floats of 4 bits.
             scale = 8 / 16 if is_float else 16 / group if group > 0 else 0.0
             width = (number + scale) / 8
             kind = "NVFP" if is_float else "INT"
@@ -75,7 +76,7 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
 
 def _bits(quantisation: Mapping[str, Any]) -> tuple[bool, int, int] | None:
     """Return whether weights are floats, their bits, and the size of a group with one
-    scale (0: none); None where the method does not say so.
+    scale (0: none); None where the method does not say.
     """
     algorithm = str(quantisation.get("quant_algo", "")).upper()
     if algorithm.startswith(("FP8", "NVFP4")):

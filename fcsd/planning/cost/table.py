@@ -19,7 +19,7 @@ def _named(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
 def _memory(memory: Mapping[str, Any], available: str = "") -> str:
     rows = [[name, size(number)] for name, number in memory["parts"].items()]
     return markdown(
-        ["memory of a rank", ""],
+        ["memory per rank", ""],
         [*rows, ["all", size(memory["total_bytes"]) + available]],
     )
 
@@ -72,7 +72,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield [markdown(["", "runs", "steps each", "tokens", "hours"], rows)]
     if facts["refused"]:
         yield [
-            "`fcsd run` refuses, on so many processes:",
+            "`fcsd run` refuses with this many processes:",
             *(f"- {text}" for text in facts["refused"]),
         ]
     yield ["assumed:", *(f"- {text}" for text in facts["assumptions"])]
@@ -189,7 +189,7 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
             ("expected_tokens_per_second", "tokens_per_second"),
         )
     )
-    # The parts of a step whose exchanges block; they add up to it.
+    # The parts of a step whose exchanges block; they add up to the step.
     parts = {
         "compute": time["compute_s"],
         "exchanges of experts": time["exchanges_s"],
@@ -226,7 +226,7 @@ def _expected(value: float, values: list[float]) -> str:
 
 
 def _range(values: list[float]) -> str:
-    # Ends that round to the same text are no range.
+    # Ends that round to the same text are not a range.
     low, high = map(_number, values)
     return low if low == high else f"{low} to {high}"
 
@@ -327,7 +327,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
                 f" parallel {settings['pipeline_parallel']}, {ranks}"
             )
         whose = "micro-batch" if "megatron" in facts["times"] else "rank"
-        batch += f" a {whose}, micro-batches of a step: {settings['micro_batches']}"
+        batch += f" per {whose}, micro-batches per step: {settings['micro_batches']}"
     else:
         wide = settings["data_parallel"] is not None
         kind = "data" if wide else "tensor"

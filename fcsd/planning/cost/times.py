@@ -4,12 +4,13 @@ overlapped, by arithmetic on the operations; nothing is run.
 `step_time` is the only model of a training step: `fcsd plan` takes the gain of overlap
 from it, `fcsd estimate` the duration of a recipe.
 
-An MoE layer k has two separate windows. That of its dispatch is the computation between
-the exchange's start and its wait (the core of attention and the output projection);
-that of its combine is the shared expert and the next layer's queries, keys and values
-(`fcsd.parallel.overlap.schedule.beside`). The part of an exchange beyond its own window
-is exposed, however much room the other window has. In the backward pass every window is
-twice that of the forward pass, as is its computation.
+An MoE layer k has two separate windows. The window of its dispatch is the computation
+between the exchange's start and its wait (the core of attention and the output
+projection); the window of its combine is the shared expert and the next layer's
+queries, keys and values (`fcsd.parallel.overlap.schedule.beside`). The part of an
+exchange beyond its own window is exposed, however much room the other window has. In
+the backward pass every window is twice as long as in the forward pass, because its
+computation is.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ BACKWARD = 2.0
 
 
 def window(computed: Computed, seconds: Sequence[Seconds]) -> float:
-    """Return the seconds of the computation beside an exchange. seconds: of each
-    layer.
+    """Return the seconds of the computation beside an exchange. seconds: seconds of
+    each layer's steps.
     """
     return sum((seconds[k].get(step, 0.0) for k, step in computed), 0.0)
 
@@ -56,9 +57,10 @@ def exposed(seconds: float, window: float) -> float:
 
 def equation_9(exchanges: float, seconds: Seconds) -> float:
     """Return (T_d + T_c) / (T_layer - T_experts - T_gate) of one layer (FarSkip paper):
-    at most 1 where all could hide.
+    at most 1 where all exchanges could be hidden.
 
-    exchanges: T_d + T_c. Necessary for no exposed time, not sufficient.
+    exchanges: T_d + T_c. A value of at most 1 is necessary for no exposed time, not
+    sufficient.
     """
     overlappable = sum(
         value
@@ -70,7 +72,7 @@ def equation_9(exchanges: float, seconds: Seconds) -> float:
 
 def gain(exposed_share: float, overlap: float) -> float:
     """Return regular / overlapped time - 1, f v / (1 - f v): a share f of the time is
-    exposed, v of it gets hidden.
+    exposed, and a share v of that is hidden.
     """
     hidden = exposed_share * overlap
     return hidden / (1 - hidden)
@@ -81,12 +83,12 @@ class Step:
     """An optimiser step: the work of a rank in each micro-batch, and the ranks with
     which it shares the weights.
 
-    num_trained: parameters that are updated. trained_bytes: of one of them, and of its
-    gradient. adapters: only these are trained; the model's own weights get no
+    num_trained: parameters that are updated. trained_bytes: bytes of one of them, and
+    of its gradient. adapters: only adapters are trained; the model's own weights get no
     gradients. recomputes: layers run again for the backward pass. teacher: roofline of
-    its forward pass; None: no teacher runs. loss_matmuls: of head and loss: logits, and
-    the gradients of their two factors; a teacher's logits are one more. blocking_s: of
-    a micro-batch's other communication, which nothing hides.
+    its forward pass; None: no teacher runs. loss_matmuls: matmuls of head and loss:
+    logits, and the gradients of their two factors; a teacher's logits are one more.
+    blocking_s: seconds of a micro-batch's other communication, which nothing hides.
     """
 
     work: ModelWork
@@ -128,12 +130,13 @@ def step_time(
     follow the schedule.
 
     Everything runs in sequence except exchanges, and weights and gradients that are
-    sent beside computation. The exchanges of a teacher and of recomputed layers have
-    nothing beside them, but that a rewired layer recomputes its dispatch beside the
-    same steps, and has kept what its combine brought.
+    sent beside computation. Nothing hides the exchanges of a teacher and of recomputed
+    layers, with one exception: a rewired layer recomputes its dispatch beside the same
+    steps, and has kept the result of its combine.
 
-    facts: of each layer for the schedule; None: no layer is rewired. last_combine:
-    share of the computation beside the last layer's combine that hides it.
+    facts: the facts of each layer for the schedule; None: no layer is rewired.
+    last_combine: share of the computation beside the last layer's combine that hides
+    it.
     """
     work, roofline, ranks = step.work, step.roofline, step.layout.expert_parallel
     facts = [None] * len(work.layers) if facts is None else facts
@@ -142,8 +145,8 @@ def step_time(
         (window(computed["dispatch"], seconds), window(computed["combine"], seconds))
         for computed in computed_beside(facts)
     ]
-    # The reported windows are the schedule's; only the last combine hides less than its
-    # window.
+    # The reported windows are those of the schedule; only the last combine is hidden by
+    # less than its window.
     hiding_s = [*windows[:-1], (windows[-1][0], windows[-1][1] * last_combine)]
     dispatch, combine = roofline.exchange(work, ranks)
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
@@ -162,10 +165,12 @@ def step_time(
         if step.teacher is None
         else sum(map(total, step.teacher.layers(work, ranks)))
     )
-    # A teacher's forward pass follows no schedule, nor what is no exchange.
+    # Neither a teacher's forward pass nor communication other than exchanges follows
+    # the schedule.
     other_s = step.blocking_s + (0.0 if step.teacher is None else pass_exchange_s)
     again = recomputed(step, facts, (dispatch, combine), [w[0] for w in windows])
-    # Once a step, on the rank's own shard; all else below counts in every micro-batch.
+    # Once per step, on the rank's own shard; everything else below counts in every
+    # micro-batch.
     optimizer_s = roofline.optimizer(
         step.num_trained / step.layout.num_shards, step.trained_bytes
     )
@@ -182,7 +187,7 @@ def step_time(
         sharding_s(step, forward, teacher, hidden_s)
         for hidden_s in ([0.0, 0.0], hidden)
     ]
-    # The MoE layer in the middle stands for all; a stage may have none.
+    # The middle MoE layer represents all; a stage may have none.
     typical_layer = moe[len(moe) // 2] if moe else 0
     return summary(
         compute,
@@ -213,8 +218,8 @@ def recomputed(
     exchange: tuple[float, float],
     windows: Sequence[float],
 ) -> tuple[float, float]:
-    """Return the seconds of the exchanges of a micro-batch's recomputed layers, and of
-    these the exposed ones. windows: of each layer's dispatch.
+    """Return the seconds of the exchanges of a micro-batch's recomputed layers, and how
+    many of these are exposed. windows: the window of each layer's dispatch.
     """
     sent = remaining = 0.0
     for is_moe, layer, window_s in zip(step.work.moe, facts, windows, strict=True):
@@ -233,9 +238,9 @@ def sharding_s(
     """Return the exposed seconds of a step in which weights are gathered and gradients
     reduced.
 
-    In shards both are done in every micro-batch, a layer ahead of the computation that
+    With shards, every micro-batch does both, a layer ahead of the computation that
     hides them; a second of computation hides one second of communication. Whole copies
-    make their gradients equal once, beside the last backward pass. forward, teacher:
+    reduce their gradients once, beside the last backward pass. forward, teacher:
     seconds of their layers. hidden: seconds of exchanges beside the forward and the
     backward pass.
     """
@@ -257,7 +262,7 @@ def sharding_s(
         # Megatron's distributed optimiser: sent once per step, not hidden.
         return gather_s + reduce_s
     if (copies := layout.num_gpus // ranks) > 1:
-        # Each rank makes its shard equal to its peers' on other nodes.
+        # Each rank reduces its shard with its peers on other nodes.
         sent = step.num_trained * step.trained_bytes / ranks
         reduce_s += 2 * roofline.ring(sent, copies, apart=GPUS_PER_NODE)
     passes = [
@@ -274,8 +279,8 @@ def sharding_s(
 
 
 def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the times of a step, regular and overlapped; layers: rewired ones instead
-    of the planned ones.
+    """Return the times of a step, regular and overlapped. layers: layers to rewire
+    instead of the planned ones.
     """
     if planned.settings.phase != "train":
         return _serving_times(planned, layers)
@@ -286,11 +291,11 @@ def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[st
 
 
 def planned_steps(planned: Planned) -> list[tuple[Step, Stage]]:
-    """Return the optimiser step of each stage of a planned training; the only one has
+    """Return the optimiser step of each stage of a planned training; a single stage has
     all layers.
 
-    A step of m micro-batches in p stages has m + p - 1 of them here: those in which a
-    stage waits for others count as long as those in which it works.
+    A step of m micro-batches in p stages counts m + p - 1 of them here: while a stage
+    waits for others, a micro-batch takes as long as while it works.
     """
     work, roofline = planned.work, planned.roofline
     recomputes = bool(planned.training.train.gradient_checkpointing)
@@ -336,8 +341,9 @@ def _pipeline(
     stages: Sequence[Mapping[str, Any]],
     layers: Sequence[int] | None,
 ) -> dict[str, Any]:
-    """Return the times of a pipeline from those of its stages: the slowest one sets the
-    pace, of either connectivity; the seconds of parts are those in which it works.
+    """Return the times of a pipeline from those of its stages. The slowest stage sets
+    the pace for either connectivity; the seconds of its parts are those in which it
+    works.
     """
     slowest = max(range(len(steps)), key=lambda k: float(stages[k]["regular_s"]))
     step, place = steps[slowest]
@@ -360,8 +366,9 @@ def _pipeline(
 
 
 def _beside(planned: Planned, steps: Sequence[tuple[Step, Stage]]) -> dict[str, float]:
-    """Return what Megatron's layout adds to a step: seconds between tensor-parallel
-    ranks and between stages, of the stage with most, and the share of the bubble.
+    """Return what Megatron's layout adds to a step: seconds of communication between
+    tensor-parallel ranks and between stages, for the stage with the most, and the share
+    of the bubble.
     """
     number, slots = planned.micro_batches, steps[0][0].micro_batches
     sent_s = [sends_s(step.roofline, step.work, len(steps)) for step, _ in steps]
@@ -427,9 +434,10 @@ def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, 
     remaining = sum(
         exposed(all_reduce_s, window_s) for layer in windows for window_s in layer
     )
-    # One less of a dense layer, one more where shared experts have their own.
+    # One all-reduce less in a dense layer, one more where shared experts have their
+    # own.
     sent = all_reduce_s * sum(map(len, windows))
-    # Without a combine no returned rows have to be summed up.
+    # Without a combine there are no returned rows to sum.
     compute = sum(
         total(layer_s) - layer_s.get("arrive", 0.0) for layer_s in seconds
     ) + roofline.head(work)
@@ -458,8 +466,8 @@ def summary(
 ) -> dict[str, Any]:
     """Sum up the regular and the overlapped step.
 
-    sent: seconds of the rewired model's communication; None: as long as the regular
-    one's. sharding: exposed seconds of gathers and reductions in both.
+    sent: seconds of the rewired model's communication; None: as long as in the regular
+    one. sharding: exposed seconds of gathers and reductions in both.
     """
     sent = communication if sent is None else sent
     regular = compute + communication + sharding[0]

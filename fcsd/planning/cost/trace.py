@@ -28,14 +28,14 @@ from fcsd.training.teachers.lora import as_original
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings that memory and matmuls of a micro-batch depend on.
+    """The settings on which memory and matmuls of a micro-batch depend.
 
     sharded: with autocast, weights are gathered in bfloat16 instead of cast from whole
     copies. on_gpu: chunk sizes and matmul dtypes of the loss as on CUDA; else as on a
     CPU. accumulates: the step has several micro-batches, so that gradients exist when
-    one begins. teacher: its back-end (`fcsd.model.config.TeacherConfig`). adapters: the
-    student is a LoRA student, its own weights in `teacher_dtype`, the adapters in
-    `student_dtype`.
+    one begins. teacher: its backend (`fcsd.model.config.TeacherConfig`). adapters: the
+    student is a LoRA student, with its own weights in `teacher_dtype` and the adapters
+    in `student_dtype`.
     """
 
     objective: ObjectiveConfig
@@ -67,11 +67,11 @@ class Setting:
 class Trace:
     """The needs of one optimiser step.
 
-    peak: kind -> bytes at the moment of most live bytes; transient: the same without
-    the `PERSISTENT` kinds, at the moment of most other bytes. flops: phase -> dtype ->
-    operations of one micro-batch. num_pairs: layers that receive the pair (o, o -
-    routed), whose checkpointed input is twice as large. The other numbers count
-    parameters.
+    peak: kind -> bytes at the moment with the most live bytes; transient: the same
+    without the `PERSISTENT` kinds, at the moment with the most other bytes. flops:
+    phase -> dtype -> operations of one micro-batch. num_pairs: layers that receive the
+    pair (o, o - routed), whose checkpointed input is twice as large. The other numbers
+    count parameters.
     """
 
     peak: dict[str, int]
@@ -99,11 +99,11 @@ def trace_step(
 ) -> Trace:
     """Run one optimiser step without storage, as `fcsd.training.trainer` does.
 
-    build: makes the regular model; it is called on the meta device, for the teacher
-    once more. rewire, adapt: give the student its connectivity, and a LoRA student its
-    adapters, in place. layers: of a model. progress: called after every layer's forward
-    pass. subject: the traced step, named in the error for a model whose code needs
-    data.
+    build: makes the regular model; called on the meta device, and once more for the
+    teacher. rewire, adapt: give the student its connectivity, and a LoRA student its
+    adapters, in place. layers: returns the layers of a model. progress: called after
+    every layer's forward pass. subject: the traced step, named in the error for a model
+    whose code needs data.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
@@ -126,8 +126,8 @@ def trace_step(
             if teacher is not None:
                 give_fake_storage(teacher)
                 head = output_head(teacher)
-            # A filled cache needs no teacher model, but its head turns hidden states
-            # into logits.
+            # A filled cache needs no teacher model, except for the head that turns
+            # hidden states into logits.
             elif setting.has_teacher and setting.teacher == "cache":
                 head = nn.Linear(
                     head.in_features,
@@ -139,8 +139,8 @@ def trace_step(
         with tracker.making("optimizer"):
             # AdamW's two moments live during the whole micro-batch.
             moments = [torch.empty_like(p) for p in trainable for _ in range(2)]
-        # With several micro-batches gradients exist before this one, else they appear
-        # during its backward pass.
+        # With several micro-batches gradients exist before this one; otherwise they
+        # appear during its backward pass.
         for parameter in trainable:
             if setting.accumulates:
                 with tracker.making("gradients"):
@@ -199,7 +199,7 @@ def _teacher_on_meta(build: Callable[[], nn.Module], setting: Setting) -> Any:
 
 
 def _read_trace(tracker: Tracker, student: Any, stack: Any) -> Trace:
-    """Combine the tracker's counts with those sizes of the student that the estimate
+    """Combine the tracker's counts with the sizes of the student that the estimate
     needs.
     """
     plans = [getattr(layer, "farskip_plan", None) for layer in stack]

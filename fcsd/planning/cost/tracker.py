@@ -1,8 +1,8 @@
 """Count the bytes of live storages and the FLOPs of operations, without allocating
 storage.
 
-Nothing is patched: a mode replaces the operations that a CPU would run otherwise than a
-GPU, only in this thread and inside its `with`.
+Nothing is patched: inside its `with`, and only in this thread, a mode replaces the
+operations that a CPU runs differently from a GPU.
 """
 
 import contextlib
@@ -87,7 +87,7 @@ class Tracker:
             entry.kind = kind
 
     def add_flops(self, dtype: torch.dtype, number: int) -> None:
-        """Count operations of the present kind."""
+        """Count operations of the current kind."""
         self.flops.setdefault(self.kind, Counter())[
             str(dtype).removeprefix("torch.")
         ] += number
@@ -171,7 +171,7 @@ class Interposed(TorchFunctionMode):
         if func is torch._grouped_mm:
             return torch.ops.transformers.grouped_mm_fallback(*args[:2], kwargs["offs"])
         if func is Tensor.data_ptr:
-            # transformers looks whether weights are aligned before it calls the matmul
+            # transformers checks whether weights are aligned before it calls the matmul
             return 0
         return func(*args, **kwargs)
 
@@ -186,7 +186,7 @@ def counting(tracker: Tracker, interposed: Interposed, subject: str) -> Iterator
             yield
     except UserError:
         raise
-    except Exception as error:  # any part of a family's code may
+    except Exception as error:  # any part of a family's code may raise
         raise UserError(
             f"{subject} cannot be followed without data: {type(error).__name__}:"
             f" {one_line(error)[:200]}; run `fcsd inspect` for the memory of its"

@@ -46,18 +46,19 @@ class Training:
     teacher_dtype: torch.dtype = torch.bfloat16
     attention: str | None = None
     num_active: int | None = None
-    # of the checkpoint that the training leaves
+    # of the checkpoint that the training writes
     saved_dtype: torch.dtype = torch.bfloat16
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
-    data_tokens: int = 0  # tokenized for it, and for the trainings that share its data
+    # tokenized for this training, and for those that share its data
+    data_tokens: int = 0
 
 
 def distillation(recipe: Recipe, variant: str | None) -> Training:
     recipe = recipe.chosen(variant)
-    # Without a path the model is the one that the recipe pre-trains, which need not
-    # exist yet.
+    # Without a path, the model is the one that the recipe pre-trains; it need not exist
+    # yet.
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.own_config, source.where
@@ -200,8 +201,8 @@ def spread(
     work: ModelWork,
     ranks: int,
 ) -> Callable[[Setting], Trace]:
-    """Return `trace_of` for ranks that share the experts: each gathers its own experts,
-    and keeps the activations of its tokens' chosen experts.
+    """Return `trace_of` for ranks that share the experts: each rank gathers its own
+    experts, and keeps the activations of the experts that its tokens choose.
 
     work: of the regular model.
     """
@@ -243,7 +244,7 @@ def micro_batch_setting(
     """Describe a micro-batch: sharded runs compute in bfloat16 from gathered weights,
     whole copies cast by autocast.
     """
-    # Left open, the engine decides by the size of the model.
+    # If left open, the engine decides by the size of the model.
     checkpointing = training.train.gradient_checkpointing
     if checkpointing is None:
         with torch.device("meta"):

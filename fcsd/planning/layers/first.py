@@ -4,9 +4,9 @@ that were measured (docs/convert.md).
     typical    the median cost of a layer that is rewired alone, with copied weights
     special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
 
-Their number differs: one in models trained on little text, the first two in SmolLM2
-(1.8 and 0.5 nats). `special_layers` finds them in a study, together with the cost and
-the overlap of all other layers; before anything is measured, `tell_first_layers`
+Their number varies: one in models trained on little text, the first two in SmolLM2 (1.8
+and 0.5 nats). `special_layers` finds them in a study, together with the cost and the
+overlap of all other layers; before anything is measured, `tell_first_layers`
 (`fcsd.model.connectivity.export`) can only say that such layers exist.
 
 Not covered: the quality that training recovers.
@@ -29,9 +29,10 @@ from fcsd.planning.layers.points import (
 from fcsd.planning.layers.settings import KL
 
 FAR_MORE = 5.0
-"""SmolLM2 as a MoE of copies: layers 0 and 1 cost 47 and 14 times as much as a typical
-one, the next 2.7 times. With a shared expert 0, 1, 29 (the last) and 19 cost 65, 18, 8
-and 6 times as much, the next 3.6 times."""
+"""In SmolLM2 as an MoE of copies, layers 0 and 1 cost 47 and 14 times as much as a
+typical one, the next 2.7 times as much. With a shared expert, layers 0, 1, 29 (the
+last) and 19 cost 65, 18, 8 and 6 times as much, the next 3.6 times.
+"""
 
 
 def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ def has_calibrated(study: dict[str, Any]) -> bool:
 
 
 def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
-    """Return the values measured of a selection with copied or with calibrated
+    """Return the values measured for a selection with copied or with calibrated
     weights.
     """
     values: dict[str, Any] = point["calibrated" if calibrated else "values"]
@@ -63,12 +63,12 @@ def overlapped_collectives(
     mlp: str | Collection[int],
     model_type: str | None = None,
 ) -> tuple[int, int]:
-    """Return the number of collectives that no longer block, and of all: dispatch and
-    combine of each MoE layer under expert parallelism.
+    """Return the number of collectives that no longer block, and the number of all:
+    dispatch and combine of each MoE layer under expert parallelism.
 
     A collective counts where attention is computed while it is in flight
     (`fcsd.parallel.overlap.schedule`); a shared expert alone could hide one in a
-    regular layer as well. model_type: of the family, some of which keep each combine in
+    regular layer as well. model_type: the family; some families keep each combine in
     its layer; None: not known.
     """
     # Layers beyond the last rewired or MoE layer have no exchange, so the model's depth
@@ -79,7 +79,7 @@ def overlapped_collectives(
         for chosen in (set(layers), set(moe_layers))
     )
     inside = model_type is not None and kept_inside(FAMILIES[model_type]) is not None
-    # One entry a collective, with the steps that are computed while it is in flight.
+    # One entry per collective, with the steps that are computed while it is in flight.
     exchanges = [
         computed
         for layer in beside(layer_facts(rewired, moe, attention, mlp, inside=inside))
@@ -103,13 +103,13 @@ def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, in
 
 
 def selecting_option(study: dict[str, Any]) -> str:
-    """Return the option, and the key of a recipe, that the selections of a study are for."""
+    """Return the option and the key of a recipe that take the selections of a study."""
     return "mlp" if study["study"]["mlp"] == "selected" else "layers"
 
 
 def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """Return a selection as `--layers` takes it, and the number of its exchanges that
-    it overlaps.
+    """Return a selection as `--layers` takes it, and the number of exchanges that it
+    overlaps.
     """
     overlapped, total = study_overlap(study, layers)
     return {

@@ -1,6 +1,6 @@
 """Propose the layers to rewire for a given share, from a finished layer study.
 
-    proposal   the N layers that hurt least when each is rewired alone (greedy; of equals the later one)
+    proposal   the N layers that cost least when each is rewired alone (greedy; of equals the later one)
     last N     the paper's choice for partial conversion (Table 2), to compare with
 
 A sum of sensitivities is not the quality of the selection. A single rewired layer reads
@@ -55,14 +55,14 @@ def plan_layers(
     verify: Launch | None = None,
 ) -> dict[str, Any]:
     """Return the proposal for `budget` (`90%` or a number of layers) from the study in
-    `folder`; all of it JSON-able.
+    `folder`, as JSON data.
 
     Args:
         metric: of the study; None: the KL, or else the first task.
         calibrated: rank the layers by their cost with calibrated weights.
         verify: measure the proposal and the last N layers on the study's own model and
             data, paired, in this launch.
-        model: the present path of the study's model.
+        model: the current path of the study's model.
 
     Raises:
         UserError: no finished study with sides 'single', budget out of range, unknown
@@ -177,7 +177,7 @@ def parse_budget(text: str, num_layers: int) -> int:
 
 def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
     """Return the indices of the `count` layers with the smallest sensitivity; of equal
-    layers the later one is taken (paper Fig. 3).
+    layers the later one comes first (paper Fig. 3).
     """
     ranked = sorted(
         range(len(sensitivities)), key=lambda layer: (sensitivities[layer], -layer)
@@ -188,8 +188,8 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
 def layers_within(
     folder: Path, max_loss: float, *, metric: str | None = None
 ) -> dict[str, Any]:
-    """Return how many layers from either end can be rewired without any training, by
-    the study in `folder`.
+    """Return how many layers from either end can be rewired without any training,
+    according to the study in `folder`.
 
     Each row has, for one end and one kind of weights (copied, and calibrated where
     measured), the largest number of layers whose loss is at most `max_loss`, that loss
@@ -221,8 +221,8 @@ def layers_within(
                 (point, *point_loss(study, point, chosen, calibrated))
                 for point in points
             ]
-            # The largest selection within the loss, not the last before the first that
-            # exceeds it: noise can make a smaller one exceed it.
+            # Take the largest selection within the loss, not the last before the first
+            # that exceeds it: noise can make a smaller one exceed it.
             within = [row for row in losses if row[1] <= max_loss]
             best = max(within, key=lambda row: row[0]["num_layers"], default=None)
             layers, value, error = (

@@ -35,14 +35,14 @@ class Study(ModelStudy):
         " can be outdated",
     )
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
-    # Numbers of layers rewired from the start and from the end: these, or every Nth and
-    # all.
+    # Numbers of layers to rewire from the start and from the end: these, or every Nth
+    # and all.
     counts: list[int] | None = None
     every: int = like(LayerStudyConfig, "every")
-    packing: bool = DataConfig.model_fields["packing"].default  # no option
+    packing: bool = DataConfig.model_fields["packing"].default  # has no option
     loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
-    # Measure every selection with calibrated weights too, solved on so many tokens of
-    # this text.
+    # Also measure every selection with weights calibrated on this many tokens of this
+    # text.
     calibrated: SourceConfig | None = None
     calibration_tokens: int = like(CalibrationConfig, "tokens")
     batch_size: int = Field(EvaluationConfig.model_fields["batch_size"].default, gt=0)
@@ -70,7 +70,7 @@ class Study(ModelStudy):
                 "attention: full with mlp: full is the regular model; nothing would be"
                 " rewired"
             )
-        # A layer alone has only its MLP input to be outdated; attention input differs
+        # In a single layer only the MLP input can be outdated; attention input differs
         # from the second layer of a run on.
         if self.mlp == "full" and "single" in self.sides:
             raise ValueError(
@@ -78,8 +78,8 @@ class Study(ModelStudy):
                 " regular neighbours computes what a regular layer does; use the sides"
                 " first and last"
             )
-        # A selection or task that is named twice would be measured twice, or collide by
-        # name.
+        # A selection or task that is given twice would be measured twice, or its names
+        # would collide.
         lists: dict[str, list[Any]] = {
             "sides": self.sides,
             "tasks": self.tasks,

@@ -1,4 +1,4 @@
-"""Run the layer study: quality of the untrained model by the selection of rewired
+"""Run the layer study: the quality of the untrained model for each selection of rewired
 layers (paper 3.1 and Fig. 3).
 
     OUT/layers.json     all points so far, written again after each of them
@@ -64,17 +64,18 @@ SCHEMA_VERSION = 1
 
 
 Value = dict[str, Any]
-"""One metric of one selection: `value`, nats per token of the KL or the mean score of a
-task, its `stderr`, None of a single row or item, and `num_items`: tokens of the KL,
-items of a task."""
+"""One metric of one selection: `value`, the KL in nats per token or the mean score of a
+task; its `stderr`, None for a single row or item; and `num_items`, the tokens of the KL
+or the items of a task.
+"""
 
 
 @dataclass(frozen=True)
 class Measured:
     """The measurements of one selection.
 
-    items: by metric: (sum, tokens) of each row for the KL, the score of each item for a
-    task, as a paired comparison needs them.
+    items: for each metric, what a paired comparison needs: (sum, tokens) of each row
+    for the KL, the score of each item for a task.
     """
 
     values: dict[str, Value]
@@ -95,8 +96,8 @@ class Calibrations:
     gets copies of its own parameters while it is calibrated, so that only the rewired
     layers are held twice.
 
-    model: still regular. rows: the text, as `calibrate_model` takes it, the same on all
-    ranks.
+    model: the model, still regular. rows: the text, as `calibrate_model` takes it, the
+    same on all ranks.
     """
 
     def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
@@ -141,7 +142,7 @@ class Calibrations:
             for module, name, parameter in shared:
                 module.register_parameter(name, parameter)
             # The next selection starts from copied weights again, so its config must
-            # not say otherwise.
+            # not say that it is calibrated.
             vars(self.model.config).pop(CALIBRATED, None)
 
 
@@ -152,7 +153,7 @@ def study_layers(
     launch: Launch,
     draw: Callable[[dict[str, Any], Path], None],
 ) -> Stage:
-    """Measure every point of `study`; a killed study continues where it was.
+    """Measure every point of `study`; a killed study continues where it stopped.
 
     model: the original checkpoint, as named by `study.model`. draw: draws the figure of
     the result (`fcsd.report.study_plots.plot_layers`).
@@ -175,8 +176,8 @@ def study_layers(
     if launch.begin(stage) == "finished":
         return stage
     path = folder / "layers.json"
-    # The first rank alone reads the points of a killed study; all must skip the same
-    # ones.
+    # Only the first rank reads the points of a killed study, because all ranks must
+    # skip the same ones.
     done = ranks.from_first(lambda: _points_so_far(path) if path.is_file() else [])
     with measuring(study, model, launch) as measure:
         weights = (
@@ -338,7 +339,7 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
         source.folder, trust_remote_code=source.config.trust_remote_code
     )
     model = to_device(load_checkpoint(source), study.model.path, launch.device)
-    # A family that leaks between packed examples would make the KL depend on the
+    # In a family that leaks between packed examples, the KL would depend on the
     # packing.
     packing = study.packing and packing_of(model.config) != "leaks"
     # Before the first rewiring: the original is a view of the regular model.

@@ -1,5 +1,5 @@
-"""Read and write links between endpoints: latency and seconds a byte of each direction
-and phase, rates of shared ports.
+"""Read and write links between endpoints: latency and seconds per byte of each
+direction and phase, and rates of shared ports.
 
 The model is that of CAMoE (Cost-Aware Communication Optimization for Mixture-of-Experts
 Inference, section 3.1): T_uv(B) = alpha_uv + beta_uv * B, for each phase of an
@@ -30,9 +30,9 @@ once. all_to_all_single: the backend's own; gloo's serves the two directions of 
 one after another."""
 
 Forwarding = Literal["store_and_forward", "cut_through"]
-"""Whether a hop forwards a message when it has all of it, or as its bytes arrive."""
+"""Whether a hop forwards a message once it has all of it, or as its bytes arrive."""
 
-# Largest latency, or time of a byte: sums of larger ones may become infinite.
+# The largest latency or time per byte: sums of larger ones may become infinite.
 _LONGEST_S = 1e6
 
 PHASES: tuple[Phase, ...] = ("metadata", "dispatch", "combine")
@@ -56,10 +56,9 @@ class PhaseLinks(Strict):
     diagonal is 0.
 
     r2 of an edge is null where it was not fitted from measurements; refined is true
-    where it was also measured under contention (phase 2 of the profile), else its
-    values are those measured alone. In a file an edge may be a list of its hops'
-    values, with `forwarding` beside the tables; r2, refined and repeats may then be
-    omitted.
+    where it was also measured under contention (phase 2 of the profile); else its
+    values were measured alone. In a file an edge may be a list of its hops' values,
+    with `forwarding` beside the tables; r2, refined and repeats may then be omitted.
     """
 
     alpha_s: list[list[float]]
@@ -153,8 +152,8 @@ class LinkModel(Strict):
         """Refuse links between another number of endpoints, or measured with another
         collective.
         """
-        # A profile of other ranks or another collective would be priced without any
-        # error.
+        # Without this check, a profile of other ranks or another collective would be
+        # used without an error.
         if size is not None and size != len(self.endpoints):
             raise UserError(
                 f"the links are between {len(self.endpoints)} endpoints, but {size}"
@@ -173,18 +172,20 @@ class LinkModel(Strict):
         return _without_diagonal(getattr(self, phase).alpha_s)
 
     def beta(self, phase: Phase) -> Array:
-        """Return the seconds a byte, [N, N], 0 on the diagonal."""
+        """Return the seconds per byte, [N, N], 0 on the diagonal."""
         return _without_diagonal(getattr(self, phase).beta_s_per_byte)
 
     def port(self, direction: Literal["egress", "ingress"]) -> Array:
-        """Return the seconds a byte of each endpoint's port, [N]; 0 where its edges share none."""
+        """Return the seconds per byte of each endpoint's port, [N]; 0 where its edges
+        share none.
+        """
         rates = getattr(self.ports, f"{direction}_s_per_byte")
         return np.array([0.0 if rate is None else rate for rate in rates])
 
 
 def read_links(path: str | Path) -> LinkModel:
-    """Read and check a links file; raise a UserError that names the edge of a value
-    that is missing, negative or not a number.
+    """Read and check a links file; raise a UserError that names the edge whose value is
+    missing, negative or not a number.
     """
     value = read_editable(
         Path(path), "fcsd-steer profile-network", ["endpoints", "ports"]

@@ -32,7 +32,7 @@ def rows_per_token(
 
     groups: (G, g): the K experts are in g of the G groups into which the experts are
     divided in order; ignored where neither of G and R divides the other. imbalance:
-    pairs of the busiest rank over the mean; its rows count for all ranks.
+    pairs of the busiest rank over the mean; every rank is charged its rows.
     """
     num_groups, chosen = groups
     if num_groups % num_ranks and num_ranks % num_groups:
@@ -98,7 +98,7 @@ class Payload:
 
 @dataclass(frozen=True)
 class ExchangeTimes:
-    """Seconds of the three phases, each of the shape of the counts' leading axes."""
+    """Seconds of the three phases, each with the shape of the counts' leading axes."""
 
     metadata: Array
     dispatch: Array
@@ -120,8 +120,8 @@ def endpoint_counts(
     """
     num_endpoints = counts.shape[-2]
     # [..., E, N]
-    # A matrix product sums the experts of each endpoint; an expert without one (-1)
-    # vanishes.
+    # A matrix product sums the experts of each endpoint; an expert without an endpoint
+    # (-1) is left out.
     one_hot = (placement[..., None] == np.arange(num_endpoints)).astype(np.float64)
     return np.asarray(counts.astype(np.float64) @ one_hot)
 
@@ -143,7 +143,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     time of the pair, whose two directions run one after the other.
 
     Raises:
-        UserError: the links were measured between others.
+        UserError: the links were measured between other endpoints.
     """
     links.require(num_bytes.shape[-1])
     off = ~np.eye(len(links.endpoints), dtype=bool)
@@ -152,7 +152,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
     if links.half_duplex:
         wire = links.beta(phase) * sent
         return np.asarray(np.maximum(alpha, alpha.T) + wire + np.swapaxes(wire, -1, -2))
-    # A shared port is free when all its bytes are through, whichever edge they belong
+    # A shared port is free once all its bytes have passed, whichever edge they belong
     # to.
     times = edge_times(links, phase, num_bytes)
     egress = np.where(

@@ -104,7 +104,7 @@ def _tasks(
     result: Mapping[str, Any] | None,
 ) -> list[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Return (task, measured row, suite row) of every task on a data set of the Hub; []
-    for a quick look, which must not pass for a result.
+    for a quick look, which must not be taken for a result.
     """
     if result is None or result["settings"]["limit"]:
         return []
@@ -191,8 +191,8 @@ def write_publication(
             if file.name != MODELING_FILE and not is_noise(file.name):
                 (new / file.relative_to(model)).parent.mkdir(exist_ok=True)
                 place(file, new / file.relative_to(model))
-        # The code is written anew and not copied, as an old checkpoint may hold older
-        # code.
+        # The code is written anew and not copied, because an old checkpoint may hold
+        # older code.
         if "auto_map" in config:
             write_code(model, family_of(config), new)
         for file in sorted(report_folder.iterdir()):

@@ -57,8 +57,8 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
     """Refuse to update a repository that holds another kind of model, or is public
     while the user believes it private.
 
-    A note tells of a card that will be replaced by another text, since it may have been
-    edited on the page.
+    Print a note if the card will be replaced by a different text, since its owner may
+    have edited it on the page.
     """
     try:
         repository = api.model_info(repo_id)
@@ -85,8 +85,8 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
             ).read_bytes()
         if old != (new / CARD).read_bytes():
             print(
-                f"fcsd push: note: replaces the {CARD} of {repo_id}, which has other"
-                " words; the old one stays in the history there",
+                f"fcsd push: note: replaces the {CARD} of {repo_id}, whose text differs;"
+                " the old one stays in the repository's history",
                 file=sys.stderr,
             )
 
@@ -105,7 +105,7 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
         ),
         402: "the Hub requires a paid plan for this",
         403: "the access token may not write there; use a write token of the owner",
-        404: "the Hub knows no such place, or the access token may not see it",
+        404: "the Hub has no such repository, or the access token may not see it",
         429: "the Hub asks for a pause; run the same command again later",
     }
     try:

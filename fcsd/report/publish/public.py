@@ -26,7 +26,7 @@ _ANYWHERE = re.compile(
 for those of Hugging Face and for GitHub's `github_pat_`.
 """
 _VOCABULARY = ("tokenizer.json", "vocab.", "merges.txt", ".model", ".tiktoken", ".bpe")
-# Rules that ordinary text meets: `AP` and nine letters; any IP address.
+# Rules that ordinary text also matches: `AP` and nine letters; any IP address.
 _ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")
 
 
@@ -81,7 +81,7 @@ def refuse_secrets(file: Path, original: Path) -> None:
 
     text, token = file.read_bytes().decode("utf-8", "replace"), get_token()
     rules = {
-        # The user's own token is searched for as such, whatever its form.
+        # The search includes the user's own token, whatever its form.
         "access token": [_ANYWHERE, *([re.compile(re.escape(token))] if token else [])]
     }
     # Among the many words of a vocabulary, some match the looser rules by chance.

@@ -112,7 +112,7 @@ def push(
             _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
     with scratch_folder("fcsd-push") as new:
-        # Symbolic links, which work across disks: weights are not written a second
+        # Symbolic links work across disks, so that weights are not written a second
         # time.
         _assemble(
             checkpoint, repo_id, new, card, lambda old, to: to.symlink_to(old.resolve())
@@ -246,8 +246,8 @@ def _modules(config: dict[str, Any]) -> list[str]:
 def _assemble(
     checkpoint: Checkpoint, repo_id: str, new: Path, card: NewCard, link: Any
 ) -> None:
-    """Fill `new` with the files for the Hub and print them; files of any kind that is
-    not listed stay behind.
+    """Fill `new` with the files for the Hub and print them; files of a kind that is not
+    listed are left out.
     """
     source = checkpoint.folder
     _check_unchanged(source)
@@ -282,8 +282,8 @@ def _assemble(
                 text = text.replace(f'"{recipe_id}"', f'"{repo_id}"')
         write_text(new / CARD, text)
     for file in sorted(new.rglob("*")):
-        # Every text file is searched, whoever wrote it: what has been published stays
-        # known.
+        # Every text file is searched, whoever wrote it: what has been published cannot
+        # be recalled.
         if file.is_file() and file.suffix not in (".safetensors", ".png"):
             refuse_secrets(file, source / file.relative_to(new))
     _say(checkpoint, new, repo_id)
@@ -351,8 +351,8 @@ def _facts(checkpoint: Checkpoint, repo_id: str, card: NewCard) -> Facts:
 
 def _same_weights(source: Path, base: str, revision: str | None) -> bool:
     """Tell whether the weight files are those of the original, if that is on this
-    machine. Those of a converted checkpoint are links, which costs no reading; others
-    are hashed.
+    machine. Those of a converted checkpoint are links and need no reading; others are
+    hashed.
     """
     folder = Path(base)
     if not folder.is_dir() and hub_id(base) is not None:
@@ -369,7 +369,7 @@ def _same_weights(source: Path, base: str, revision: str | None) -> bool:
         )
     except UserError:  # the cache holds only some shards of the original
         return False
-    # Names and sizes first: they tell most models apart without reading a byte.
+    # Names and sizes come first: they tell most models apart without reading a byte.
     sizes = [
         {name: file.stat().st_size for name, file in files.items()}
         for files in (converted, original)

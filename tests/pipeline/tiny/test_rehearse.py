@@ -447,7 +447,7 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(
     assert rehearse(recipe, tmp_path / "r") == first
     assert (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns == made
     with pytest.raises(
-        UserError, match="holds the rehearsal of other settings; choose another folder"
+        UserError, match="holds a rehearsal with other settings; choose another folder"
     ):
         rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
     with pytest.raises(UserError, match="is not a rehearsal; choose a new folder"):

@@ -98,7 +98,7 @@ def test_a_pipeline_waits_p_minus_1_of_m_plus_p_minus_1_micro_batches() -> None:
     experts, head = 2 * 128 * 3 * 2048 * 768, 151936 * 2048
     attention = 2 * 2048 * (32 + 4 + 4 + 32) * 128 + 2 * 2048 * 128
     assert stage.num_parameters == experts + attention + head
-    # Weights are sent once a step: all but experts over the eight ranks of the stage.
+    # Weights are sent once per step: all but experts over the eight ranks of the stage.
     others = attention + head
     once = roofline.optimizer(stage.num_parameters / 8) + sum(
         2 * 20e-6 + 7 / 8 * width * others / LINK for width in (2, 4)
@@ -210,4 +210,4 @@ def test_the_plan_says_that_fcsd_does_not_run_it(
     (line,) = (line for line in text.splitlines() if line.startswith("MEGATRON"))
     assert line.startswith("MEGATRON: fcsd does not train with tensor or pipeline")
     assert line.endswith("the bubble is 25.0% of the step")
-    assert "| memory of a rank |" in text
+    assert "| memory per rank  |" in text

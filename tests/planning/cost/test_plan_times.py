@@ -369,7 +369,7 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_back_end_says_what_a_wide_servers_tokens_are_sent_to(nodes: int) -> None:
-    """DeepSeek-V2-Lite, 128 tokens a rank in rows of 4,096 bytes, 6 of 64 experts."""
+    """DeepSeek-V2-Lite, 128 tokens per rank in rows of 4,096 bytes, 6 of 64 experts."""
     ranks, row = 8 * nodes, 128 * 2048 * 2
     settings: dict[str, Any] = {
         "gpu": "h200", "phase": "prefill", "length": 128, "batch": ranks, "nodes": nodes,
@@ -653,7 +653,7 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
             max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True)
         )
         assert assumed["sharding_s"][k] == pytest.approx(rest)
-    # Megatron's ranks have their weights whole, and send once a step.
+    # Megatron's ranks have their weights whole, and send once per step.
     once = plan_times(
         published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"})
     )
