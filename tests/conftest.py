@@ -1,4 +1,6 @@
-"""A small base checkpoint with its tokenizer and data; every test begins alike, in any order."""
+"""A small base checkpoint with its tokenizer and data; every test starts from the same
+state, in any order.
+"""
 
 import functools
 import gc
@@ -18,7 +20,9 @@ from tests.support import SHARED_DATA, Bench, make_bench
 
 
 def own_lock_of_bars() -> None:
-    """Progress bars share a lock with forks, and one that is killed may hold it for ever."""
+    """Replace the lock of progress bars: they share it with forks, and a killed fork
+    may hold it forever.
+    """
     if (bars := sys.modules.get("tqdm.std")) is not None:
         lock, kinds = threading.RLock(), [bars.tqdm]
         for kind in kinds:
@@ -31,8 +35,8 @@ os.register_at_fork(after_in_child=own_lock_of_bars)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests go to the workers one by one, but those of a file with fixtures for the
-    module together, first.
+    """Send tests to the workers one by one, but those of a file with module fixtures
+    together, and first.
 
     Each worker would make such a fixture for itself, and some take a minute. (`--dist
     loadgroup` is for this, but pytest-xdist 3.8 loses the groups under pytest 9.2,
@@ -60,8 +64,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """`--shuffle`: no test may need another one before it. Else long tests go to the
-    workers first, so that none is left alone with one at the end."""
+    """With `--shuffle`, shuffle the tests: none may depend on another one before it.
+    Otherwise send long tests to the workers first, so that no worker is left with one
+    at the end.
+    """
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         places = {
@@ -69,7 +75,7 @@ def pytest_collection_modifyitems(
         }
         order.shuffle(items)
         items.sort(key=lambda item: places[item.path])
-    # without workers a module's fixtures would be made twice
+    # without workers the fixtures of a module would be made twice
     elif hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
@@ -82,9 +88,10 @@ def pytest_runtest_setup() -> None:
 
 @functools.lru_cache(maxsize=1)
 def keep_imports_out_of_collections(hundreds_of_modules: int) -> None:
-    """A full collection looks at a million objects of imported modules for half a
-    second, and in a fork copies them; a loaded model, an epoch, the end of every
-    training ask for one."""
+    """Keep imported modules out of garbage collections. A full collection visits a
+    million of their objects for half a second, and in a fork copies them; a loaded
+    model, an epoch and the end of every training each ask for one.
+    """
     gc.collect()
     gc.freeze()
 
@@ -95,8 +102,8 @@ def pytest_runtest_call() -> None:
 
 
 def seed_everything() -> None:
-    """A test draws the same numbers after any other test, and whether or not it is the
-    first to need a fixture.
+    """Seed the generators, so that a test draws the same numbers after any other test,
+    and whether or not it is the first to need a fixture.
     """
     import numpy
     import torch
@@ -108,8 +115,8 @@ def seed_everything() -> None:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """A command that a test runs in this process sets variables for its own libraries;
-    the next test has not these.
+    """Restore the environment: a command that a test runs in this process sets
+    variables for its own libraries, which the next test must not see.
     """
     before = dict(os.environ)
     yield
@@ -141,15 +148,15 @@ def base_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    """For `usefixtures`: models are made and called in float64 throughout."""
+    """For `usefixtures`: make and call models entirely in float64."""
     with in_float64():
         yield
 
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real data sets, where the machine has them; where a user says that it has them,
-    they must be there.
+    """Return the real data sets if the machine has them; if the user says that it has
+    them, they must exist.
     """
     if not (SHARED_DATA / "hub").is_dir():
         missing = f"no real data sets at {SHARED_DATA}/hub (set FCSD_SHARED_DATA)"

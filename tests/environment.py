@@ -1,4 +1,4 @@
-"""What tests need of the environment, whatever the shell's is.
+"""Set the environment that tests need, whatever the shell's is.
 
 `conftest.py` imports this before torch and transformers, which read some of it once;
 the processes that tests start inherit it.
@@ -14,7 +14,7 @@ SETTINGS = {
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
-# What a launcher, a user's configuration of one, or a terminal says.
+# Variables that a launcher, a user's configuration of one, or a terminal sets.
 _OTHERS = (
     "RANK",
     "LOCAL_RANK",

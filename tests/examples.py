@@ -16,7 +16,7 @@ def tokenize_example(
     tokenizer: Any,
     loss_on: str = "response",
 ) -> dict[str, Any]:
-    """Tokenize one example; what is bad about it is raised."""
+    """Tokenize one example, or raise its fault."""
     (result,) = tokenize_examples([example], columns, tokenizer, loss_on)
     if isinstance(result, BadExample):
         raise result
@@ -33,8 +33,8 @@ def pack(
     """Pack tokenized examples into rows of exactly `max_length` tokens; options as
     `first_fit`.
 
-    One that is longer than a row is truncated; one of which no token would be predicted
-    is left out.
+    An example that is longer than a row is truncated; one in which no token would be
+    predicted is left out.
     """
     lengths = [
         len(one["input_ids"][:max_length])

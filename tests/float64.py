@@ -4,7 +4,7 @@
 `model.double()` is not enough: transformers computes norms, softmaxes, rotations and
 routers in float32 whatever the model's dtype. Two orders of summation then differ by
 1e-6 to 1e-4, by CPU and by family, and a bound in between is a guess. Under
-`in_float64` the float32 that a model's code asks for is float64, too.
+`in_float64`, code of a model that asks for float32 gets float64.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ this many times as far from each other as one of them is from its float64 value.
 
 
 class _Float64(TorchFunctionMode):
-    """Puts float64 in the place of float32 in every call of torch."""
+    """Replace float32 by float64 in every call of torch."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -38,7 +38,7 @@ class _Float64(TorchFunctionMode):
         if not kwargs and func is not torch.randn:
             return func(*args)
         kwargs = kwargs or {}
-        # the numbers that float32 draws: the same models
+        # the numbers that float32 draws, so that models are the same
         if func is torch.randn and "dtype" not in kwargs:
             return func(*args, dtype=torch.float32, **kwargs).double()
         return func(*args, **{name: _double(value) for name, value in kwargs.items()})
@@ -91,7 +91,9 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def call_in_float64(model: Any, inputs: dict[str, Any]) -> Any:
-    """Return what a model of float32 weights puts out in float64; it is left as it was."""
+    """Return the output of a model with float32 weights, computed in float64; the model
+    is left unchanged.
+    """
     assert model.dtype == torch.float32
     wide = {
         name: value.double()

@@ -1,5 +1,5 @@
-"""Kills at a place, not at a time: before and after each rename and removal of files
-that a command makes.
+"""Kill a command at a place, not at a time: before and after each of its renames and
+removals of files.
 
     moments = ...                                 # of a whole run, by `Places(folder, record=file)` in its process
     Places(folder, kill=moments[3]).watch()       # in the process of another run, which ends there with SIGKILL
@@ -35,11 +35,11 @@ class _Tree(threading.local):
 
 
 class Places:
-    """Watches the renames and removals below a folder, and beside it under names that
-    begin as its own does.
+    """Watches the renames and removals below a folder, and beside it those of files
+    whose names begin with the folder's name.
 
     kill: the moment, as a line of `record`, at which this process ends. record: a file
-    that gets a line a moment.
+    that gets one line per moment.
     """
 
     def __init__(
@@ -104,7 +104,9 @@ class Places:
 
 
 def state_of(folder: Path) -> str:
-    """Hash names and bytes of all that lies in a folder, but for times and random names."""
+    """Hash the names and bytes of everything in a folder, except times and random
+    names.
+    """
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         digest.update(

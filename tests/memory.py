@@ -76,7 +76,9 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Ready(Teacher):
-    """As one that reads from a cache: hidden states and a head, no model."""
+    """Stands for a teacher that reads from a cache: hidden states and a head, no
+    model.
+    """
 
     def __init__(self, head: torch.nn.Linear):
         self.head = torch.nn.Linear(
@@ -145,7 +147,9 @@ def memory_of_this_process(field: str) -> int:
 
 
 def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
-    """Bytes by which two real steps raise this process above what a tiny training left."""
+    """Return the bytes by which two real steps raise the peak of this process above the
+    memory that a tiny training left in use.
+    """
     with tempfile.TemporaryDirectory() as folder:
         warm_up = {"vocab_size": 512, "hidden_size": 64, "moe_intermediate_size": 32}
         few = {"num_rows": 2, "num_tokens": 16}
@@ -153,15 +157,15 @@ def peak_of_two_steps(setting: Setting, **overrides: Any) -> int:
             Path(folder) / "a", Setting(**{**vars(setting), **few}), **warm_up
         )
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = memory_of_this_process("VmRSS")
         train_two_steps(Path(folder) / "b", setting, **overrides)
         return memory_of_this_process("VmHWM") - before
 
 
 def peak_on_two_ranks(setting: Setting, **overrides: Any) -> int:
-    """As `peak_of_two_steps`, of the rank that needs more, under FSDP2; the second rank
-    starts without weights.
+    """Return `peak_of_two_steps` for the rank that needs more, under FSDP2; the second
+    rank starts without weights.
     """
     from tests.parallel.test_engines import environment
 
@@ -209,7 +213,7 @@ def _measure_all(module: str, names: list[str]) -> None:
         # which a training looks for: half a second in each fork
         importlib.import_module("deepspeed")
     gc.collect()
-    gc.freeze()  # what is imported stays out of the collections of each fork
+    gc.freeze()  # imported modules stay out of the collections of each fork
     print(
         "RESULT",
         json.dumps({name: forked(lambda name=name: measure(name)) for name in names}),
@@ -217,8 +221,8 @@ def _measure_all(module: str, names: list[str]) -> None:
 
 
 def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
-    """The values of a parameter in those tests that are run of the ones that ask for
-    the fixture of this request.
+    """Return the values of a parameter in the selected tests that ask for the fixture
+    of this request.
     """
     asking = (each for each in request.session.items if each.path == request.path)
     return [
@@ -229,8 +233,8 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
 
 
 def measured_by(module: str, names: list[str]) -> dict[str, int]:
-    """{name: `measure(name)` of that test module}, each in a fork of one process that
-    has only imported it.
+    """Return {name: `measure(name)` of that test module}, each from a fork of one
+    process that has only imported the module.
     """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip(
@@ -240,8 +244,8 @@ def measured_by(module: str, names: list[str]) -> dict[str, int]:
         "import warnings; warnings.simplefilter('ignore');"
         f"from tests.memory import _measure_all as m; m({module!r}, {names!r})"
     )
-    # With a fixed threshold every tensor goes back to the system when it is freed:
-    # resident memory is what lives.
+    # With a fixed threshold every freed tensor goes back to the system, so that
+    # resident memory is live memory.
     environment = {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "OMP_NUM_THREADS": "1",

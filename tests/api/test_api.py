@@ -63,7 +63,7 @@ def test_sides_are_given_once(original: Any) -> None:
         UserError, match="attention, mlp: set them in the Connectivity instead"
     ):
         fcsd.convert(model, fcsd.Connectivity("all"), mlp="full")
-    # another connectivity is put in the place of the first
+    # another connectivity replaces the first
     fcsd.convert(model, "all", mlp="full")
     assert model.config.farskip["mlp"] == "full"
 
@@ -508,7 +508,9 @@ def test_an_argument_of_the_wrong_kind_is_one_line(
     original: Any,
     base_checkpoint: Path,
 ) -> None:
-    """Values of other kinds, paths in the place of models, what `fcsd.load` gives as a whole."""
+    """Covers values of other types, paths in place of models, and the whole tuple of
+    `fcsd.load`.
+    """
     model = fcsd.convert(copy.deepcopy(original))
     given = {
         name: (

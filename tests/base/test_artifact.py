@@ -1,5 +1,5 @@
-"""Stage folders: finished ones are found, changed ones refused, nothing half-written
-under a final name.
+"""Stage folders: finished ones are found, changed ones are refused, and nothing
+half-written has a final name.
 """
 
 import json
@@ -372,7 +372,7 @@ def test_json_is_written_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-# ---- folders that an fcsd of schema_version 1 left: manifests of one small run, and
+# ---- folders that an fcsd with schema_version 1 wrote: manifests of one small run, and
 # its recipe
 
 SMALL = [
@@ -384,8 +384,8 @@ SMALL = [
 
 
 def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
-    """Return the stage as this fcsd would begin it in `folder`, which holds what the
-    former one left; its manifest.
+    """Return the stage as this fcsd would start it in `folder`, which holds the output
+    of the earlier version, and the manifest of that version.
     """
     manifest = read_json(ROOT / "tests" / "files" / "schema_1" / f"{name}.json")
     assert manifest["schema_version"] == 1

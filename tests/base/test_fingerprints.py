@@ -1,4 +1,6 @@
-"""What a stage reads and leaves is known by what is computed with it, and compared."""
+"""Stages compare their inputs and outputs by fingerprints of everything that affects a
+result.
+"""
 
 import json
 import os
@@ -32,7 +34,7 @@ CONFIG = {
 
 
 def flip(file: Path, old: bytes, new: bytes) -> None:
-    """Change bytes of a file, as a disk does: its size stays."""
+    """Change bytes of a file but not its size, as a faulty disk does."""
     data = file.read_bytes()
     assert old in data and len(old) == len(new)
     file.write_bytes(data.replace(old, new, 1))
@@ -165,7 +167,7 @@ def test_hard_links_are_read_once(
 
 @pytest.fixture
 def finished(checkpoint: Path, tmp_path: Path) -> Path:
-    """Return the folder of a training that has ended."""
+    """Return the folder of a finished training."""
     stage = Stage(tmp_path / "distill", "distill", {}, {"original": "abc"})
     stage.start()
     shutil.copytree(checkpoint, stage.folder / "model")
@@ -219,7 +221,7 @@ def test_a_field_without_effect_is_known_by_the_hash_of_its_file(
     flip(finished / "model" / "generation_config.json", b"4.57.0", b"4.57.1")
     with pytest.raises(UserError, match=r"model/generation_config\.json\.sha256: "):
         check_outputs(finished)
-    # A former fcsd noted the fields alone.
+    # An earlier fcsd recorded only the fields.
     record = read_json(finished / "manifest.json")
     for name in ("config.json", "generation_config.json"):
         del record["outputs"][f"model/{name}"]["sha256"]
@@ -248,7 +250,8 @@ def test_a_checkpoint_that_a_command_left_is_what_it_wrote(checkpoint: Path) -> 
     write_json(path, sealed(record) | {"outputs": {}})
     with pytest.raises(UserError, match=r"is damaged: .*; write the checkpoint again"):
         known(checkpoint)
-    # The file of another tool, and the record of a conversion, say nothing of weights.
+    # The file of another tool, and the record of a conversion, say nothing about
+    # weights.
     for other in ([1], {"sha256": "x", "model": 2}, sealed({"stage": "convert"})):
         write_json(path, other)
         known(checkpoint)

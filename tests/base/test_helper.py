@@ -1,5 +1,5 @@
-"""Helper processes ignore what others send, and never keep the process that they help
-from ending.
+"""Helper processes ignore signals from others, and never keep the process that they
+help from ending.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ ENDED = 1  # the exit status of a helper that has obeyed
 
 
 def helper() -> int:
-    """Return a fork that helps this process; it has begun to."""
+    """Fork a helper of this process, and return it once it has started."""
     parent, (reader, writer) = os.getpid(), os.pipe()
     if (child := os.fork()) == 0:
         obey_only_parent(parent)
@@ -50,7 +50,7 @@ def test_a_signal_of_another_process_is_ignored_and_one_of_the_parent_is_not(
 
 
 def pending(process: int) -> set[signal.Signals]:
-    """Return the signals that a process has been sent and has not taken yet."""
+    """Return the signals that were sent to a process and are still pending."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
     bits = int(next(line.split()[1] for line in lines if line.startswith("ShdPnd")), 16)
     return {number for number in signal.Signals if bits >> (int(number) - 1) & 1}
@@ -65,7 +65,7 @@ def test_a_helper_ends_with_its_parent(tmp_path: Path) -> None:
     assert in_a_fork(parent, tmp_path / "output") == -signal.SIGKILL
     state = Path("/proc", (tmp_path / "pid").read_text(), "status")
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        # a container may have nobody who asks how orphans ended
+        # a container may have no process that reaps orphans
         while "State:\tZ" not in state.read_text():
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""What modules are given and give is seen, and nothing stays registered."""
+"""Hooks see the inputs and outputs of modules, and none stays registered."""
 
 import contextlib
 

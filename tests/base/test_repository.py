@@ -1,5 +1,5 @@
-"""How the plugin for servers is installed: what is printed and published names no
-package of an index.
+"""How the plugin for servers is installed: commands that are printed or published name
+no package of an index.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Temporary folders: whose they are, and what becomes of those whose owner was killed."""
+"""Temporary folders: who owns them, and what happens to those whose owner was
+killed.
+"""
 
 import os
 import shutil
@@ -60,7 +62,9 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one(
 def test_a_writer_killed_when_its_file_has_its_name_leaves_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finished stage writes its manifest no second time: there is no next writer to clean up."""
+    """A finished stage does not write its manifest again, so no later writer would
+    clean up.
+    """
     rename = os.replace
 
     def finished() -> None:
@@ -80,7 +84,7 @@ def test_a_living_writers_file_is_not_swept_and_a_dead_ones_folder_of_before_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def half() -> None:
-        with beside(tmp_path / "a.json"):  # how files were written before
+        with beside(tmp_path / "a.json"):  # how files were written in the past
             die()
 
     killed_in(half, tmp_path)
@@ -137,7 +141,7 @@ def test_a_conversion_that_has_its_name_says_what_it_was_made_from(
 def test_a_living_owner_keeps_its_folder_whatever_its_process_is_called(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two containers that share a disk both processes may be number 1."""
+    """In two containers that share a disk, both processes may have PID 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     with new_folder(tmp_path / "model") as first:
         (first / "mine").write_text("x")
@@ -171,7 +175,7 @@ def test_a_folder_taken_for_a_dead_ones_before_its_lock_is_made_anew(
 def test_what_another_host_left_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its owner may live: a lock of another machine is not seen here."""
+    """Its owner may still run: a lock held on another machine is not visible here."""
 
     def half() -> None:
         with beside(tmp_path / "model"):
@@ -219,8 +223,8 @@ def test_the_cache_of_a_killed_process_goes_with_the_next_process(
 def test_a_command_that_needs_no_folder_removes_those_of_killed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after an evaluation that was killed when all was written: the second one finds
-    it finished.
+    """For example after an evaluation that was killed when everything was written: the
+    next one finds it finished.
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 

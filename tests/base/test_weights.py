@@ -1,4 +1,4 @@
-"""Which weight files of a folder count, and what their values are looked through for."""
+"""Which weight files of a folder count, and which faults are sought in their values."""
 
 import hashlib
 import json
@@ -110,7 +110,9 @@ def test_files_that_no_index_names_do_not_count(saved: Path, tmp_path: Path) -> 
 def test_weights_that_the_config_names_are_taken_as_transformers_does(
     index: bool, both: Path, saved: Path, tmp_path: Path
 ) -> None:
-    """`transformers_weights`, a field of transformers, goes before both usual names."""
+    """`transformers_weights`, a field of transformers, takes precedence over both usual
+    names.
+    """
     name = "other.safetensors.index.json" if index else "other.safetensors"
     (both / (INDEX if index else WEIGHTS)).rename(both / name)
     if not index:
@@ -174,7 +176,7 @@ DTYPES = (
 def test_values_that_are_not_finite_are_counted_by_dtype(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """All patterns of bits of values that have 8 or 16, and some of wider ones."""
+    """Tests all bit patterns of 8-bit and 16-bit values, and some of wider ones."""
     width = dtype.itemsize
     if width <= 2:
         values = (

@@ -1,5 +1,5 @@
-"""The interval of the mean holds the true mean as often as it says; the full grid is
-`benchmarks/coverage.py`.
+"""The interval of the mean contains the true mean as often as it claims;
+`benchmarks/coverage.py` has the full grid.
 """
 
 import pytest
@@ -21,8 +21,8 @@ from benchmarks.coverage import TARGET, cases, coverage
 def test_the_interval_of_the_mean_holds_the_true_mean(
     sizes: list[int], gained: float, lost: float
 ) -> None:
-    """Around the mean of the centres of the tasks' intervals, the first was held in 3.8
-    % of draws.
+    """An interval around the mean of the centres of the tasks' intervals contained the
+    true mean of the first case in only 3.8 % of draws.
     """
     held, half = coverage(sizes, gained, lost, draws=1500)
     assert held >= TARGET and half < 1

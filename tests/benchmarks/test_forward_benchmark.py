@@ -74,7 +74,7 @@ def test_every_model_takes_its_turn_in_every_round(benchmark):
     assert rounds[0] == "abc" and all(
         sorted(names) == ["a", "b", "c"] for names in rounds
     )  # a warm-up comes first
-    # every order occurs: none always runs after the same other one
+    # every order occurs, so that no model always runs after the same other one
     assert len(set(rounds[1:])) == 6
     assert all(len(values) == 40 for values in times.values())
 

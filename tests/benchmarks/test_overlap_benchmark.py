@@ -1,5 +1,5 @@
-"""The benchmark of overlap: what its table says, who computes when batons are handed
-on, what its link is told.
+"""The benchmark of overlap: the content of its table, who computes when batons are
+passed on, and what its link is told.
 """
 
 import math
@@ -73,7 +73,7 @@ SMALL = (
 
 
 def stepped(rank: int, model: str, modes: tuple[str, str]) -> Any:
-    """Return, for each mode, gradients, what was launched and waited for, and tokens of
+    """Return for each mode the gradients, the launches and waits, and the tokens of
     layer 1's shared expert.
     """
     bench = Bench(complete(parser().parse_args([*SMALL.split(), "--model", model])))
@@ -113,8 +113,8 @@ def check_gradients(expected: Any, actual: Any) -> None:
 def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(
     model: str,
 ) -> None:
-    """Only because the number of the node is set: without, autograd would wait at once
-    for what it has launched.
+    """This holds only because the sequence number of the node is set: without it,
+    autograd would wait at once for what it has launched.
     """
     for (expected, order), (actual, seen) in run_ranks(
         stepped, 2, model, ("full", "one-node")
@@ -129,7 +129,7 @@ def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(
 def test_the_exact_rivals_shared_expert_is_computed_beside_both_exchanges_in_halves() -> (
     None
 ):
-    """Return those of the 8 tokens of a rank."""
+    """Each half has 4 of the 8 tokens of a rank."""
     for (expected, _), (actual, seen) in run_ranks(
         stepped, 2, "shared", ("regular", "both")
     ):

@@ -1,5 +1,5 @@
-"""The benchmark of whole steps compares trainers that do the same, and reports ratios
-that mean what they say.
+"""The benchmark of whole steps compares trainers that do the same work, and reports
+correct ratios.
 """
 
 import importlib.util
@@ -51,7 +51,7 @@ def losses(benchmark, variant, lengths, folder):
     return watcher.values
 
 
-# TRL's, of names that transformers will drop
+# TRL's warnings about names that transformers will drop
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 @pytest.mark.parametrize("lengths", ["equal", "mixed"])
@@ -64,8 +64,8 @@ def test_all_distillations_have_the_same_losses_after_the_same_updates(
     if importlib.util.find_spec("trl") is not None:
         others += ["gkd"] + ["gkd sorted"] * (lengths == "mixed")
     for variant in others:
-        # Divergences of 2e-4 nats: float32 has each token's to 1e-7, TRL from two
-        # log-softmaxes.
+        # Divergences are 2e-4 nats: float32 is exact to 1e-7 for each token, and TRL
+        # takes them from two log-softmaxes.
         assert losses(benchmark, variant, lengths, tmp_path / variant) == pytest.approx(
             expected, rel=1e-3
         )

@@ -86,7 +86,7 @@ def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -
 
 
 class Refused:
-    """Runs a command that must be refused, and looks at what it printed and left."""
+    """Run a command that must be refused, and check what it printed and left."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], watched: Path):
         self.capfd, self.watched = capfd, watched
@@ -489,7 +489,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
                 r" output"
             ),
         )
-        # What nobody may write in, and root learns only by trying.
+        # A place where nobody may write, which root learns only by trying.
         command = [word.replace(out, "/proc/x") for word in command]
         refused(
             *command,

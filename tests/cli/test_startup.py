@@ -1,4 +1,4 @@
-"""What the command line loads before it has work to do: no heavy library."""
+"""The command line loads no heavy library before it has work to do."""
 
 from tests.support import start
 

@@ -1,5 +1,5 @@
-"""Examples that cannot be tokenized: named with file and row, or left out and counted,
-before a model is loaded.
+"""Examples that cannot be tokenized are named with file and row, or left out and
+counted, before a model is loaded.
 """
 
 import json
@@ -123,7 +123,7 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
         ]
         return {"messages": turns, "other": "x" * 2_000_000}
 
-    # `datasets` takes the types of what it reads first, 10 MB.
+    # `datasets` infers the types from the first 10 MB that it reads.
     rows = [*map(chat, "abcdef"), chat(5), chat("h")]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,9 +1,9 @@
-"""What the loss is on in conversations: the assistant's words and the end of its turns,
-in whatever chat template.
+"""Which tokens of a conversation carry loss: the assistant's words and the ends of its
+turns, in any chat template.
 
-The templates are those that TRL ships, where it is installed, and reductions of others,
-written here. What the assistant says is told by its words, which stand in one message
-each, and by ends and headers that are listed by hand.
+The templates are those that TRL ships, if it is installed, and simplified versions of
+others, written here. What the assistant says is recognised by its words, each of which
+occurs in one message only, and by ends and headers that are listed by hand.
 """
 
 import importlib.util
@@ -28,7 +28,9 @@ MARKER = re.compile(r"<[^<>\s{}'\"]*[|｜][^<>\s{}'\"]*>|</?s>|<\w+_of_\w+>|\[/?
 def make_tokenizer(
     template: str | None, *, adds_bos: bool = False
 ) -> PreTrainedTokenizerFast:
-    """Return a byte-level tokenizer that takes the markers of a template as one token each."""
+    """Return a byte-level tokenizer that encodes each marker of a template as one
+    token.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
@@ -52,7 +54,7 @@ def make_tokenizer(
 
 
 def said(encoded: Mapping[str, Any], tokenizer: Any) -> list[str]:
-    """Return the parts of a conversation that the loss is on."""
+    """Return the parts of a conversation that carry loss."""
     tokens = zip(encoded["loss_mask"], encoded["input_ids"], strict=True)
     return [
         tokenizer.decode([i for _, i in part])
@@ -132,8 +134,8 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     ],
 }  # fmt: skip
 
-# What ends a turn, in all these templates; a GLM's turn ends where another one begins,
-# Gemma 4's call where its result.
+# What ends a turn in these templates. A GLM turn ends where another one begins, and a
+# Gemma 4 call where its result begins.
 ENDS = (
     "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|tool_response>", "<|end|>", "<|return|>", "<|call|>",
     "<|eot|>", "<|user|>", "<|observation|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "<eos>", "</s>",
@@ -146,7 +148,7 @@ HEADERS = (
 
 
 def words(message: Mapping[str, Any]) -> set[str]:
-    """Return the words of a message that no other message has."""
+    """Return the words of a message that occur in no other message."""
     content = message["content"]
     text = (
         content
@@ -166,11 +168,11 @@ def words(message: Mapping[str, Any]) -> set[str]:
 
 
 def check(tokenizer: Any, messages: Sequence[dict[str, Any]], *, loosely: bool) -> None:
-    """Check that the loss is on what the assistant says, on all of it, and on nothing
-    else.
+    """Check that everything that the assistant says carries loss, and nothing else
+    does.
 
-    loosely: headers may be among it, as where a template marks it itself, and answers
-    may be in several parts.
+    loosely: headers may carry loss too, as where the template itself marks the
+    assistant's part, and answers may be in several parts.
     """
     encoded = tokenize_example({"m": messages}, {"messages": "m"}, tokenizer)
     parts, whole = said(encoded, tokenizer), tokenizer.decode(encoded["input_ids"])
@@ -215,7 +217,9 @@ STOCK = stock_templates()
 
 
 def is_refused_rightly(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> bool:
-    """Whether a template refuses a conversation itself, or leaves out what the assistant says."""
+    """Tell whether a template itself refuses a conversation, or leaves out what the
+    assistant says.
+    """
     try:
         written = tokenizer.apply_chat_template(messages, tokenize=False)
     except (TemplateError, TypeError):
@@ -243,8 +247,8 @@ def test_of_every_stock_template_the_loss_is_on_the_answers_and_their_ends_and_o
     num_checked = 0
     for kind, messages in CONVERSATIONS.items():
         try:
-            # Gemma 4 has what is said beside a call behind its result, in one turn with
-            # what is said next.
+            # Gemma 4 puts text that accompanies a call after the result of the call, in
+            # one turn with the text that follows.
             merged = "gemma" in name and kind == "text beside a call"
             check(tokenizer, messages, loosely=marked or merged)
             num_checked += 1
@@ -343,7 +347,7 @@ def test_glm_learns_to_stop_and_neither_gpt_oss_nor_gemma_to_speak_for_others() 
 OPENED = "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 LOOP = "{% for m in messages %}"
 REDUCED = {
-    # Phi-3: an end of all behind the last end of turn.
+    # Phi-3: an end of text after the last end of turn.
     "an end of text": (
         LOOP + TURN + "{{ '\n' + m.content + '<|end|>\n' }}{% endfor %}{% if"
         " add_generation_prompt %}"
@@ -363,7 +367,7 @@ REDUCED = {
         + "{{ m.content }}{% if m.role == 'assistant' and not loop.last %}<|end|>"
         "{% endif %}{% endfor %}" + OPENED
     ),
-    # Mistral: no opening, and the system prompt in the last turn of the user.
+    # Mistral: no opening, and the system prompt is in the last user turn.
     "a prompt that moves": (
         "{% set ns = namespace(system='') %}<bos>"
         + LOOP
@@ -374,7 +378,7 @@ REDUCED = {
     ),
     # No opening, though there is a header.
     "a header alone": LOOP + TURN + "{{ m.content + '<|end|>' }}{% endfor %}",
-    # Command R7B: opened for the assistant behind everything.
+    # Command R7B: after everything, a turn is opened for the assistant.
     "always open": (
         LOOP + "{{ '<|start|><|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
         "<|start|><|assistant|>"
@@ -385,7 +389,7 @@ REDUCED = {
         " c.split('</think>')[-1] %}{% endif %}{{ c + '<|end|>' }}{% endfor %}{% if"
         " add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
     ),
-    # Text alone tells who speaks, with other white space in the opening.
+    # Only plain text tells who speaks, with different white space in the opening.
     "plain text": (
         LOOP
         + "{{ m.role | upper + ': ' + m.content + ('<eos>' if m.role == 'assistant'"

@@ -1,5 +1,5 @@
-"""What becomes of the examples that are read is counted, and an error says which of
-them have no answer.
+"""Examples are counted by what happens to them, and an error names those that have no
+answer.
 """
 
 from pathlib import Path
@@ -26,7 +26,9 @@ def given(examples: list[dict[str, Any]], **options: Any) -> Any:
 
 
 def tokens(*labels: bool) -> dict[str, list[int]]:
-    """Return an example of so many tokens, of which those with a label of True have loss."""
+    """Return an example with a token for each label; tokens whose label is True carry
+    loss.
+    """
     ids = list(range(5, 5 + len(labels)))
     return {
         "input_ids": ids,

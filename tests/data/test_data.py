@@ -1,5 +1,5 @@
-"""Instruction data to packed rows, on small tokenizers made here; on real data where it
-lies beside us.
+"""Instruction data becomes packed rows: with small tokenizers made here, and with real
+data if the machine has it.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ MARKED_TEMPLATE = (
 # Numbers a conversation by its length, so that no conversation begins like a shorter
 # one.
 REWRITING_TEMPLATE = "{{ messages | length }}" + PLAIN_TEMPLATE
-# Thoughts in the last turn only, as in Qwen3's.
+# Writes thoughts in the last turn only, as Qwen3's template does.
 THINKING_TEMPLATE = (
     "{% for message in messages %}"
     + TURN
@@ -93,7 +93,7 @@ def write_texts(path, lengths, letter="a"):
 
 
 def said(encoded, tokenizer):
-    """Return the text on which loss is."""
+    """Return the text that carries loss."""
     return tokenizer.decode(
         [
             i
@@ -166,7 +166,7 @@ def test_a_conversation_in_the_words_of_sharegpt_is_the_same_conversation():
     assert one == other
 
 
-# Says which tools there are before the conversation, as those of Qwen3 and Llama do.
+# Lists the tools before the conversation, as the templates of Qwen3 and Llama do.
 TOOL_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<{{ tool.function.name }}>{% endfor %}{%"
     " endif %}"
@@ -412,8 +412,8 @@ def test_text_without_an_end_of_sequence_token_is_refused():
 
 
 def numbered(lengths, masked=0):
-    """Return examples of tokens that are all different, to find them again; the first
-    `masked` have no loss.
+    """Return examples whose tokens are all different, so that they can be found again;
+    the first `masked` tokens have no loss.
     """
     start, examples = 1, []
     for n in lengths:
@@ -679,8 +679,8 @@ def test_a_short_source_is_read_again_until_the_longest_one_has_ended(tmp_path):
 
 
 def test_sources_of_different_columns_are_mixed(tmp_path):
-    """Their chat templates are applied one after another: the state that marks
-    responses is one for all threads.
+    """Chat templates are applied one after another, because all threads share the state
+    that marks responses.
     """
     rows = [
         [

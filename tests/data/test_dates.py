@@ -33,7 +33,7 @@ ASKED = [{"role": "user", "content": "hi"}]
 
 
 def set_day(day: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make it another day for transformers."""
+    """Set the day that transformers sees."""
 
     class Clock(datetime):
         @classmethod

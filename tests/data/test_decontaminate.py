@@ -1,5 +1,5 @@
-"""Test items in training data: planted ones are found, what only looks alike is not,
-and real data is told apart.
+"""Test items in training data: planted items are found, similar text is not, and real
+data is told apart.
 """
 
 import json
@@ -90,7 +90,7 @@ def test_wording_that_many_items_share_and_rows_of_numbers_say_nothing() -> None
 
 
 def reference(items: list[Item], text: str, ngram: int) -> bool:
-    """Apply the rule by sets of tuples."""
+    """Apply the rule with sets of tuples."""
 
     def rows(text: list[str], length: int) -> set[tuple[str, ...]]:
         return {tuple(text[n : n + length]) for n in range(len(text) - length + 1)}

@@ -1,5 +1,5 @@
-"""Examples in the forms in which data come: what is trained is what they say, or they
-are refused by name.
+"""Examples in the forms in which data come: they are trained on as they are written, or
+refused by name.
 """
 
 import datetime
@@ -34,8 +34,8 @@ from tests.data.test_data import (
 )
 from tests.examples import tokenize_example
 
-# A role that a template does not name is left out without a word, as in those of Qwen
-# and DeepSeek.
+# Silently leaves out a role that it does not name, as the templates of Qwen and
+# DeepSeek do.
 NAMING_TEMPLATE = (
     "{% for message in messages %}{% if message['role'] in ['system', 'user',"
     " 'assistant'] %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|eos|>'"
@@ -46,7 +46,7 @@ CALLING_TEMPLATE = (
     " call in message.tool_calls or [] %}[{{ call.function.name }} {{"
     " call.function.arguments | tojson }}]{% endfor %}<|eos|>{% endfor %}"
 )
-# Puts texts together, as DeepSeek's does.
+# Concatenates texts, as DeepSeek's does.
 TEXT_CALLING_TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content }}"
     "{% for call in message.tool_calls %}"
@@ -90,7 +90,7 @@ def stock_names() -> list[str]:
 
 
 def tokens_of(messages: list[Any], template: str, **columns: Any) -> tuple[str, str]:
-    """Return what a conversation becomes, and the part with loss."""
+    """Return the tokens of a conversation, and the part that carries loss."""
     tokenizer = make_tokenizer(template)
     tokenizer.bos_token = "<|bos|>"
     meanings = {"messages": "m"} | {name: name for name in columns}

@@ -1,5 +1,5 @@
-"""Data that a caller holds gives the rows of a recipe's file; what its columns mean is
-seen from their names.
+"""Data in memory gives the same rows as the file of a recipe; the names of its columns
+tell what they mean.
 """
 
 import json

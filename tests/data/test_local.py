@@ -1,5 +1,5 @@
-"""A local data set is read as it lies there now, not as a folder of the same name was
-read before.
+"""A local data set is read as it is now, not as a folder of the same name was when it
+was last read.
 """
 
 import json

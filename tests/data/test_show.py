@@ -1,4 +1,4 @@
-"""Rows are shown as text, and what is marked in it is what carries loss."""
+"""Rows are shown as text, and the marked parts are those that carry loss."""
 
 import re
 import sys
@@ -90,7 +90,7 @@ def test_the_first_token_of_an_example_is_not_marked_as_nothing_predicts_it() ->
 
 def spaced_tokenizer() -> Any:
     """Return a tokenizer of words whose decoder leaves out the space at the beginning,
-    as Llama 2's.
+    as Llama 2's does.
     """
     words = [
         "<unk>",

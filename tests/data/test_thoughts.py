@@ -1,4 +1,4 @@
-"""Thoughts and answers of every family's markers, written by hand after the families'
+"""Thoughts and answers with every family's markers, written by hand after the families'
 own templates.
 """
 
@@ -25,7 +25,8 @@ GEMMA = "{{ '<|channel>thought\n<channel|>' }}{{ messages[0].content }}"
 HUNYUAN = "<think> </think> <answer> </answer>{{ messages[0].content }}"
 COHERE = "<|START_THINKING|> <|END_THINKING|><|START_RESPONSE|> <|END_RESPONSE|>"
 SPOKEN: dict[str, tuple[str, str, str]] = {
-    # template, what the model writes, and what of it is thought without an end
+    # the template, what the model writes, and the part of it that is a thought without
+    # an end
     "qwen3": ("qwen3", "<think>\nUser greets.\n\nA: no\n</think>\n\nHello!", "<think>\nUser greets."),
     "glm4moe": ("glm4moe", "<think>User greets.</think>\nHello!", "<think>User greets.\n\nHello!"),
     "gptoss": ("gptoss", HARMONY, "<|channel|>analysis<|message|>User greets. Hello!"),
@@ -115,8 +116,8 @@ def test_a_marker_inside_a_line_of_the_answer_opens_no_thoughts() -> None:
 
 
 def test_markers_that_are_special_tokens_outlive_decoding_and_others_do_not() -> None:
-    """Reference: the same text, tokenized by a tokenizer of which none of the markers
-    is special.
+    """Reference: the same text, encoded by a tokenizer in which none of the markers is
+    special.
     """
     marks = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|return|>")
     tokenizer = tokenizer_with("gptoss", *marks, "<|other|>")

@@ -1,4 +1,4 @@
-"""Tokens on disk: every source is read once, a kill costs a shard, and the order is
+"""Tokens on disk: every source is read once, a kill costs one shard, and the order is
 that of `datasets`.
 """
 
@@ -44,14 +44,14 @@ TOKENIZER = make_tokenizer()
 
 @pytest.fixture(autouse=True)
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces that a hundred examples fill several times."""
+    """Make pieces so small that a hundred examples fill several of them."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(reading, "PIECE_EXAMPLES", 6)
     monkeypatch.setattr(reading, "_BLOCK", 3)
 
 
 def folder(path: Path, *lengths: int) -> str:
-    """Return files of so many short texts, each different."""
+    """Return files with this many short texts, all different."""
     path.mkdir()
     for file, length in enumerate(lengths):
         lines = [
@@ -67,7 +67,7 @@ def source(path: str, **values: Any) -> SourceConfig:
 
 
 def texts(built: Any) -> list[str]:
-    """Return what unpacked rows say."""
+    """Return the texts of unpacked rows."""
     said = []
     for row in built:
         ids = np.asarray(row["input_ids"])
@@ -252,7 +252,7 @@ def test_what_was_written_before_a_kill_is_not_tokenized_again(
     monkeypatch.setattr(rows, "open_source", lambda *_: pytest.fail("read again"))
     assert texts(mixed(tmp_path / "tokens")[0]) == texts(built)
     for path in (tmp_path / "tokens").glob("rows-*"):
-        path.unlink()  # another seed would make others of the same tokens
+        path.unlink()  # another seed would make other rows of the same tokens
     assert mixed(tmp_path / "tokens")[1] == record
 
 
@@ -408,7 +408,7 @@ def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No source is so small that it is tokenized whole."""
+    """Treat no source as small enough to be tokenized whole."""
     monkeypatch.setattr(sources, "WHOLE_BYTES", 0)
 
 
@@ -443,8 +443,8 @@ def test_of_a_large_source_as_much_is_written_as_a_training_needs(
     more = build_dataset(parts, TOKENIZER, num_rows=300, **options)
     assert len(more) == 300 and len({*texts(more)}) >= 280
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-    # More than there is: all of it, the shorter source again and again, as of sources
-    # that are taken whole.
+    # More than the sources have: all of them are read, the shorter one repeatedly, as
+    # when sources are tokenized whole.
     everything = build_dataset(parts, TOKENIZER, num_rows=10_000, **options)
     every = [f"a {file} {row}" for file in range(3) for row in range(90)]
     assert {*texts(everything)} == {*every, *(f"b 0 {row}" for row in range(200))}
@@ -575,7 +575,7 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
 
 
 def _peak_mb(call: Callable[[], Any]) -> float:
-    """Return the most main memory, MB, that a fork takes for a call, with its workers."""
+    """Return the peak main memory in MB that a fork and its workers need for a call."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         end_if_it_hangs()

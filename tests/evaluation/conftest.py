@@ -1,4 +1,4 @@
-"""No data set cached outside the test's own folders."""
+"""Keep data sets from being cached outside the test's own folders."""
 
 import functools
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_look_at_the_machine() -> Iterator[None]:
-    """lm-eval notes pip's list, compilers and drivers beside every evaluation: a second
-    and a half each.
+    """Inspect the machine only once: lm-eval records pip's list, compilers and drivers
+    with every evaluation, which takes a second and a half each time.
     """
     from torch.utils import collect_env
 

@@ -135,7 +135,9 @@ def mbpp_row(i: int) -> dict[str, Any]:
 
 
 def write_root(root: Path, count: int = 3) -> Path:
-    """Return all data sets of the shipped suites, `count` graded rows each."""
+    """Write all data sets of the shipped suites, with `count` graded rows each, and
+    return their root.
+    """
 
     def splits(name: str, *graded: str, train: str = "train") -> dict[str, Rows]:
         return {

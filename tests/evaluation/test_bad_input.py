@@ -1,4 +1,4 @@
-"""What a user gets wrong, through the command: one line that names the task and says
+"""Mistakes that a user makes with the command: one line that names the task and says
 what to do, and status 2.
 """
 
@@ -90,7 +90,7 @@ def words(model: Path, root: Path, *tasks: dict[str, Any], **options: Any) -> li
 def error_of(
     arguments: list[str], capsys: pytest.CaptureFixture[str], status: int = 2
 ) -> str:
-    """Return what the command says when it fails: one line."""
+    """Return the one line that the command prints when it fails."""
     assert main(arguments) == status
     *_, line = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"fcsd {arguments[0]}: error: ")
@@ -342,7 +342,9 @@ def test_canonical_solutions_that_fail_are_no_score_but_an_error_of_status_1(
 def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """256 new tokens do not fit the model's 200 positions, which shows when GSM8K is asked."""
+    """256 new tokens do not fit the model's 200 positions, which shows only when GSM8K
+    runs.
+    """
     said = error_of(words(model, root, PIQA, GSM8K), capsys)
     assert said.startswith(
         "task gsm8k: max_new_tokens 256 leave no room for a prompt in the model's 200"
@@ -366,7 +368,7 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
         "output": root.parent / "other",
     }
     assert main(words(model, root, PIQA, GSM8K | {"max_new_tokens": 2}, **cache)) == 0
-    # not asked again
+    # not run again
     assert (
         read_json(root.parent / "other/results.json")["tasks"]["piqa"]["value"] == 0.25
     )
@@ -377,8 +379,9 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path
 ) -> None:
-    """Where nobody listens the client of the Hub tries for half a minute, here without
-    its pauses, and says so; offline it does not try."""
+    """Where nobody listens, the Hub's client retries for half a minute (here without
+    its pauses) and says so; offline it does not try.
+    """
     row = PIQA | {"revision": "a" * 40}
     *arguments, _, _ = words(model, root, row, **{"data-root": root})
     place = arguments.index("--data-root")

@@ -85,7 +85,7 @@ def test_every_task_of_the_papers_suite_runs_from_local_data(
 def test_the_tasks_that_only_the_other_suites_have_run_from_local_data(
     root: Path, model: Any
 ) -> None:
-    """And those with other shots; MMLU without shots is the same 57 tasks."""
+    """Those with other shots, too; MMLU without shots is the same 57 tasks."""
     seen = {
         (row.task, row.num_fewshot, row.metric) for row in load_suite("paper11").tasks
     }
@@ -143,8 +143,9 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """lm-eval's own front door, wrapper and task files: choices by length, choices by
-    what follows, a group, and generated answers."""
+    """Compared with lm-eval's own entry point, wrapper and task files: choices by
+    length, choices by what follows, a group, and generated answers.
+    """
     import datasets
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -180,7 +181,7 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
     )
     theirs = plain["results"][name]
     assert result["tasks"][name]["value"] == pytest.approx(float(theirs[row.metric]))
-    if name in plain["samples"]:  # the error of a group is another estimate there
+    if name in plain["samples"]:  # lm-eval estimates the error of a group differently
         error = float(theirs[row.metric.replace(",", "_stderr,")])
         assert result["tasks"][name]["stderr"] == pytest.approx(error)
     expected = [
@@ -209,8 +210,9 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
 def test_the_lm_eval_command_finds_the_same_item_by_item(
     root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Both from the command line, on one FarSkip checkpoint (there by the code that
-    lies in it), and compared by `fcsd compare`."""
+    """Both run from the command line on one FarSkip checkpoint (lm_eval with the code
+    that is in it), and `fcsd compare` compares them.
+    """
     model.save_pretrained(tmp_path / "base")
     tiny_tokenizer().save_pretrained(tmp_path / "base")
     assert main(["convert", str(tmp_path / "base"), str(tmp_path / "model")]) == 0
@@ -261,7 +263,7 @@ def test_the_work_of_a_task_is_what_the_model_reads_or_may_write(root: Path) -> 
     )
     assert of("piqa") == Work(3, "characters", pytest.approx(read))
     assert of("piqa", 1) == Work(1, "characters", pytest.approx(read / 3))
-    # Five letters for one prompt: lm-eval asks once.
+    # Five letters for one prompt: lm-eval runs it once.
     first, *_ = rows_of("tau/commonsense_qa", 1)
     assert (
         len(first["question"]) < of("commonsense_qa").amount / 3 < 2 * len(str(first))
@@ -270,8 +272,8 @@ def test_the_work_of_a_task_is_what_the_model_reads_or_may_write(root: Path) -> 
 
 
 def test_the_lm_eval_edition_of_mbpp_plus_has_lm_evals_prompt() -> None:
-    """Against lm-eval's own shots and template, read as text: importing them would
-    fetch a metric and run code.
+    """Compared with lm-eval's own shots and template, read as text: importing them
+    would fetch a metric and run code.
     """
     import ast
 

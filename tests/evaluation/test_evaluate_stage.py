@@ -1,5 +1,5 @@
-"""The evaluation of a checkpoint: where the model computes, and what makes an
-evaluation another one.
+"""The evaluation of a checkpoint: where the model computes, and what makes it a
+different evaluation.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ def evaluated(
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The results of evaluations in which no model is asked anything, in order; nothing
-    of them is written.
+    """Collect the results of evaluations that run no model, in order; none of them is
+    written.
     """
     results: list[dict[str, Any]] = []
 
@@ -120,7 +120,7 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
 def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refused(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight ranks of a machine would have eight copies in main memory otherwise."""
+    """Otherwise eight ranks of a machine would have eight copies in main memory."""
     device = torch.device("cuda", 1)
     maps = []
 

@@ -1,5 +1,5 @@
-"""A capacity in an evaluation: one sequence a pass, counted in the settings, the same
-scores on two ranks.
+"""A capacity in an evaluation: one sequence per pass, recorded in the settings, the
+same scores on two ranks.
 """
 
 import os

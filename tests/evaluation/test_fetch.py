@@ -1,4 +1,6 @@
-"""`fcsd evaluate --fetch`: a data root is filled, gone on with, and never half there."""
+"""`fcsd evaluate --fetch` fills a data root, continues an interrupted fetch, and never
+leaves a data set half there.
+"""
 
 import json
 import os
@@ -44,8 +46,8 @@ SUITE = SuiteConfig(
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A Hub that gives invented rows; the data sets that were asked for. A name that is
-    in the list twice fails.
+    """Stand in for the Hub with invented rows, and return the list of requested data
+    sets. A name that is in the list twice fails.
     """
     asked: list[str] = []
 
@@ -120,7 +122,7 @@ def test_a_failure_names_the_task_and_keeps_what_was_fetched(
         not (tmp_path / "allenai/sciq").exists()
         and (tmp_path / "baber/piqa" / MARK).is_file()
     )
-    # the next fetch goes on with it
+    # the next fetch continues it
     assert (tmp_path / "allenai/.sciq.fetch/half").is_file()
     monkeypatch.delenv("FAIL")
     assert fetch_suite(SUITE, tmp_path) == ["allenai/sciq"]

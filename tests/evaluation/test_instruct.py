@@ -18,7 +18,7 @@ from tests.evaluation.test_ready import lines
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
-# Shots are thousands of tokens of bytes, and attention is most of the time.
+# Shots are thousands of byte tokens, and attention takes most of the time.
 ONE_HEAD = {"vocab_size": 512, "num_attention_heads": 1, "num_key_value_heads": 1}
 SUBJECTS = (
     "biology", "business", "chemistry", "computer science", "economics", "engineering", "health", "history", "law",
@@ -82,8 +82,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(root: Path, name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return what a model that says a few tokens is given for a task of the suite, and
-    how it is graded.
+    """Run a task of the suite with a model that answers in a few tokens; return the
+    task's result and its samples.
     """
     (row,) = [row for row in load_suite("instruct").tasks if row.task == name]
     own = row.model_dump(mode="json", exclude_unset=True) | {"max_new_tokens": 3}

@@ -1,4 +1,6 @@
-"""Finished tasks are kept, under what they were measured on; progress and the batch size."""
+"""Finished tasks are kept, identified by what they were measured on; also progress and
+the batch size.
+"""
 
 import io
 import json
@@ -65,8 +67,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The tasks that a model was asked, in order; `gsm8k` fails once while the list
-    holds "fail".
+    """The tasks that a model ran, in order; `gsm8k` fails once while the list holds
+    "fail".
     """
     seen: list[str] = []
     run = likelihood.run_task
@@ -134,7 +136,9 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
 def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     place: Path, tmp_path: Path
 ) -> None:
-    """The command in a process of its own, which gets a SIGKILL when it comes to its third task."""
+    """The command runs in its own process, which gets a SIGKILL when it reaches its
+    third task.
+    """
     out, run = tmp_path / "out", likelihood.run_task
 
     def dies(wrapper: Any, row: TaskConfig, *rest: Any) -> Any:
@@ -210,7 +214,7 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
         == first
         and asked == []
     )
-    # Other weights at the same path, other items, another tokenizer: asked again.
+    # Other weights at the same path, other items, another tokenizer: run again.
     other = tiny_model(
         "qwen3_moe",
         vocab_size=512,
@@ -367,7 +371,7 @@ class _Model:
 def test_an_automatic_batch_size_is_halved_until_it_fits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # slow beside everything that the tests have loaded
+    # slow with everything that the tests have loaded
     monkeypatch.setattr("gc.collect", lambda: None)
     asked: list[int] = []
 

@@ -1,5 +1,5 @@
-"""`fcsd evaluate`, `layers` and `run` in a launch of two processes: what one process
-leaves, also after a kill.
+"""`fcsd evaluate`, `layers` and `run` in a launch of two processes write what one
+process writes, also after a kill.
 """
 
 import json
@@ -114,7 +114,9 @@ def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
 def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
     bench: Bench, place: Path, engine: str
 ) -> None:
-    """All stages, the KL to the original too, under FSDP2 and expert parallelism."""
+    """Covers all stages, including the KL to the original, under FSDP2 and expert
+    parallelism.
+    """
     parallel = ["--expert-parallel", "2"] if engine == "ep" else []
     rows = yaml.safe_load((place / "suite.yaml").read_text())["tasks"][:2]
     (place / "short.yaml").write_text(yaml.safe_dump({"name": "short", "tasks": rows}))
@@ -155,8 +157,8 @@ def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
             ]
         assert (bench.folder / engine / "report" / "report.md").is_file()
         assert (bench.folder / engine / "publish" / "README.md").is_file()
-    # A layer study rewires whole copies: it is left for later, and made up by the same
-    # recipe in one process.
+    # A layer study rewires whole copies: it is postponed, and the same recipe in one
+    # process adds it.
     points = read_json(bench.folder / "one" / "layers" / "layers.json")["points"]
     assert not (bench.folder / engine / "layers").exists()
     assert main(whole(engine)) == 0
@@ -194,7 +196,9 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
 def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(
     place: Path, tmp_path: Path
 ) -> None:
-    """What --device-map auto does with what does not fit; here all weights lie on the disk."""
+    """This is what --device-map auto does with weights that do not fit; here all
+    weights are on disk.
+    """
     suite = load_suite(place / "suite.yaml")
     suite.tasks[:] = suite.tasks[:3]
     made = []

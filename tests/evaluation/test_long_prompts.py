@@ -1,4 +1,6 @@
-"""Prompts that the model's positions cannot hold: cut as lm-eval cuts them, counted, and said."""
+"""Prompts that the model's positions cannot hold: cut as lm-eval cuts them, counted,
+and reported.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""The prompts of a suite, which routing is counted on, are the texts that its tasks ask."""
+"""The prompts of a suite, on which routing is counted, are the texts that its tasks
+use.
+"""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Several ranks judge a model as one process does: whole copies to the last bit, spread
-weights but for float noise.
+"""Several ranks evaluate a model as one process does: whole copies to the last bit,
+sharded weights up to floating-point noise.
 """
 
 import contextlib
@@ -86,8 +86,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def judged(
     rank: int, place: Path, variables: dict[str, str], experts: int = 1
 ) -> dict[str, Any]:
-    """Return what this rank finds, the passes that its model made, and whether it holds
-    a part of the weights only.
+    """Return the results of this rank, the number of forward passes, and whether it
+    holds only a part of the weights.
     """
     from accelerate.state import AcceleratorState
 
@@ -139,7 +139,7 @@ def text_rows() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> dict[str, Any]:
-    """What one process finds."""
+    """Return the results of one process."""
     return judged(0, place, {})
 
 
@@ -257,7 +257,9 @@ def test_an_error_of_one_rank_is_raised_on_all(error: Exception, shown: str) -> 
 
 
 def short_of_memory(rank: int, place: Path) -> Any:
-    """Judged with batch_size auto where the second rank has room for three sequences."""
+    """Evaluate with batch_size auto where the second rank has memory for three
+    sequences.
+    """
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -316,8 +318,8 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(
 def test_the_random_state_of_other_ranks_devices_is_not_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Asking for it makes a context on each device, which takes memory from the rank
-    that computes there.
+    """Reading it would create a context on each device, which takes memory from the
+    rank that computes there.
     """
     asked: list[Any] = []
 

@@ -1,4 +1,6 @@
-"""`fcsd evaluate --samples`: samples from a file, by our scorer, by lm-eval, and by a stand-in for EvalPlus."""
+"""`fcsd evaluate --samples`: samples from a file, graded by our scorer, by lm-eval, and
+by a stand-in for EvalPlus.
+"""
 
 import json
 from pathlib import Path
@@ -204,9 +206,9 @@ def test_the_command_prints_base_and_plus_and_marks_a_partial_file(
 # ----------------------------------------------------------------------------------
 # answers that lm-eval grades
 
-# The invented rows of GSM8K: Ann has i pens and buys 3. What each is worth by its
-# rules, flexible-extract (the last number, up to "Question:") and strict-match (the
-# number behind ####):
+# The invented rows of GSM8K: Ann has i pens and buys 3. The score of each answer by
+# GSM8K's rules, flexible-extract (the last number, up to "Question:") and strict-match
+# (the number behind ####):
 ANSWERS = [
     ("She has 3.", 1, 0),
     ("1 + 3\n#### 4\n\nQuestion: Bob has 70 pens", 1, 1),
@@ -485,8 +487,8 @@ def test_what_a_file_of_samples_needs_is_refused_without_one(
 def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(
     root: Path, thinking: bool | None
 ) -> None:
-    """In the thoughts stand a wrong number and a wrong program, of which the first in
-    the text would count.
+    """The thoughts contain a wrong number and a wrong program; of two programs, the
+    first in the text would count.
     """
     model, tokenizer = (
         tiny_model("qwen3_moe", vocab_size=512, max_position_embeddings=8192),

@@ -119,8 +119,8 @@ def test_the_paired_error_ignores_what_is_hard_for_both() -> None:
 def test_the_interval_holds_the_true_difference_as_often_as_it_says(
     gained: float, lost: float
 ) -> None:
-    """All outcomes of 30 items, each with its probability; the plain interval holds it
-    less often.
+    """Sums over all outcomes of 30 items, each with its probability; the plain interval
+    contains the true difference less often.
     """
     count, covered, plain = 30, 0.0, 0.0
     for up in range(count + 1):

@@ -129,7 +129,7 @@ def in_memory(place: Path) -> Path:
 
 
 def only(kind: str) -> SuiteConfig:
-    """Suite tiny, its task of one kind."""
+    """Return suite tiny with only its task of one kind."""
     suite = load_suite("tiny")
     return suite.model_copy(
         update={"tasks": [row for row in suite.tasks if row.kind == kind]}
@@ -186,8 +186,8 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     whole = evaluated(place, tmp_path / "whole", url, suite=only("generation"))
     asked = len(engine.bodies)
     engine.bodies.clear()
-    # The probe, the check's eight prompts and two items are answered; then nobody is
-    # there.
+    # The probe, the check's eight prompts and two items are answered; then the server
+    # is gone.
     engine.faults = [*["well"] * 11, *["drop"] * 40]
     with pytest.raises(
         UserError,
@@ -255,7 +255,7 @@ def test_every_sample_has_a_seed_of_its_own_whatever_the_concurrency(
     )
     suite = SuiteConfig(name="drawn", tasks=[drawn])
     options: dict[str, Any] = {"suite": suite, "server_check": False, "limit": 3}
-    engine.token_ids = False  # an engine that gives texts alone
+    engine.token_ids = False  # an engine that gives only texts
     one = evaluated(place, tmp_path / "one", url, **options)
     sent = [body for body in engine.bodies if "seed" in body]
     assert sorted(body["seed"] for body in sent) == list(range(1234, 1240))
@@ -272,7 +272,7 @@ def test_every_sample_has_a_seed_of_its_own_whatever_the_concurrency(
 def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     place: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
-    """vLLM takes as many tokens as the model has positions, and writes one of them."""
+    """vLLM takes as many tokens as the model has positions, one of which it writes."""
     folder = tmp_path / "short"
     longest = max(
         len(body["prompt"]) for body in asked_in_full(place, tmp_path, engine, url)

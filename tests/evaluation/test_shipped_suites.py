@@ -104,8 +104,8 @@ def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
             theirs.dataset,
             True,
         )
-        # The first of its metrics is lm-eval's headline but for MATH, which has two: a
-        # string, and a proof of equality.
+        # The first of its metrics is lm-eval's headline, except for MATH, which has
+        # two: a string comparison, and a proof of equality.
         assert row.metric == (
             "math_verify,none" if row.task == "minerva_math500" else theirs.metric
         )

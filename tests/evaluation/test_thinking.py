@@ -64,8 +64,8 @@ THOUGHT = "Hm.\n\nQuestion: two? def f(x):\n```python\nassert False\n```\nprint(
 
 
 def replies(begin: str, end: str) -> dict[str, str]:
-    """What is written to a question: right with stop strings in the thoughts, endless
-    thoughts, an endless answer.
+    """Return the reply to a question: a right answer with stop strings in the thoughts,
+    endless thoughts, or an endless answer.
     """
     return {
         "right": f"{begin}{THOUGHT}{end}\n\n7\n\nQuestion: more",
@@ -78,7 +78,7 @@ def tokenizer_of(kind: str) -> Any:
     marks, _, _, special = MARKERS[kind]
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
-    # A comment of a template is not written.
+    # A comment in a template is not written.
     shown = marks if "{%" in marks else f"{{# {marks} #}}"
     tokenizer.chat_template = TEMPLATE + (shown.replace(THINK, f"{{# {THINK} #}}"))
     return tokenizer
@@ -96,7 +96,7 @@ def script(tokenizer: Any, kind: str, prompt: list[int], new: int) -> list[int]:
 
 
 def scripted(tokenizer: Any, kind: str) -> Any:
-    """A model that writes what it is told, and obeys the criteria that stop it."""
+    """Make a model that writes what it is told, and obeys the stopping criteria."""
     model = tiny_model(
         "qwen3_moe",
         vocab_size=len(tokenizer),

@@ -19,7 +19,7 @@ from tests.support import cache_of
 
 
 class Engine:
-    """What is served, what was asked, and what is to go wrong.
+    """What is served, what was requested, and which faults to simulate.
 
     Attributes:
         faults: taken one by one by the next completions: a status, or "drop", "abort",
@@ -41,7 +41,7 @@ class Engine:
         self.lock = threading.Lock()
 
     def complete(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Status and answer of POST /v1/completions."""
+        """Return status and answer of POST /v1/completions."""
         vocabulary = self.model.config.get_text_config().vocab_size
         prompt, new = body["prompt"], body.get("max_tokens", 16)
         if body["model"] != self.name:
@@ -133,7 +133,7 @@ class Engine:
         return made, "length", None
 
     def _stop_in(self, made: list[int], body: dict[str, Any]) -> str | None:
-        """Return the stop string that the text has come to."""
+        """Return the stop string that the text has reached."""
         text = self.tokenizer.decode(
             made, skip_special_tokens=body.get("skip_special_tokens", True)
         )
@@ -155,7 +155,7 @@ def _error(code: int, message: str, kind: str = "BadRequestError") -> dict[str, 
 
 @contextmanager
 def serving(engine: Engine) -> Iterator[str]:
-    """The address of a server in a thread, as long as the block lasts."""
+    """Run a server in a thread for the duration of the block, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version, timeout = "HTTP/1.1", 20
@@ -171,7 +171,7 @@ def serving(engine: Engine) -> Iterator[str]:
                 if isinstance(content, str)
                 else json.dumps(content).encode()
             )
-            with suppress(ConnectionError):  # whoever asked may have gone
+            with suppress(ConnectionError):  # the client may have gone
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))

@@ -1,5 +1,5 @@
-"""fcsd with deterministic kernels, interrupted in the step after step N (0: not at
-all): interrupted.py N COMMAND…
+"""Run fcsd with deterministic kernels, and interrupt it in the step after step N (0:
+never): interrupted.py N COMMAND…
 """
 
 import sys

@@ -46,7 +46,7 @@ def exact_cross_entropy(h, w, labels):
 
 def loss_inputs(dtype, n=700, dim=256, vocab=5003):
     """Return student and teacher close to each other, as at the end of a distillation:
-    0.01 nats a token.
+    0.01 nats per token.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -71,8 +71,8 @@ def relative(actual, expected):
 def test_the_loss_and_its_gradients_are_those_of_float64(
     loss, dtype, bound, chunk_tokens
 ):
-    """Half precision goes through `mm(out_dtype=float32)`; the head's gradient adds to
-    itself chunk after chunk.
+    """Half precision goes through `mm(out_dtype=float32)`; the head's gradient
+    accumulates chunk by chunk.
     """
     h, w, th, tw = loss_inputs(dtype)
     labels = torch.randint(
@@ -172,8 +172,8 @@ def test_a_rewired_model_computes_on_the_gpu_what_it_computes_on_a_cpu(model_typ
 def test_bfloat16_with_the_default_kernels_stays_as_close_as_the_original_does(
     model_type,
 ):
-    """Kernels of experts and attention that a CPU does not take; the rewired model
-    loses no more than the original.
+    """Uses kernels of experts and attention that a CPU does not have; the rewired model
+    loses no more precision than the original.
     """
     ids = torch.randint(3, 99, (2, 32), generator=torch.Generator().manual_seed(3))
     drift = {}

@@ -1,5 +1,5 @@
-"""What of `fcsd_megatron` needs no Megatron: names, settings, plans, refusals. `make
-test-megatron` has the rest.
+"""The parts of `fcsd_megatron` that need no Megatron: names, settings, plans, refusals.
+`make test-megatron` has the rest.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""`fcsd chat`: replies are those of `generate`, conversations are remembered, one reply
-can be ended.
+"""`fcsd chat`: replies are those of `generate`, conversations are remembered, a single
+reply can be interrupted.
 """
 
 import io
@@ -41,8 +41,8 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def said(speakers: list[Speaker], *lines: str, **options: object) -> list[str]:
-    """Return what a chat without a terminal answers: without the turns, which it
-    repeats, and notes of the limit.
+    """Return the answers of a chat without a terminal, without the turns that it
+    repeats and its notes about the limit.
     """
     text = "\n" + transcript(speakers, *lines, **options)
     for line in lines[: lines.index("/exit") + 1 if "/exit" in lines else None]:
@@ -327,7 +327,8 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
 ) -> None:
     """The command on a terminal of its own."""
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "model"))
-    # No end of a reply before all positions, and steps slow enough to be interrupted.
+    # Replies do not end before all positions are used, and steps are slow enough to be
+    # interrupted.
     (folder / "generation_config.json").write_text(
         '{"eos_token_id": null, "pad_token_id": 0}'
     )
@@ -360,7 +361,7 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
         until(r"/exit leaves\.\s+> ")
         os.write(terminal, b"hello\n")
         until(r"hello\r\n")
-        # the reply goes on for 100 steps of 0.2 s; its letters wait for a space
+        # the reply continues for 100 steps of 0.2 s; its letters wait for a space
         time.sleep(2)
         child.send_signal(signal.SIGINT)
         until(r"\(interrupted\)\s+> ")
@@ -445,7 +446,7 @@ HARMONY = (
     "<|channel|>analysis<|message|>User"
     " greets.<|end|><|start|>assistant<|channel|>final<|message|>Hello!"
 )
-FAMILIES = {  # the marker that stands in the template, special tokens, what is written
+FAMILIES = {  # the marker in the template, special tokens, what the model writes
     "gptoss": (
         "<|channel|>",
         ("<|channel|>", "<|message|>", "<|start|>", "<|end|>"),

@@ -1,5 +1,5 @@
-"""What the tests of the sandbox share: problems that an attack would pass, and
-configurations of lesser machines.
+"""Shared by the tests of the sandbox: problems that an attack would pass, and
+configurations of less capable machines.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ ATTACKED = Problem(
     "a", "attack", "def f():\n    return True\n", ("assert f() is True\n",)
 )
 
-# Namespaces forbidden (as in most containers) is above the floor. Without seccomp, on a
-# machine that is neither x86_64 nor aarch64, programs are run only where the user
-# accepts it, and all but what `shielded` tests holds all the same.
+# A machine that forbids namespaces (as most containers do) is above the floor. Without
+# seccomp, on a machine that is neither x86_64 nor aarch64, programs run only if the
+# user accepts that, and everything still holds except what `shielded` tests.
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "all layers": (),
     "no namespaces": ("namespaces",),
@@ -38,7 +38,9 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
 
 
 def run(scorer: CodeScorer, code: str, problem: Problem = PROBLEM) -> Outcome:
-    """Return the outcome of a program, after which the server must still judge rightly."""
+    """Return the outcome of a program, and check that the server still judges correctly
+    after it.
+    """
     outcome = scorer.score([problem], {problem.task_id: code})[0]
     again = scorer.score([PROBLEM], {"p": PROBLEM.canonical})[0]
     assert again.passed, f"after {code!r}: {again}"
@@ -46,7 +48,7 @@ def run(scorer: CodeScorer, code: str, problem: Problem = PROBLEM) -> Outcome:
 
 
 def attack(scorer: CodeScorer, body: str) -> Outcome:
-    """Run `body` as the inside of a function that returns True if it gets through."""
+    """Run `body` as the body of a function that returns True if the attack succeeds."""
     lines = "\n".join("    " + line for line in body.strip().splitlines())
     outcome = run(scorer, f"def f():\n{lines}\n    return True\n", ATTACKED)
     assert not outcome.passed, outcome
@@ -69,8 +71,8 @@ def raw_server(
     numpy: Path | None = None,
     **options: Any,
 ) -> Iterator[tuple[Callable[[bytes], Any], Callable[[], Any]]]:
-    """A server without its scorer: what writes to it, and what reads its next frame. It
-    must end by itself.
+    """Start a server without its scorer; yield a function that writes to it and one
+    that reads its next frame. The server must end by itself.
     """
     place = scripts or Path(sandbox.__file__).parent
     config = {

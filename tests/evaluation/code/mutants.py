@@ -93,7 +93,7 @@ _OTHER: dict[type, type] = {
 
 
 class _Edit(ast.NodeTransformer):
-    """Changes the one node with number `target`."""
+    """Change only the node with number `target`."""
 
     def __init__(self, target: int):
         self.target, self.seen = target, 0
@@ -127,7 +127,9 @@ class _Edit(ast.NodeTransformer):
 
 
 def edited(code: str) -> Iterator[str]:
-    """`code` with one number, comparison or operator changed, every way once."""
+    """Yield `code` with one number, comparison or operator changed, once in every
+    way.
+    """
     tree = ast.parse(code)
     count = _Edit(-1)
     count.visit(tree)

@@ -145,7 +145,9 @@ def complete(
 
 
 def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
-    """Against a loop over the full forward pass, without cache, padding or `generate`."""
+    """Compared with a loop over the full forward pass, without cache, padding or
+    `generate`.
+    """
     tokenizer, model = (
         tiny_tokenizer(),
         tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
@@ -170,7 +172,7 @@ def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
         tiny_tokenizer(),
         tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
     )
-    model.generation_config.top_k = 1  # the model's own settings must not enter
+    model.generation_config.top_k = 1  # the model's own settings must not take effect
 
     def draw(**changes: Any) -> dict[str, list[str]]:
         task = row(num_samples=4, temperature=1.0, **changes)

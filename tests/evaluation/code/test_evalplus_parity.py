@@ -191,7 +191,9 @@ def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
 
 
 def compared(scorer: CodeScorer, problem: Problem, row: dict[str, Any]) -> None:
-    """Compare both verdicts on the correct program, and on the same made nearly right."""
+    """Compare both verdicts on the correct program, and on variants of it that are
+    nearly right.
+    """
     (name,) = problem.names or ()
     codes = [changed(problem.canonical, name, change) for change in CHANGES]
     codes += list(edited(problem.canonical))[:6]
@@ -229,8 +231,8 @@ def test_programs_that_do_not_end_are_judged_alike(
 def test_where_the_two_differ(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
 ) -> None:
-    """What the documentation says, so that a later version of the package that changes
-    it is noticed.
+    """Checks the documented differences, so that a later version of the package that
+    changes them is noticed.
     """
     problem, row = rows["14"]  # the volume of a prism
     everything = (

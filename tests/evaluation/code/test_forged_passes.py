@@ -1,5 +1,5 @@
-"""Programs that try to be judged right without being right: the examiner is what they
-attack, not the machine.
+"""Programs that try to pass without being right: they attack the examiner, not the
+machine.
 """
 
 import itertools
@@ -44,7 +44,7 @@ def grade(
     rule: str = "equal",
     inputs: Any = (1,),
 ) -> None:
-    """Judge `answer` after it has crossed from the program as it does in the sandbox."""
+    """Judge `answer` after it was passed on by the program, as in the sandbox."""
     crossed = Codec().decode(json.loads(json.dumps(Codec().encode(answer))))
     fcsd_grade(lambda *_: crossed, [inputs], [right], 0, None, tolerance, rule)
 
@@ -81,8 +81,8 @@ ANSWERS: list[Any] = [
     "answer", ANSWERS, ids=lambda answer: repr(answer).partition(" at 0x")[0]
 )
 def test_no_answer_equals_what_it_is_not(answer: Any) -> None:
-    """numpy finds no difference between an empty array and anything, and stretches a
-    number to any length.
+    """numpy finds no difference between an empty array and anything else, and
+    broadcasts a number to any length.
     """
     rights = (7, 7.5, [], [7], [7.5], [7, 8], [7.5, 8.5], (7.5,), "x", None, {}, {7: 8})
     for right, tolerance in itertools.product(rights, (0, 1e-4)):
@@ -276,8 +276,8 @@ def test_the_time_of_a_program_begins_when_its_job_has_been_read(
 def test_a_program_that_waits_for_a_processor_is_not_ended_at_once(
     tmp_path: Path,
 ) -> None:
-    """The limit is processor time, so a busy machine fails no program; one that only
-    waits ends at three times it.
+    """The limit is processor time, so that a busy machine fails no program; a program
+    that only waits is ended after three times the limit.
     """
     jobs = [
         ("time.sleep(0.8)", "passed", 0.8),
@@ -297,8 +297,8 @@ def test_a_program_that_waits_for_a_processor_is_not_ended_at_once(
 def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(
     tmp_path: Path,
 ) -> None:
-    """The examiner may see the program die before it is ended itself, as on a busy
-    machine it does now and then.
+    """The examiner may see the program die before it is ended itself, as sometimes
+    happens on a busy machine.
     """
     scripts = shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "scripts")
     slow = (scripts / "server.py").read_text()
@@ -319,7 +319,9 @@ def test_a_program_that_is_ended_for_time_did_not_run_out_of_memory(
 def test_numpy_can_be_imported_from_where_the_interpreter_alone_does_not_look(
     tmp_path: Path,
 ) -> None:
-    """Installed for the user alone, or by PYTHONPATH: an isolated interpreter reads neither."""
+    """numpy may be installed only for the user, or through PYTHONPATH: an isolated
+    interpreter reads neither.
+    """
     code = "import numpy\ndef f(): return numpy.float64(1)\n"
     job = job_bytes(
         0, code, ["import numpy\nassert type(f()) is numpy.float64\n"], 20000

@@ -42,7 +42,7 @@ def scorer(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
 
 @pytest.fixture(scope="module", params=["all layers", "no namespaces"])
 def shielded(request: pytest.FixtureRequest) -> Iterator[CodeScorer]:
-    """For what seccomp alone forbids."""
+    """For attacks that only seccomp forbids."""
     with opened(request.param) as s:
         yield s
 
@@ -346,8 +346,8 @@ def test_the_process_that_asked_survives_a_kill_by_ctypes(scorer: CodeScorer) ->
 def test_the_kernel_kills_no_process_for_a_program(
     shielded: CodeScorer, target: str
 ) -> None:
-    """A descriptor's owner gets the signal of the program's choice when it is ready:
-    kill() by another way.
+    """When a descriptor is ready, its owner gets a signal that the program chose:
+    kill() by another route.
     """
     victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -660,8 +660,8 @@ def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
             )
             assert scorer.self_check([PROBLEM])[0].passed
             assert run(scorer, "import os\nos._exit(0)").outcome == "error"
-            # The program has the examiner's user and may see its number, and still is
-            # not let into its memory.
+            # The program runs as the examiner's user and may see its PID, and still has
+            # no access to its memory.
             assert run(scorer, NEIGHBOURS + PROBLEM.canonical).passed
 
 

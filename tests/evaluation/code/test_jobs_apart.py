@@ -1,9 +1,8 @@
-"""Programs that try to change what becomes of the programs after and beside them; and
+"""Programs that try to change the outcome of the programs after and beside them; and
 machines that fail.
 
-Each row runs between right and wrong programs, whose outcomes stay what they are
-without it. Its body may do what it likes, raise, or never end; what the program returns
-is wrong.
+Each row runs between right and wrong programs, whose outcomes stay the same as without
+it. Its body may do anything, raise, or never end; the program's result is wrong.
 """
 
 import contextlib
@@ -369,8 +368,8 @@ ROWS = [
     for name, body in bodies.items()
 ]
 
-# What a right program may rely on: a folder that nobody had before, all of its room,
-# and threads.
+# A right program may rely on a folder that nobody used before, on all of its space, and
+# on threads.
 CHECKS = """
 import os, threading
 def look():
@@ -508,7 +507,9 @@ def test_eleven_of_twelve_programs_stay_right_beside_one_that_leaves_no_inode() 
 
 
 def test_a_program_reads_nothing_that_another_left() -> None:
-    """One after the other, and beside one another: where one may write, no other looks."""
+    """Tests programs one after another, and at the same time: where one may write, no
+    other can read.
+    """
     leave = """
 import os, time
 def f(x):
@@ -563,8 +564,8 @@ def test_a_program_that_ends_itself_by_the_signal_of_a_full_machine_is_an_error(
 
 
 def test_a_program_has_few_numbers_of_processes(scorer: CodeScorer) -> None:
-    """root has no limit of processes; a machine without a free number starts no process
-    for anybody.
+    """root has no limit on processes, and on a machine without a free PID nobody can
+    start a process.
     """
     kernel = tuple(int(part) for part in os.uname().release.split(".")[:2])
     if kernel < (6, 14) or "pid" not in scorer.layers["namespaces"]:
@@ -594,7 +595,7 @@ def f(x): return x + 1
 
 
 def changed(tmp_path: Path, before: str, after: str, name: str = "server.py") -> Path:
-    """Copy the sandbox's scripts, with `after` for `before` in one of them."""
+    """Copy the sandbox's scripts, with `before` replaced by `after` in one of them."""
     scripts = shutil.copytree(Path(sandbox.__file__).parent, tmp_path / "scripts")
     text = (scripts / name).read_text()
     assert text.count(before) == 1
@@ -663,8 +664,8 @@ def test_a_program_that_the_kernel_ended_for_the_machine_s_memory_is_a_failure(
 def test_a_server_without_descriptors_is_a_scorer_error_and_the_next_call_starts_it_anew(
     num_free: int,
 ) -> None:
-    """Real refusals of the system at each step: no descriptor for a pipe, or for the
-    folder of the next program.
+    """The system itself refuses at each step: it has no descriptor for a pipe, or for
+    the folder of the next program.
     """
     with opened("all layers") as scorer:
         assert run(scorer, PROBLEM.canonical).passed

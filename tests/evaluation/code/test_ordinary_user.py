@@ -152,7 +152,7 @@ def test_hostile_programs_fail_for_an_ordinary_user_too(
 def test_threads_that_the_user_has_elsewhere_take_none_from_a_program(
     home: Path, disable: tuple[str, ...]
 ) -> None:
-    """Without a user namespace the kernel counts them all together."""
+    """Without a user namespace the kernel counts all of them together."""
     python, user = interpreter(), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     others = """
 import threading, time

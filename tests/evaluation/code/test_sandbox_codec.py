@@ -54,7 +54,7 @@ def test_arrays_and_numpy_scalars_arrive_with_shape_and_type(dtype: str) -> None
 
 
 def test_a_numpy_float64_stays_one_though_it_is_a_float() -> None:
-    """EvalPlus asks for the same type where an answer is close and not equal."""
+    """EvalPlus requires the same type where an answer is close but not equal."""
     assert (
         type(through(numpy.float64(0.1)))
         is type(through([numpy.float64(0.1)])[0])

@@ -1,5 +1,5 @@
-"""Programs in answers of chat models, in the forms in which they give them, written by
-hand after EvalPlus's rules.
+"""Programs in answers of chat models, in the forms that these use, written by hand
+after EvalPlus's rules.
 """
 
 import json
@@ -23,7 +23,7 @@ def total(xs):
 def mean(xs):
     return total(xs) / len(xs)
 """
-KEPT = MEAN.replace("\n\n", "\n").rstrip()  # its statements one below the other
+KEPT = MEAN.replace("\n\n", "\n").rstrip()  # its statements one below another
 WRONG = "def mean(xs):\n    return 0\n"
 DOCUMENTED = (
     'def mean(xs):\n    """\n    ```python\n    mean([1, 3])\n    ```\n    """\n   '
@@ -57,7 +57,7 @@ FORMS = {
 
 
 def mean_of(program: str) -> Any:
-    """Return what the program's mean of 1, 2 and 6 is."""
+    """Return the program's mean of 1, 2 and 6."""
     namespace: dict[str, Any] = {}
     exec(program, namespace)
     return namespace["mean"]([1, 2, 6])
@@ -144,8 +144,8 @@ def test_the_block_with_most_lines_that_are_not_blank_is_taken_and_of_equal_ones
     ],
 )
 def test_no_answer_breaks_or_stalls_the_search_for_its_program(text: str) -> None:
-    """What Python can parse not at all, or only after long: a program in front of it is
-    found all the same.
+    """A program is found even before text that Python cannot parse, or parses only
+    after a long time.
     """
     assert sanitised(MEAN + "\n" + text * 401, "mean") == KEPT
     assert sanitised("don't: say so\n" * 2000 + MEAN, "mean") == KEPT
@@ -177,7 +177,7 @@ def test_a_base_models_completion_goes_on_from_the_head_of_the_function(
 
 
 def test_rows_of_another_test_keep_their_whole_block(tmp_path: Path) -> None:
-    """No rule says which of the names of such a row is asked for; lm-eval's task keeps
+    """No rule says which of the names of such a row is wanted; lm-eval's task keeps
     lm-eval's rule.
     """
     row = mbpp_row(0)

@@ -172,8 +172,8 @@ BEHIND = (
 
 
 def answers() -> list[tuple[str, str, str]]:
-    """Return 1,000 answers: what each is called, its program's name, and its text; half
-    of them behind thoughts.
+    """Return 1,000 answers: the name of each, its program's name, and its text; in half
+    of them, thoughts come first.
     """
     draw = random.Random(7)
     made = []
@@ -201,7 +201,9 @@ def answers() -> list[tuple[str, str, str]]:
 
 
 def passes(program: str, test: str) -> bool:
-    """Tell whether a program, all of whose forms stand above, passes its test in this process."""
+    """Tell whether a program passes its test in this process; all forms of programs are
+    listed above.
+    """
     namespace: dict[str, Any] = {
         "input": lambda: 1,
         "print": lambda *a: None,
@@ -216,7 +218,7 @@ def passes(program: str, test: str) -> bool:
 
 
 def same(one: str, other: str) -> bool:
-    """Tell whether two programs are the same but for comments and blank lines."""
+    """Tell whether two programs are the same except for comments and blank lines."""
     try:
         return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
     except SyntaxError:

@@ -1,5 +1,5 @@
-"""The numbers in the sandbox's filter, against the kernel's own tables, and what the
-filter says to each call.
+"""The numbers in the sandbox's filter against the kernel's own tables, and the filter's
+verdict on each call.
 """
 
 import re
@@ -77,7 +77,7 @@ def test_a_python_in_the_root_folder_does_not_open_all_files(
     )
 
 
-# ---- the filter itself, interpreted: what it says to a call, on either architecture
+# ---- the filter itself, interpreted: its verdict on a call, on either architecture
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 OWN = 4321
@@ -170,7 +170,7 @@ def test_the_filter_looks_at_arguments(filters: Any) -> None:
         assert {filters(name, other, 9) for other in (0, 1, OWN + 1, 2**32 - 1)} == {
             EPERM
         }
-        # a pid has 32 bits: this is the own one
+        # a pid has 32 bits: this is our own
         assert filters(name, OWN + 2**32, 9) == ALLOW
     assert filters("prlimit64", 0) == ALLOW and filters("prlimit64", OWN + 1) == EPERM
     assert filters("sched_setaffinity", 0) == filters("sched_setaffinity", OWN) == ALLOW

@@ -63,7 +63,9 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
 def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
     tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """lm-eval has thousands of tasks, which take ten seconds to read: their names are no answer."""
+    """lm-eval has thousands of tasks, which take ten seconds to read: their names are
+    not listed.
+    """
     if tasks == "a hundred":
         for name in ("hellaswag", "mmlu"):
             shutil.copytree(tasks_folder() / name, tmp_path / name)
@@ -114,7 +116,9 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
 def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(
     root: Path,
 ) -> None:
-    """As GPQA's does with its choices, by Python's generator, which stays as it was."""
+    """As GPQA does with its choices, with Python's generator, whose state is unchanged
+    afterwards.
+    """
     folder = root.parent / "definitions"
     folder.mkdir()
     (folder / "utils.py").write_text(

@@ -1,5 +1,6 @@
-"""What plain lm-eval saves, against what `fcsd evaluate` saves of the same model:
-compared item by item without a difference, and in lm-eval's own files the same."""
+"""The output of plain lm-eval against that of `fcsd evaluate` for the same model: no
+item differs, and lm-eval's own files are the same.
+"""
 
 import copy
 import json
@@ -36,8 +37,8 @@ GROUP = {"task": "t_uneven", "dataset": "o/uneven", "metric": "acc,none"}
 def folders(
     model: Any, place: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """Where lm-eval left its results, and the same model's of fcsd: two tasks, and a
-    group of 12 and 5 items.
+    """Return the folders of lm-eval's results and of fcsd's for the same model: two
+    tasks, and a group of 12 and 5 items.
     """
     import lm_eval
     from lm_eval.loggers import EvaluationTracker
@@ -195,7 +196,7 @@ def test_a_sample_in_lm_evals_files_has_lm_evals_fields_and_values(
                 row.keys() - own.keys() <= {"acc", "acc_norm"}
                 and own.keys() <= row.keys()
             )
-            # `doc` we have not; whether a choice is the greedy one we do not keep
+            # we have no `doc`, and do not keep whether a choice is the greedy one
             same = {
                 "doc_id",
                 "target",
