@@ -1,5 +1,5 @@
-"""Under autocast the experts' grouped matmul is in bfloat16, forward and backward, and
-outside it as before.
+"""Under autocast the experts' grouped matmul runs in bfloat16, forward and backward;
+outside it nothing changes.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from tests.reference.tiny import tiny_model
 
 
 class Kernels(TorchDispatchMode):
-    """The dtypes of the operands of all grouped matmuls that are run."""
+    """Records the dtypes of the operands of all grouped matmuls that run."""
 
     def __init__(self):
         super().__init__()
@@ -47,9 +47,11 @@ def gradients(model, enabled):
 # gpt_oss: transposed weights, and biases
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_the_experts_are_computed_in_bfloat16(model_type, fallback, monkeypatch):
-    """Against the loop over experts, whose matmuls autocast knows, and against float32."""
+    """Compared with the loop over experts, whose matmuls autocast knows, and with
+    float32.
+    """
     autocast_experts()
-    autocast_experts()  # once a process
+    autocast_experts()  # once per process
     if fallback:
         monkeypatch.setattr(
             "transformers.integrations.moe._can_use_grouped_mm", lambda *_: False

@@ -1,5 +1,5 @@
-"""FSDP2, ZeRO-3 and expert parallelism on two gloo ranks train what one process does,
-no rank has a whole model.
+"""FSDP2, ZeRO-3 and expert parallelism on two gloo ranks train what one process trains,
+and no rank has a whole model.
 """
 
 import contextlib
@@ -62,8 +62,8 @@ EP = ["--expert-parallel", "2"]
 
 
 def environment(config: Path) -> dict[str, str]:
-    """Return the variables that `accelerate launch --config_file CONFIG` starts its
-    processes with.
+    """Return the variables with which `accelerate launch --config_file CONFIG` starts
+    its processes.
     """
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import (
@@ -91,7 +91,7 @@ def environment(config: Path) -> dict[str, str]:
 
 
 def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
-    """Return bytes of each parameter that this rank holds between steps."""
+    """Return the bytes of each parameter that this rank holds between steps."""
     sizes = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter
@@ -106,8 +106,8 @@ def bytes_on_rank(model: torch.nn.Module) -> dict[str, int]:
 def launched(
     rank: int, variables: dict[str, str], commands: list[list[str]], ends_at: int | None
 ) -> list[tuple[int, str]]:
-    """Run commands on this rank as a launch with these variables; (exit status, lines
-    printed as errors) of each.
+    """Run commands on this rank as a launch with these variables; return (exit status,
+    lines printed as errors) of each.
 
     ends_at: the first command is interrupted, on all ranks, in the step after this one.
     """
@@ -143,7 +143,7 @@ def launched(
 
 
 def import_what_a_training_imports() -> None:
-    """Import before forking what takes each rank two seconds else."""
+    """Import before forking what would otherwise take each rank two seconds."""
     importlib.import_module("fcsd.pipeline.distill")
     with contextlib.suppress(ImportError), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -168,7 +168,7 @@ def outcomes(
 
 
 def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
-    """Return the exit statuses of `commands`, which end well on all ranks or were
+    """Return the exit statuses of `commands`, which succeed on all ranks or were
     interrupted on all.
     """
     ranks = outcomes(name, *commands, **options)
@@ -179,7 +179,9 @@ def launch(name: str, *commands: list[str], **options: Any) -> list[int]:
 
 
 def compare(bench: Bench, one: str, two: str) -> None:
-    """The same loss curve and weights within what the order of float sums can do."""
+    """Check for the same loss curve and weights, up to the order of floating-point
+    sums.
+    """
     for a, b in zip(history(bench, one), history(bench, two), strict=True):
         for key in ("step", "loss", "kl", "learning_rate", "teacher_entropy"):
             assert a[key] == pytest.approx(b[key], rel=1e-3), (key, a, b)
@@ -196,7 +198,7 @@ def compare(bench: Bench, one: str, two: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_ranks_train_what_one_process_trains(bench: Bench, engine: str) -> None:
     """With early stopping, whose work all ranks share: the best weights are kept in
-    parts, and the model left whole.
+    parts, and the final model is whole.
     """
     stopping = bench.choice if engine == "fsdp2" else bench.early_stopping
     changes = {"early_stopping": stopping | {"every_steps": 4, "min_delta": 0.5}}
@@ -274,7 +276,7 @@ def test_with_bf16_float32_weights_are_trained_in_bfloat16(
     assert sum(
         x.numel() for part in stored for n, x in part.items() if "|" not in n
     ) == sum(x.numel() for x in whole.values())
-    # Less than a bfloat16 rounding has moved them: they are not rounded.
+    # They moved by less than a bfloat16 rounding step, so they are not rounded.
     assert any(
         not torch.equal(x, x.bfloat16().float())
         for part in stored
@@ -522,7 +524,7 @@ def model_of(kind: str) -> Any:
 
 
 def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
-    """Return a model as this rank of a sharded run begins with it, and its launch."""
+    """Return the model with which this rank of a sharded run starts, and its launch."""
     from accelerate.state import AcceleratorState
 
     warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
@@ -551,7 +553,7 @@ def teacher_on_rank(
     batches = [
         dict(batch),
         batch | {"labels": torch.full_like(batch["labels"], -100)},
-    ]  # the second one keeps nothing
+    ]  # the second rank keeps nothing
     ModelTeacher(model, head).prepare(batches)
     body = bytes_on_rank(model.model)
     return (
@@ -616,7 +618,7 @@ def student_on_rank(
     rank: int, engine: str, kind: str, rows: torch.Tensor, keep: torch.Tensor
 ) -> tuple[float, dict[str, torch.Tensor], dict[str, int], set[str]]:
     """Return (loss of this rank, gradients, bytes of each parameter, modules that are
-    gathered as one).
+    gathered together).
     """
     model, own = on_rank(engine, lambda: student_of(kind))
     teacher = tiny_model("qwen2_moe", seed=1, num_hidden_layers=3, num_experts=4)
@@ -687,7 +689,7 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
         if p.grad is not None
     }
     ranks = run_ranks(student_on_rank, 2, engine, kind, rows, keep)
-    # DeepSpeed has no float64; what float32 rounds in one process is the unit.
+    # DeepSpeed has no float64; the unit is the rounding of float32 in one process.
     whole.double().zero_grad()
     with in_float64():
         (step_of(whole, rows, keep, teacher.double()) / 2).backward()
@@ -720,9 +722,10 @@ def test_a_spread_student_has_the_gradients_of_a_whole_one_also_where_a_rank_kee
 def scored_on_rank(
     rank: int, rows: torch.Tensor
 ) -> list[tuple[list[torch.Tensor], int, list[bool]]]:
-    """Return, with room for nothing and for all: outputs of three passes and of one
-    behind, gathers of the three, and whether shards are held within the block and
-    behind each."""
+    """Return for memory without and with space for all weights: the outputs of three
+    passes and the loss of a step after them, the number of gathers in the three passes,
+    and whether weights are sharded inside the block, after it, and after the step.
+    """
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
 
     model, launch = on_rank("fsdp2", lambda: student_of("untied"))
@@ -759,8 +762,8 @@ def test_weights_are_gathered_once_for_a_score_where_they_fit_and_freed_behind_i
     for none, once in run_ranks(scored_on_rank, 2, rows):
         for one, other in zip(none[0], once[0], strict=True):
             assert torch.equal(one, other)
-        # A pass frees three layers and the embedding, not the final norm; the head has
-        # none here.
+        # A pass frees three layers and the embedding, but not the final norm; the head
+        # is not run here.
         assert none[1] == 3 * 4 + 1 and once[1] == 4 + 1
         assert none[2] == [True] * 3 and once[2] == [False, True, True]
 
@@ -910,8 +913,8 @@ def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(
 def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(
     bench: Bench,
 ) -> None:
-    """Two ranks, FSDP2, four ranks of which pairs share the experts (each expert in two
-    parts), one process.
+    """Runs on two ranks, under FSDP2, on four ranks in pairs that share the experts
+    (each expert in two parts), and in one process.
     """
     command = ["distill", str(bench.recipe("many", **SHARED_BY_ALL))]
     assert launch("cpu_2_ep", [*command, *EP, "--overlap", "off"], ends_at=2) == [130]
@@ -923,8 +926,8 @@ def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(
 
 
 def loaded_on_rank(rank: int, folder: Path, size: int) -> dict[str, Any]:
-    """Return name -> where this rank's rows begin, and how many there are; they are the
-    checkpoint's.
+    """Return name -> the first of this rank's rows, and their number; check that they
+    are those of the checkpoint.
     """
     from accelerate.state import AcceleratorState
 
@@ -1027,8 +1030,8 @@ def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
 def test_loads_are_balanced_over_all_ranks(
     bench: Bench, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over the whole step, of which each of two ranks has a half: the same loss as in
-    one process, to rounding.
+    """Loads are balanced over the whole step, of which each of two ranks has half: the
+    loss is that of one process, up to rounding.
     """
     train = {
         "max_steps": 4, "batch_size_tokens": 128, "learning_rate": 1e-3, "warmup_steps": 1, "logging_steps": 1,

@@ -1,5 +1,5 @@
-"""A rank that fails, or is killed, ends all ranks within seconds, and one of them says
-whose error it was.
+"""A rank that fails or is killed ends all ranks within seconds, and one of them says
+which rank failed.
 """
 
 import os
@@ -22,8 +22,8 @@ SECONDS = 40.0  # of a busy machine; alone it is 8
 
 
 def fails(place: tuple[Any, str], after: int, error: BaseException | None) -> None:
-    """From its call number `after` on, what is at `place` raises; None: the process is
-    killed there.
+    """Make the function at `place` raise an error from call number `after` on; None: it
+    kills the process.
     """
     holder, name = place
     original, calls = getattr(holder, name), {"n": 0}
@@ -91,8 +91,8 @@ def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
         else:
             first.write_text(str(os.getpid()))
         status = main(["distill", str(bench.recipe("r"))])
-        # As long as this one lives no connection breaks, as between GPUs: the other has
-        # to be ended.
+        # As between GPUs, no connection breaks while this one lives: the other has to
+        # be ended.
         if rank == 1 and isinstance(error, KeyError):
             while Path(f"/proc/{first.read_text()}").exists():
                 time.sleep(0.1)
@@ -163,7 +163,7 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
             time.sleep(0.05)
         child.send_signal(signal.SIGTERM)
         _, error = child.communicate()
-    # torch's elastic agent, whatever its processes end with
+    # torch's elastic agent has this status, whatever the statuses of its processes
     assert child.returncode == 1, error
     ours, _, agents = error.partition("Traceback (most recent call last)")
     (line,) = (line for line in ours.splitlines() if "ended by SIGTERM" in line)
@@ -184,7 +184,7 @@ def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_ch
 def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_hang(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores and checkpoints, for which other ranks may wait for hours."""
+    """These are scores and checkpoints, for which other ranks may wait for hours."""
     seen: dict[str, set[bool]] = {}
 
     def watch(holder: Any, name: str) -> None:
@@ -222,7 +222,7 @@ def test_what_takes_long_between_steps_is_no_part_of_one_in_which_a_rank_could_h
 def test_getting_further_counts_within_a_step_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a teacher computes for a score is no step, and may take hours."""
+    """A teacher's computation for a score is not a step, and may take hours."""
     monkeypatch.setattr(failure, "_step_began", None)
     failure.further_in_step()
     assert failure._step_began is None

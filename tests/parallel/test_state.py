@@ -1,5 +1,5 @@
-"""Weights and optimiser on disk: what is read is what was written, or an error that
-says what is missing.
+"""Weights and optimiser on disk: reading gives what was written, or an error that says
+what is missing.
 """
 
 import hashlib

@@ -1,5 +1,5 @@
-"""A calibration that is killed at its end is finished by the next start, and is never
-another model than it says.
+"""A calibration that is killed at its end is finished by the next start, and never
+contains a model other than the one recorded.
 """
 
 import json
@@ -19,7 +19,7 @@ from fcsd.pipeline import run as _imported_before_forks  # noqa: F401
 from tests.kills import Places, state_of
 from tests.support import Bench, in_a_fork, make_bench
 
-# the words of a command that leaves all it writes in a folder
+# the arguments of a command that writes everything to one folder
 Command = Callable[[Path], list[str]]
 
 
@@ -73,7 +73,7 @@ def model_of(folder: Path) -> Path:
 def whole(
     commands: dict[str, Command], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], tuple[str, list[str]]]:
-    """Return by name what a command leaves that is not killed, and its moments."""
+    """Return by name the output of a command that is not killed, and its moments."""
     known: dict[str, tuple[str, list[str]]] = {}
 
     def of(name: str) -> tuple[str, list[str]]:
@@ -163,8 +163,8 @@ def test_a_cut_off_calibration_whose_model_was_removed_begins_again(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A model that is converted anew is not calibrated, whatever the notes say that are
-    left of the one before.
+    """A newly converted model is not calibrated, whatever the notes left by the
+    previous one say.
     """
     folder, stage = tmp_path / "run", tmp_path / "run" / "calibrate" / "fcsd"
     folder.mkdir()

@@ -1,5 +1,5 @@
-"""What recipe and machine rule out is said before any model is loaded, not after hours
-of training.
+"""What recipe and machine rule out is reported before any model is loaded, not after
+hours of training.
 """
 
 import re
@@ -91,7 +91,7 @@ def test_a_run_that_cannot_end_well_does_not_begin(
 def test_a_training_whose_weights_could_not_be_saved_does_not_begin(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """FP8 originals were trained to the end, and then could not be saved."""
+    """FP8 originals used to be trained to the end, and then could not be saved."""
     write(tmp_path / "quantised", *LAYOUTS["block fp8"])
     recipe = bench.recipe("r", model={"path": str(tmp_path / "quantised")})
     reason = (

@@ -1,4 +1,4 @@
-"""`fcsd run` says which stage begins, and how long all that is left will take."""
+"""`fcsd run` says which stage starts, and how long the remaining stages will take."""
 
 import io
 from types import SimpleNamespace
@@ -13,7 +13,9 @@ from tests.support import Bench, run_of
 def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(
     bench: Bench,
 ) -> None:
-    """Two trainings of 12 steps: with a teacher four passes a token, without three."""
+    """Two trainings of 12 steps: four passes per token with a teacher, three
+    without.
+    """
     now, out = [0.0], io.StringIO()
     run = run_of(bench.recipe("r", variants={"sft": {"objective.name": "sft"}}))
     progress = run_progress(run, stream=out, clock=lambda: now[0])

@@ -1,5 +1,5 @@
-"""`make real` in small: two layers of a pre-trained language model, a few thousand
-tokens, real benchmarks.
+"""`make real` on a small scale: two layers of a pre-trained language model, a few
+thousand tokens, real benchmarks.
 """
 
 import importlib.util
@@ -55,8 +55,8 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_moes_compute_what_the_dense_model_computes(prepared: Path) -> None:
-    """The copies do so exactly; the partition adds nearly the same, by unlike experts
-    that are used alike.
+    """The copies do so exactly; the partition adds nearly the same, with different
+    experts that are used equally often.
     """
     ids = torch.arange(1000, 1128)[None]
     dense = logits(prepared / "dense", ids)
@@ -74,7 +74,7 @@ def test_the_moes_compute_what_the_dense_model_computes(prepared: Path) -> None:
 def test_a_real_model_goes_from_conversion_to_benchmarks(
     prepared: Path, tmp_path: Path
 ) -> None:
-    """The recipes of `make real` with fewer tokens; what they leave is a table of real
+    """Runs the recipes of `make real` with fewer tokens, which write a table of real
     benchmarks.
     """
 
@@ -134,8 +134,8 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
 
 
 def test_the_long_run_on_a_gpu_is_rehearsed_on_a_cpu(tmp_path: Path) -> None:
-    """`benchmarks/real_gpu.sh` in small: cut off before its first stage, then continued
-    to its end.
+    """Runs `benchmarks/real_gpu.sh` on a small scale: interrupted before its first
+    stage, then continued to its end.
     """
     assert DATA is not None
     state = tmp_path / "state"

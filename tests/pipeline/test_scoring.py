@@ -1,5 +1,5 @@
-"""Early stopping in a real training, by every kind of task: weights stay what they
-would be, and nothing is lost.
+"""Early stopping in a real training, by every kind of task: weights do not change, and
+nothing is lost.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ OFTEN = {"every_steps": 1, "patience": 50}
 
 @pytest.fixture
 def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
-    """Return an early_stopping section of every kind."""
+    """Return an early_stopping section of each kind."""
     folder = bench.folder.parent / "answers"
     write_rows(
         folder / "test.jsonl",
@@ -92,7 +92,7 @@ def scores(bench: Bench, name: str) -> Any:
 def test_scores_of_no_kind_change_a_bit_of_the_weights(
     bench: Bench, metrics: dict[str, dict[str, Any]]
 ) -> None:
-    """With dropout, so that a random number drawn by a score would show; each kind in
+    """Uses dropout, so that a random number drawn by a score would show; each kind in
     one process.
     """
     lora = {"r": 4, "target_modules": ["q_proj"], "lora_dropout": 0.3}
@@ -122,7 +122,9 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
 def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(
     bench: Bench,
 ) -> None:
-    """Rows that do not divide by two; a task on spread weights is among the tests of engines."""
+    """The number of rows is odd; the tests of engines have a task on sharded
+    weights.
+    """
     train = TRAIN | {"max_steps": 2}
     stopping = {
         "two": OFTEN | {"metric": "heldout_kl"},
@@ -153,7 +155,7 @@ def test_on_two_ranks_they_change_none_either_and_are_those_of_one_process(
 def test_a_score_is_what_evaluate_gives(
     bench: Bench, metrics: dict[str, dict[str, Any]]
 ) -> None:
-    """The model as it is left is the best one: the last."""
+    """The saved model is the best one, which is the last."""
     assert (
         main(
             [
@@ -247,7 +249,7 @@ def test_what_cannot_be_scored_is_said_before_training(
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[int]:
-    """The n-th calls of the scorer fail, for n in `calls`, counted from 1."""
+    """Make the n-th calls of the scorer fail, for n in `calls`, counted from 1."""
     grade, made = CodeScorer.score_samples, []
 
     def fails(self: Any, *args: Any, **options: Any) -> Any:
@@ -264,7 +266,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, calls: set[int]) -> list[int]:
 def by_code(
     base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Any, Any]:
-    """Return what a run by code that nothing happens to leaves."""
+    """Return the output of an undisturbed run that is scored by code."""
     bench = make_bench(base_checkpoint, tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", bench.folder / "cache")
@@ -315,8 +317,7 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_wit
     )
     assert [point["step"] for point in kept["points"]] == list(range(step))
     captured = io.StringIO()
-    # No score depends on the batch size, and a smaller one is what helps where memory
-    # ran out.
+    # No score depends on the batch size, and a smaller one helps where memory ran out.
     with contextlib.redirect_stderr(captured):
         assert main([*command, "--set", "early_stopping.batch_size=1"]) == 0
     assert f"step {step}: pass@1 0.0000 (1 of 1 items)" in captured.getvalue()

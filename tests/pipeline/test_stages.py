@@ -1,5 +1,5 @@
-"""All stages of a small recipe: what they leave, that they run once, and that what was
-published loads anywhere.
+"""All stages of a small recipe: their output, that they run only once, and that the
+publication loads anywhere.
 """
 
 import json
@@ -97,7 +97,7 @@ def pipeline(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which `fcsd run` has gone through the whole recipe."""
+    """Return a folder in which `fcsd run` has run the whole recipe."""
     folder = tmp_path_factory.mktemp("stages")
     write_tiny_data(
         folder / "data",

@@ -1,4 +1,4 @@
-"""A recipe that would train on what it is graded on is refused when it is read."""
+"""A recipe that would train on the data that grades it is refused when it is read."""
 
 from pathlib import Path
 from typing import Any

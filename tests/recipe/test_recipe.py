@@ -70,7 +70,7 @@ def test_set_changes_one_key_of_a_variant_and_leaves_the_others(
     train = recipe.variant(name).train
     assert (train.max_steps, train.learning_rate) == (7, 1e-4)
     assert train.batch_size_tokens == 2048
-    # A variant that the file does not have is made.
+    # A variant that the file does not have is created.
     other = load_recipe(path, ["variants.new={train.max_steps: 7}"]).variant("new")
     assert (other.train.max_steps, other.train.learning_rate) == (7, 3e-4)
 
@@ -110,7 +110,7 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
         load_recipe("recipes/tiny/dmo.yaml")
     with pytest.raises(
         UserError, match=r"^tiny/demo\.yaml: no such file$"
-    ):  # a file of one's own, which is not there
+    ):  # a file of the user's own, which does not exist
         load_recipe("tiny/demo.yaml")
     (tmp_path / "recipes" / "tiny").mkdir(parents=True)
     write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
@@ -494,8 +494,8 @@ def test_a_mistake_is_one_line_that_names_the_key(
     assert "\n" not in str(caught.value)
 
 
-# Each as the configuration of some family in transformers, or of a published
-# checkpoint, spells it.
+# Each in the spelling of some family's configuration in transformers, or of a published
+# checkpoint.
 ROUTER_LOSSES = {
     "router_aux_loss_coef": 1.0,
     "aux_loss_coef": 0.01,

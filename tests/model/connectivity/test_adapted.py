@@ -1,6 +1,6 @@
-"""Families whose layer is not the plain one: what `test_rewire` does not ask of them.
+"""Families whose layer is not the plain one: what `test_rewire` does not test.
 
-`test_rewire`, `test_load` and `test_export` run over these families as over all others.
+`test_rewire`, `test_load` and `test_export` cover these families like all others.
 """
 
 import copy
@@ -82,8 +82,8 @@ def test_members_of_a_family_with_other_settings_compute_the_equations(name, ove
 
 
 def in_flight(model, name, module=rewire):
-    """(o_k, o_k without what is in flight) of every layer that has something in flight,
-    by index.
+    """Return (o_k, o_k without what is in flight) by index, for every layer that has
+    something in flight.
     """
     pairs = {}
 
@@ -109,10 +109,11 @@ def in_flight(model, name, module=rewire):
 
 
 def largest_error(module, name, layers=(0, 1, 2, 3)):
-    """Return the error of the logits and of what the layers hand on; infinite where the
+    """Return the error of the logits and of the layers' outputs; infinite where the
     rewired model does not run.
 
-    What is handed on is compared itself, because a norm that reads it hides a factor.
+    The outputs of layers are compared themselves, because a norm that reads them hides
+    a factor.
     """
     model = tiny_model(name)
     with torch.no_grad():

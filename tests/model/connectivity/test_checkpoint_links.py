@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder and is no file of it: links that lead out of it,
+"""Things in a checkpoint's folder that are not its files: links that lead out of it,
 pipes, devices, others' code.
 """
 
@@ -163,7 +163,7 @@ def test_links_inside_a_checkpoint_and_to_the_folder_itself_are_followed(
 
 
 def as_snapshot(folder: Path, repository: Path) -> Path:
-    """Lay a checkpoint out as the Hub's cache does: huggingface_hub 1.x,
+    """Arrange a checkpoint as the Hub's cache does: huggingface_hub 1.x,
     `snapshots/COMMIT/NAME -> …/blobs/HASH`.
     """
     snapshot, blobs = repository / "snapshots" / ("0" * 40), repository / "blobs"

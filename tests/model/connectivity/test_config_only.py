@@ -1,5 +1,5 @@
-"""A conversion without weights writes what a full one writes beside them, from a config
-alone; whatever reads weights of it says that there are none.
+"""From a config alone, a conversion without weights writes what a full one writes
+beside the weights; whatever would read its weights says that there are none.
 """
 
 import json
@@ -64,7 +64,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the files of a checkpoint but its weights and its record."""
+    """Return the files of a checkpoint except its weights and its record."""
     return {
         file.name: file.read_bytes()
         for file in folder.iterdir()
@@ -142,8 +142,8 @@ def test_amds_published_instella_keeps_its_layers_and_gate(tmp_path: Path) -> No
     assert config["model_type"] == "farskip_instella_moe" and config["gated_attention"]
 
 
-# Each as on the command line; `OUT` is the folder without weights, `NEW` one that is to
-# be made.
+# Each as on the command line; `OUT` is the folder without weights, `NEW` a folder to
+# create.
 READERS = [
     "convert OUT NEW",
     "unconvert OUT NEW",
@@ -193,7 +193,7 @@ def test_it_is_loaded_as_soon_as_there_are_weights(
     )
     assert type(load_model(folder)).__name__ == "FarSkipQwen2MoeForCausalLM"
     assert inspect_model(folder)["config_only"] is False
-    # Without the record nobody knows where they are gone.
+    # Without the record nobody knows where they went.
     (folder / "manifest.json").unlink()
     remove_weights(folder)
     with pytest.raises(UserError, match=r"out: no weights: neither"):
@@ -280,7 +280,7 @@ def test_quantisation_that_a_full_conversion_refuses_is_refused(tmp_path: Path) 
 
 
 def pointers(folder: Path) -> None:
-    """Replace the weights by what a clone without Git LFS has."""
+    """Replace the weights by the pointers of a clone without Git LFS."""
     for file in folder.glob("*.safetensors"):
         file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
 

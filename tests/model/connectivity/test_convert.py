@@ -25,7 +25,7 @@ from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.support import few
 
-# PEFT 0.21 asks for the old name of transformers' activation checkpointing.
+# PEFT 0.21 uses the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )
@@ -235,7 +235,7 @@ def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(
             way()
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
     convert_model(model, connectivity, regular_ok=True)
-    assert torch.equal(logits(model), before)  # it is no more than the regular model
+    assert torch.equal(logits(model), before)  # it is just the regular model
 
 
 def test_a_selection_that_the_model_does_not_have_changes_nothing():

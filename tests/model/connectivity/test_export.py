@@ -39,8 +39,8 @@ FAMILY_NAMES = sorted(
 )
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
-# A process that has transformers but no fcsd: the import fails, whatever the path
-# holds.
+# A process with transformers but without fcsd: its import fails, whatever is on the
+# path.
 WITHOUT_FCSD = """
 import sys
 
@@ -434,8 +434,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
 
 def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_path):
-    """As gpt-oss is published: MXFP4 blocks and scales under names that the unquantised
-    model does not have.
+    """In the form in which gpt-oss is published: MXFP4 blocks and scales under names
+    that the unquantised model does not have.
     """
     base = tmp_path / "base"
     tiny_model("gpt_oss").save_pretrained(base)
@@ -471,8 +471,8 @@ def test_a_quantised_checkpoint_is_converted_without_knowing_its_tensors(tmp_pat
     "lara_mini" not in FAMILIES, reason="this transformers is older than the family"
 )
 def test_a_projection_that_is_published_fused_stays_so_there_and_back(tmp_path):
-    """Lara Mini's in_proj, rows of query, key, value, z, b and a, and its out_norm, are
-    named otherwise in memory.
+    """Lara Mini's in_proj, with rows of query, key, value, z, b and a, and its out_norm
+    have other names in memory.
     """
     base, far, trained, back = (
         tmp_path / name for name in ("base", "far", "trained", "back")
@@ -561,7 +561,7 @@ def config(**changes):
 
 
 def name_a_shard(name):
-    """Return the first shard under another name in the index."""
+    """Give the first shard another name in the index, and return it."""
 
     def change(base):
         index = json.loads((base / "model.safetensors.index.json").read_text())

@@ -1,5 +1,5 @@
-"""Layers for multi-token prediction (MTP): no model loads them, every checkpoint that
-is made from another has them.
+"""Layers for multi-token prediction (MTP): no model loads them, but every checkpoint
+that is made from another one has them.
 """
 
 import json
@@ -24,7 +24,7 @@ from fcsd.parallel.launch import join_launch
 from fcsd.training.export import write_model
 from tests.reference.tiny import tiny_model
 
-# Where released checkpoints have them (transformers' patterns), and behind the last of
+# Their places in released checkpoints (transformers' patterns), and after the last of
 # the four decoder layers.
 PLACES = {
     "deepseek_v3": ["model.layers.61.", "model.layers.4."],
@@ -224,7 +224,9 @@ def test_without_its_checkpoint_a_written_model_promises_no_mtp_layers_and_says_
 def test_layers_of_another_model_are_not_taken(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folder may hold another model by now, or the model in memory fewer layers."""
+    """The folder may hold another model by now, or the model in memory may have fewer
+    layers.
+    """
     with_mtp(tmp_path / "original", "deepseek_v3", "model.layers.61.")
     model = load_model(tmp_path / "original")
     shutil.rmtree(tmp_path / "original")

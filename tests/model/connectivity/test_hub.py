@@ -1,4 +1,4 @@
-"""What is fetched of a Hub repository: what transformers loads and tokenizer code,
+"""What is fetched from a Hub repository: what transformers loads, and tokenizer code;
 nothing else that is large.
 """
 
@@ -37,8 +37,8 @@ class CodeTokenizer(PreTrainedTokenizerFast):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository as of gpt-oss (`original/`) and Mistral (`consolidated`), with a
-    tokenizer as Moonlight's.
+    """Make a repository like those of gpt-oss (`original/`) and Mistral
+    (`consolidated`), with a tokenizer like Moonlight's.
     """
     folder = tmp_path_factory.mktemp("published")
     tiny_model("qwen3_moe").save_pretrained(folder, max_shard_size="30KB")
@@ -70,8 +70,8 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., list[str | None]]:
-    """Serve a copy of the repository, with files changed by `change`; gives the
-    revisions that are asked for.
+    """Serve a copy of the repository, with files changed by `change`; yield the
+    revisions that are requested.
     """
 
     def serve(
@@ -202,7 +202,7 @@ def test_a_conversion_without_weights_fetches_none(
     assert record["settings"]["model"] == {"path": "owner/name", "revision": "main"}
     tokenizer = load_tokenizer(out, trust_remote_code=True)
     assert type(tokenizer).made_by == "code"
-    # What was fetched first does not keep the weights from being fetched later.
+    # Files that were fetched first do not keep the weights from being fetched later.
     convert_checkpoint("owner/name", tmp_path / "far", Connectivity("all"))
     config = "config.json"
     assert (out / config).read_bytes() == (tmp_path / "far" / config).read_bytes()

@@ -1,5 +1,5 @@
-"""AMD's Instella keys mean what AMD's modeling file does, written down here as
-equations on the regular model.
+"""AMD's Instella keys mean what AMD's modeling file computes, written here as equations
+on the regular model.
 
 The attention gate is in `tests/model/connectivity/test_instella_published.py`.
 """
@@ -36,9 +36,9 @@ def amd_forward(model, keys):
     deepseek_v3.
 
     Two streams: `full`, and `no_routed`, which every MoE layer leaves, regular or
-    FarSkip, and no dense layer. A FarSkip layer is one with start <= k <= end; its
-    attention reads `no_routed` if there is one, its MLP reads `full` before attention
-    is added.
+    FarSkip, and no dense layer. A layer with start <= k <= end is a FarSkip layer: its
+    attention reads `no_routed` if there is one, and its MLP reads `full` before
+    attention is added.
     """
     start, end = keys.get("farskip_start_idx", 0), keys.get("farskip_end_idx", 1e4)
     full, arguments = layer_arguments(model, X)
@@ -166,7 +166,7 @@ def test_a_checkpoint_with_instellas_keys_computes_amds_equations(
 def test_an_export_has_amds_keys_for_what_the_model_computes(
     base, tmp_path, case, capsys
 ):
-    """Read back by AMD's equations, and by fcsd."""
+    """Checked by AMD's equations, and by fcsd."""
     _, layers, attention, mlp = CASES.get(case, ({}, [], "partial", "outdated"))
     base.save_pretrained(tmp_path / "base")
     source = tmp_path / "base"

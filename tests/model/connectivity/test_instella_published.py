@@ -1,5 +1,5 @@
 """Checkpoints as AMD publishes Instella-MoE: their keys, their 5,344 names, invented
-weights of a toy's sizes.
+weights of toy sizes.
 """
 
 import io
@@ -202,8 +202,8 @@ def test_a_conversion_writes_our_format_which_can_be_undone_without_losing_the_g
 
 @float64
 def test_an_export_is_what_amd_publishes(tmp_path):
-    """Back from fcsd's format to the values, names and bytes of the checkpoint that it
-    came from.
+    """An export from fcsd's format has the values, names and bytes of the checkpoint
+    that it came from.
     """
     folder = write_published(tmp_path / "amd", farskip_end_idx=2)
     convert_checkpoint(folder, tmp_path / "ours")
@@ -281,8 +281,8 @@ def test_a_recipe_can_train_the_family_from_scratch_and_rehearses_it_for_a_publi
 
 @pytest.fixture
 def published_bench(tmp_path):
-    """A bench whose base is a checkpoint as AMD publishes it, and beside it another of
-    other weights.
+    """Return a bench whose base is a checkpoint as AMD publishes it, beside another one
+    with other weights.
     """
     ids = {
         "bos_token_id": 1,
@@ -331,8 +331,8 @@ def test_a_published_checkpoint_is_tuned_and_talked_to(
     words = ["--text", str(bench.rows), "--max-length", "64"]
     monkeypatch.setattr("sys.stdin", io.StringIO("1 + 1\n"))
     assert main(["chat", str(bench.base), "--max-new-tokens", "2", "--greedy"]) == 0
-    # What needs an original with regular connectivity takes the regular one of the same
-    # weights.
+    # Whatever needs an original with regular connectivity uses the regular model with
+    # the same weights.
     for command in (
         ["layers", str(bench.base), "--output", str(tmp_path / "layers")],
         ["calibrate", str(bench.base), "x"],

@@ -1,4 +1,4 @@
-"""Loading checkpoints: what each combination gives, and every mistake as one line
+"""Loading checkpoints: the result of each combination, and a line for every mistake
 before weights are read.
 """
 
@@ -39,7 +39,9 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A base checkpoint of qwen3_moe, the same in shards, and its FarSkip conversion. Read only."""
+    """Return a base checkpoint of qwen3_moe, the same in shards, and its FarSkip
+    conversion; read-only.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
     model = tiny_model("qwen3_moe")
     model.save_pretrained(root / "base")
@@ -50,13 +52,13 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def base(saved, tmp_path):
-    """A copy of the base checkpoint to damage."""
+    """Return a copy of the base checkpoint to damage."""
     return shutil.copytree(saved / "base", tmp_path / "base")
 
 
 @pytest.fixture
 def no_weights_read(monkeypatch):
-    """Loading fails the test if it comes as far as building the model with weights."""
+    """Fail the test if loading gets as far as building the model with weights."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("weights were read")

@@ -1,5 +1,6 @@
-"""The contract of multimodal wrappers: their text stack is rewired, images go on
-working, the rest is left alone."""
+"""The contract of multimodal wrappers: their text stack is rewired, images still work,
+the rest is left alone.
+"""
 
 import copy
 import importlib
@@ -64,8 +65,8 @@ def text_only(seed=1):
 
 
 def left_padded(inputs, padding=3):
-    """Return the first row as it is behind `padding` pads, the second with its first
-    tokens masked.
+    """Return the first row after `padding` pads, and the second with its first tokens
+    masked.
     """
     rows = inputs["input_ids"].shape[0]
     pads = torch.zeros(rows, padding, dtype=torch.long)
@@ -247,7 +248,7 @@ def test_recorded_hidden_states_are_the_full_streams(name):
 @FLOAT64
 @pytest.mark.parametrize("name", few(NAMES))
 def test_generating_with_the_cache_gives_what_full_passes_give(name):
-    # The original of MiniMax M3, too, chooses other groups of keys with the cache when
+    # The original of MiniMax M3 also chooses other groups of keys with the cache when
     # there are pads.
     model, inputs = (
         tiny_model(name),
@@ -340,7 +341,7 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
         for path, parameter in model.named_parameters()
         if id(parameter) in in_stack
     }
-    # Re-entrant checkpointing changes the gradients of Mistral Large 4's original, too.
+    # Re-entrant checkpointing also changes the gradients of Mistral Large 4's original.
     for reentrant in (False,) if name == "mistral_large4" else (False, True):
         model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if reentrant:
@@ -428,8 +429,8 @@ def test_saving_a_converted_wrapper_writes_a_complete_farskip_checkpoint(
 def test_copies_and_pickles_of_a_converted_wrapper_are_converted(name):
     model, inputs = tiny_model(name), image_inputs(name)
     convert_model(model, Connectivity("all"))
-    # Before the first call: transformers installs hooks then, and those of AriaModel
-    # cannot be pickled.
+    # This comes before the first call, in which transformers installs hooks: those of
+    # AriaModel cannot be pickled.
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for other in copies:
         assert farskip_layers(other) == [0, 1, 2, 3]
@@ -539,7 +540,9 @@ print("DONE", len(expected))
 
 @pytest.fixture
 def aria_with_processor(tmp_path):
-    """A tiny Aria as it is published: tokenizer and processor lie beside the weights."""
+    """Write a tiny Aria as it is published, with tokenizer and processor beside the
+    weights.
+    """
     from PIL import Image
     from transformers import AriaProcessor, PreTrainedTokenizerFast
     from transformers.models.aria.image_processing_pil_aria import AriaImageProcessorPil
@@ -564,8 +567,8 @@ def aria_with_processor(tmp_path):
 def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back(
     tmp_path,
 ):
-    """As published, as older checkpoints have them (no class named), and in a form that
-    no program here would write.
+    """In their published form, in that of older checkpoints (which name no class), and
+    in a form that no program here would write.
     """
     tiny_model("llama4").save_pretrained(tmp_path / "base")
     files = {
@@ -594,7 +597,7 @@ def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(
     aria_with_processor, tmp_path
 ):
     base, far = aria_with_processor, tmp_path / "far"
-    # As in older checkpoints: only the model type says which classes.
+    # As in older checkpoints: only the model type determines the classes.
     for name, key in (
         ("tokenizer_config.json", "tokenizer_class"),
         ("processor_config.json", "processor_class"),

@@ -1,4 +1,4 @@
-"""Checkpoints in the oldest transformers that they say they load in: `make
+"""Checkpoints in the oldest transformers in which they claim to load; `make
 test-transformers` installs it.
 """
 

@@ -1,5 +1,5 @@
-"""What a rewired model computes beyond its original: the sums that the connectivity
-needs, and little Python.
+"""The extra computation of a rewired model: the sums that the connectivity needs, and
+little Python.
 """
 
 import copy
@@ -40,8 +40,8 @@ class Operators(TorchDispatchMode):
 
 
 def pair(family):
-    """Return the original and the rewired model, which route alike, because no branch
-    gives anything.
+    """Return the original and the rewired model, which route tokens alike, because no
+    branch adds anything.
     """
     original = tiny_model(family)
     for name, parameter in original.named_parameters():
@@ -94,7 +94,7 @@ def test_a_rewired_layer_costs_at_most_nine_calls_of_python():
     "family", ["qwen2_moe", "llama4_text", "cohere2_moe", "minimax"]
 )
 def test_what_is_shared_without_gradients_changes_no_bit(family):
-    """With gradients every reader makes its own, as the equations are written."""
+    """With gradients every reader computes its own sum, as in the equations."""
     model = tiny_model(family)
     convert_model(model, Connectivity("all"))
     with torch.no_grad():

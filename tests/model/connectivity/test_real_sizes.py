@@ -24,7 +24,7 @@ from fcsd.model.families import moe_mask, text_config
 from tests.real_configs import real_config
 from tests.support import cache_of
 
-EXACT = {  # Hub's number, and what in it is no parameter of the model's modules
+EXACT = {  # the Hub's number, and what it includes that is not a parameter of the model's modules
     "DeepSeek-V2-Lite": (15_706_484_224, lambda model: 0),
     "DeepSeek-V3": (671_026_419_200, lambda model: 58 * 256),
     "Qwen3-30B-A3B": (30_532_122_624, lambda model: 0),
@@ -146,8 +146,8 @@ def test_a_real_model_converts_in_a_moment_and_runs_with_cache_and_hidden_states
 
 
 def traced_forward(model, num_tokens):
-    """Outputs for a prompt and for one token after it, on tensors that have shapes and
-    no storage.
+    """Return the outputs for a prompt and for one token after it, on tensors that have
+    shapes but no storage.
     """
     tokens = torch.zeros(1, num_tokens, dtype=torch.long, device="meta")
     options = {"use_cache": True, "output_hidden_states": True}

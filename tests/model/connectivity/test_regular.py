@@ -1,5 +1,5 @@
-"""A rewired model is the original for the length of a context, in every kind of layer,
-and then rewired as before.
+"""Inside a context a rewired model is the original, with every kind of layer; after it,
+it is rewired as before.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families import FAMILIES
 from tests.reference.tiny import TINY, tiny_model
 
-# One family of each kind of layer: what differs between the others are names.
+# One family for each kind of layer: the others differ only in names.
 KINDS = {
     (
         family.layout, bool(family.norms), bool(family.moe_argument), bool(family.block_shared),

@@ -102,7 +102,9 @@ def stack_of(model):
 
 
 def excepted(contract, family, original_fails):
-    """True where the family is an exception, after showing that the original fails, too."""
+    """Tell whether the family is an exception, after showing that the original fails,
+    too.
+    """
     if (contract, family) not in EXCEPTIONS:
         return False
     assert original_fails(), (
@@ -125,7 +127,7 @@ def test_every_supported_family_has_a_tiny_model_and_a_reference():
     [
         pytest.param(
             *(padded, implementation, family),
-            # Every family once; the attention of each kind in every way.
+            # Every family once; each kind of attention in every implementation.
             marks=[]
             if family in KINDS or (padded, implementation) == (True, "sdpa")
             else pytest.mark.breadth,
@@ -150,8 +152,8 @@ def test_a_converted_model_computes_the_equations(family, implementation, padded
     # Where attention and MLP read the same stream, an outdated MLP alone changes
     # nothing and is refused.
     sides = SIDES[:2] if FAMILIES[family].layout == "parallel" else SIDES
-    # Padding and the attention's implementation know of no selection: every pair of
-    # selection and sides once.
+    # Padding and the implementation of attention do not depend on the selection: test
+    # every pair of selection and sides once.
     every_pair = not padded and implementation == (
         "eager" if family in SINKS else "sdpa"
     )
@@ -259,7 +261,9 @@ def test_generating_with_the_cache_gives_what_full_passes_give(family):
 
     @torch.no_grad()
     def difference(*cuts):
-        """Return the largest difference to the logits of one pass when the tokens come in parts."""
+        """Return the largest difference from the logits of one pass when the tokens
+        come in parts.
+        """
         parts, cache = [], {}
         for start, end in itertools.pairwise((0, *cuts, x.shape[1])):
             out = model(x[:, start:end], use_cache=True, **cache)
@@ -323,7 +327,7 @@ def test_gradient_checkpointing_does_not_change_gradients(family):
         assert len(runs) == 2, "the layer was not recomputed: checkpointing was off"
         assert checkpointed.keys() == plain.keys()
         for name, gradient in plain.items():
-            # Re-entrant checkpoints may add gradients up in another order.
+            # Re-entrant checkpoints may sum gradients in another order.
             assert (checkpointed[name] - gradient).abs().max() <= (
                 BOUND if reentrant else 0
             ), name
@@ -363,7 +367,9 @@ def test_gradients_are_those_of_the_equations(family):
     convert_model(model, Connectivity("all"))
     actual = gradients(model(x, use_cache=False).logits)
     for name, a, e in zip(weights, actual, expected, strict=True):
-        if e is None:  # the choice of experts or of what is attended to has no gradient
+        if (
+            e is None
+        ):  # the choice of experts, or of the tokens to attend to, has no gradient
             assert a is None or not a.any(), name
             continue
         assert (a - e).abs().max() < BOUND * max(1.0, float(e.abs().max())), name
@@ -385,7 +391,7 @@ def test_noise_that_a_block_puts_into_its_input_in_training_stays_in_the_block(
     with torch.no_grad():
         expected, _ = surgery_forward(model, x, range(4))
     torch.manual_seed(1)
-    # the reference begins with a pass of the model, which draws as many numbers
+    # the reference starts with a pass of the model, which draws as many random numbers
     logits(model, x)
     convert_model(model, Connectivity("all"))
     assert error(logits(model, x), expected) < BOUND
@@ -475,8 +481,8 @@ def largest_error(module, family):
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_of_the_rewiring_differ_from_the_reference(mutant, monkeypatch):
-    """What the comparisons above could miss: each mutation must show in each family
-    that it concerns.
+    """Tests that the comparisons above miss nothing: each mutation must show in each
+    family that it concerns.
     """
     old, new, families = MUTANTS[mutant]
     module, same = mutated(old, new, monkeypatch), mutated(old, old, monkeypatch)

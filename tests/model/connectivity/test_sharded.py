@@ -1,4 +1,6 @@
-"""Rewired models under FSDP2 and DDP in several processes: the gradients of one process."""
+"""Rewired models under FSDP2 and DDP in several processes have the gradients of one
+process.
+"""
 
 import pytest
 import torch

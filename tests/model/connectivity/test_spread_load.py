@@ -1,5 +1,5 @@
-"""Two gloo ranks: what transformers puts together from several tensors while it shards,
-against a whole load.
+"""On two gloo ranks, weights that transformers assembles from several tensors while it
+shards, against an unsharded load.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ WRONG = sorted(name for name, family in FAMILIES.items() if family.fuses_rows)
 def spread_on_rank(
     rank: int, folder: Path, states: dict[str, dict[str, Any]]
 ) -> dict[str, list[str]]:
-    """Family -> tensors that differ from those that were saved."""
+    """Return family -> tensors that differ from the saved ones."""
     from transformers.distributed import DistributedConfig
 
     wrong = {}
@@ -91,7 +91,7 @@ def own_on_rank(rank: int, folder: Path, state: dict[str, Any]) -> list[str]:
 def test_fcsds_own_fsdp2_spreads_such_a_family_rightly(
     name: str, tmp_path: Path
 ) -> None:
-    """It loads the weights whole on the first rank."""
+    """It loads the whole weights on the first rank."""
     model = tiny_model(name)
     model.save_pretrained(tmp_path)
     assert run_ranks(own_on_rank, 2, tmp_path, model.state_dict()) == [[], []]

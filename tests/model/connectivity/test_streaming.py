@@ -1,4 +1,6 @@
-"""Conversion on disk: a checkpoint many times larger than the memory it takes, linked or copied."""
+"""Conversion on disk: a checkpoint many times larger than the memory in use, linked or
+copied.
+"""
 
 import json
 import shutil
@@ -22,8 +24,8 @@ TOTAL_BYTES = 1_900 * MIB
 
 
 def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
-    """Return a qwen3_moe in bfloat16 whose shards have the right headers and sizes, and
-    holes where the numbers are.
+    """Write a qwen3_moe in bfloat16 whose shards have the right headers and sizes, with
+    holes in place of the numbers.
     """
     config = tiny_config(
         "qwen3_moe",
@@ -122,7 +124,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(folder, growth of resident memory in bytes by what was done) of one child process."""
+    """Return (folder, growth of resident memory in bytes by operation) of one child
+    process.
+    """
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("resident memory is read from Linux's /proc")
     folder = tmp_path_factory.mktemp("streaming")
@@ -142,7 +146,7 @@ def test_a_conversion_needs_a_fraction_of_one_shard_of_memory(measured):
     shards = sorted((folder / "large").glob("*.safetensors"))
     assert sum(file.stat().st_size for file in shards) > TOTAL_BYTES
     assert max(file.stat().st_size for file in shards) <= SHARD_BYTES + MIB
-    # the measure sees a shard
+    # the measurement would show a shard
     assert growth["reading one shard"] > 0.9 * shards[0].stat().st_size
     assert growth["linked"] < SHARD_BYTES / 4
     assert growth["undone"] < SHARD_BYTES / 4

@@ -70,8 +70,9 @@ def test_a_copy_is_rewired_and_independent(family, copied):
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_bfloat16_is_no_less_exact_than_in_the_original(family):
-    """Mean error against float32 with the same, already rounded, weights; over few
-    tokens, those whose experts change decide it."""
+    """Compares mean errors against float32 with the same, already rounded, weights;
+    with few tokens, those whose experts change would decide.
+    """
     half = tiny_model(family).to(torch.bfloat16)
     full = copy.deepcopy(half).float()
     original = float((logits(half) - logits(full)).abs().mean())

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO-3 on two gloo ranks: the loss and gradients of one process."""
+"""DeepSpeed ZeRO-3 on two gloo ranks has the loss and gradients of one process."""
 
 import importlib
 import importlib.util
@@ -55,9 +55,9 @@ def largest(actual, expected):
 
 
 def zero3(rank, cases):
-    """(family, checkpointing, leaf) -> (loss error, gradient error), in units of
-    float32's spacing there and of the distance of one process' gradients from float64;
-    DeepSpeed has no float64.
+    """Return (family, checkpointing, leaf) -> (loss error, gradient error): the loss
+    error in units of float32's spacing there, the gradient error in units of the
+    distance of one process's gradients from float64. DeepSpeed has no float64.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

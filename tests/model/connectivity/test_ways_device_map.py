@@ -46,8 +46,8 @@ def generated(model):
 
 @pytest.fixture
 def places(tmp_path):
-    """Options that keep half of the weights in memory, and options that alternate layer
-    by layer.
+    """Return options that keep half of the weights in memory, and options that
+    alternate layer by layer.
     """
 
     def options(model):

@@ -115,8 +115,8 @@ def test_assisted_generation_gives_the_greedy_tokens(family, draft):
     model = converted(family)
     x, settings = X[:1], SETTINGS | {"attention_mask": torch.ones_like(X[:1])}
     greedy = model.generate(x, **settings)
-    # A random draft is refused token by token, which cuts the cache back; the model
-    # itself never is.
+    # A random draft is rejected token by token, which cuts the cache back; the model as
+    # its own draft never is.
     assistant = (
         tiny_model("qwen3_moe", seed=1, num_hidden_layers=1)
         if draft == "small"

@@ -1,4 +1,4 @@
-"""The code of docs/scale.md runs as it stands."""
+"""The code in docs/scale.md runs as written."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,6 @@
-"""Two gloo ranks: FSDP2, transformers' tensor and expert parallel plans, against one process."""
+"""FSDP2 and transformers' plans for tensor and expert parallelism on two gloo ranks,
+against one process.
+"""
 
 import pytest
 import torch
@@ -108,8 +110,8 @@ def test_fsdp2_has_the_loss_and_gradients_of_one_process(families):
 
 
 def gradients_behind_a_pass_without(rank, way):
-    """(name -> gradient of one step alone, name -> of the same step behind a pass
-    without gradients)
+    """Return (name -> gradient of a single step, name -> gradient of the same step
+    after a pass without gradients)
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -131,7 +133,7 @@ def gradients_behind_a_pass_without(rank, way):
 def test_zero_grad_of_an_fsdp2_model_behind_a_pass_without_gradients_leaves_those_outside_the_layers(
     way,
 ):
-    """As docs/scale.md says: torch 2.13 keeps the root's parameters gathered; the
+    """As docs/scale.md says, torch 2.13 keeps the root's parameters gathered; the
     shards have the gradients.
     """
     for alone, behind in run_ranks(gradients_behind_a_pass_without, 2, way):
@@ -176,12 +178,11 @@ def test_converting_after_fsdp2_is_right_for_sharded_layers_and_refused_for_a_sh
 
 
 def plans(rank, folder, families, ways):
-    """(family, way, rewired) -> (logits error, gradient error, number of sharded
-    tensors), of the original the last alone, or what was raised.
+    """Return (family, way, rewired) -> (logits error, gradient error, number of sharded
+    tensors), for the original only the last, or the error that was raised.
 
-    In float32: the mode of float64 and the collectives of "ep all_to_all" do not go
-    together. Errors are in units of the rounding of one process, its distance from
-    float64.
+    In float32: the float64 mode does not work with the collectives of "ep all_to_all".
+    Errors are in units of the rounding of one process, its distance from float64.
     """
     from transformers.distributed import DistributedConfig
 
@@ -218,7 +219,7 @@ def plans(rank, folder, families, ways):
             ]
             assert torch.equal(*made)
         sharded = sum(hasattr(p, "full_tensor") for p in model.parameters())
-        if not rewired:  # that it runs is all that is asked of it
+        if not rewired:  # it only has to run
             step(model, rows)
             return sharded
         with torch.no_grad():

@@ -1,4 +1,6 @@
-"""PEFT LoRA on rewired models: attached before and after the conversion, merged, saved, loaded."""
+"""PEFT LoRA on rewired models: attached before and after conversion, merged, saved,
+loaded.
+"""
 
 import peft
 import pytest
@@ -34,7 +36,7 @@ pytestmark = [
     pytest.mark.filterwarnings(
         "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
     ),
-    # PEFT targets experts that a family has not fused by a pattern that then matches
+    # For experts that a family has not fused, PEFT uses a pattern that then matches
     # nothing.
     pytest.mark.filterwarnings(
         "ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"
@@ -49,7 +51,7 @@ def converted(family):
 
 
 def lora(family, *, experts=True):
-    """Adapters on attention, and on the fused experts."""
+    """Return adapters on attention and on the fused experts."""
     return peft.LoraConfig(
         r=4,
         target_modules=["o_proj"],
@@ -60,7 +62,7 @@ def lora(family, *, experts=True):
 
 
 def with_adapters(model, config, seed=0):
-    # both adapter matrices are drawn, so that adapters change the outputs
+    # both adapter matrices are random, so that adapters change the outputs
     torch.manual_seed(seed)
     return peft.get_peft_model(model, config).eval()
 
@@ -150,7 +152,7 @@ def test_saved_adapters_are_loaded_onto_a_rewired_model(family, tmp_path):
     "targets", ["all-linear", ["o_proj", "gate_proj", "up_proj", "down_proj"]]
 )
 def test_names_of_modules_mean_the_same_adapters_as_in_the_original(family, targets):
-    """PEFT translates names of experts that transformers has fused, by model type."""
+    """For experts that transformers has fused, PEFT translates names by model type."""
 
     def adapted(model):
         config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM")

@@ -1,5 +1,5 @@
-"""Pipelines of two ranks: transformers', which hands on one tensor, and torch's, whose
-stages are cut by hand.
+"""Pipelines of two ranks: that of transformers, which passes one tensor on, and that of
+torch, with stages cut by hand.
 """
 
 import pytest
@@ -63,7 +63,7 @@ def test_the_cuts_that_are_checked_are_those_of_transformers(num_layers, num_sta
     from transformers.distributed.pipeline_parallel import PipelineStage
 
     stage = object.__new__(PipelineStage)
-    # 5.24 gives what is left over to the first stages, 5.23 to the last one
+    # 5.24 gives the remaining layers to the first stages, 5.23 to the last one
     stage.pp_size = num_stages
     starts = {
         stage.layer_range_for_rank(rank, num_layers)[0] for rank in range(1, num_stages)
@@ -152,7 +152,9 @@ def test_transformers_pipelines_are_cut_before_a_regular_layer_and_refused_elsew
 
 
 class Stage(nn.Module):
-    """Decoder layers `layers`, with the embedding before the first and the head after the last."""
+    """A stage of decoder layers `layers`, with the embedding before the first and the
+    head after the last.
+    """
 
     def __init__(self, model, layers):
         super().__init__()

@@ -32,7 +32,7 @@ def logits(folder: Path, **options: object) -> torch.Tensor:
 
 def rename(folder: Path, name: str) -> None:
     config = json.loads((folder / "config.json").read_text())
-    # As published: names of code in the repository, which nobody runs.
+    # As published: names of code in the repository, which is never run.
     config |= {
         "model_type": name,
         "auto_map": {"AutoConfig": "configuration_x.XConfig"},
@@ -52,7 +52,7 @@ def test_a_checkpoint_with_another_name_of_its_family_is_the_same_to_the_bit(
     with caplog.at_level(logging.WARNING, "transformers"):
         assert convert_checkpoint(tmp_path / "alias", tmp_path / "far", FAR) == layers
         assert torch.equal(logits(tmp_path / "alias"), logits(tmp_path / "known"))
-    # transformers' doubt, which is none
+    # a warning of transformers that does not apply
     assert "to instantiate a model of type" not in caplog.text
     assert torch.equal(logits(tmp_path / "far"), logits(tmp_path / "far-known"))
     assert torch.equal(

@@ -1,4 +1,4 @@
-"""Capacity and dropping, against the article's own loop and against experts that are
+"""Capacity and dropping, against the loop of the article and against experts that are
 called pair by pair.
 """
 
@@ -23,7 +23,7 @@ WITHOUT = {"jetmoe", "llama4", "llama4_text"}
 def article(
     expert_indices: list[list[int]], n_experts: int, expert_capacity: int
 ) -> list[list[bool]]:
-    """`update_expert_inputs` of the article: a pair whose place is behind its expert's
+    """`update_expert_inputs` of the article: a pair whose place is beyond its expert's
     buffer is not stored.
     """
     counters = [0] * n_experts
@@ -80,8 +80,8 @@ def test_the_pairs_kept_are_those_of_the_articles_loop() -> None:
 
 
 def seen(model: Any) -> tuple[list[Any], list[Any]]:
-    """Return what each layer's experts are really called with, behind all hooks; and
-    the handles of the hooks.
+    """Return the actual arguments of each layer's experts, after all hooks; and the
+    handles of the hooks.
     """
     calls: list[Any] = []
     handles = []
@@ -151,8 +151,8 @@ def test_every_family_drops_or_is_refused_in_one_line(family: str) -> None:
 def test_a_dropped_pair_adds_nothing_and_has_no_gradient(
     drop: Any, checkpointing: bool
 ) -> None:
-    """Experts of which all pairs are dropped have no gradient; that of the others is of
-    the kept pairs alone.
+    """Experts whose pairs are all dropped have no gradient; the gradient of the others
+    comes only from the kept pairs.
     """
     with in_float64():
         model = tiny_model("qwen3_moe", num_hidden_layers=1).double()
@@ -244,8 +244,8 @@ def test_the_weight_of_a_dropped_pair_has_no_gradient() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_takes_no_room(side: str) -> None:
-    """The logits of the text are those of the text alone, which is dropped as if no
-    padding were there.
+    """The logits of the text are those of the text alone: its pairs are dropped as if
+    there were no padding.
     """
     model = tiny_model("qwen3_moe")
     text = tokens(1, 11)

@@ -34,7 +34,9 @@ NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimoda
 
 
 def upstream(family):
-    """transformers' modeling file, or the classes of the family that transformers does not have."""
+    """Return transformers' modeling file, or the classes of the family that
+    transformers does not have.
+    """
     if FAMILIES[family].like:
         return modeling_module(FAMILIES[family])
     path = FAMILIES[family].upstream.removesuffix(".py").replace("/", ".")

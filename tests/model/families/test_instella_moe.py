@@ -16,8 +16,8 @@ from tests.reference.tiny import tiny_config, tiny_model
 
 X = torch.randint(3, 99, (2, 11), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
-# Rotations over more of the trained length than the published ones, so that all three
-# parts of the ramp are there.
+# The rotations cover more of the trained length than the published ones, so that all
+# three parts of the ramp occur.
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
     "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
@@ -26,9 +26,10 @@ YARN = {
 
 @pytest.fixture(scope="module")
 def regular(tmp_path_factory):
-    """(regular model, tensors and config of its checkpoint), float64: a dense first
-    layer, no q_lora, keys wider than values, two shared experts, YaRN with
-    mscale_all_dim, a router with biases that weigh."""
+    """Return (regular model, tensors and config of its checkpoint) in float64: a dense
+    first layer, no q_lora, keys wider than values, two shared experts, YaRN with
+    mscale_all_dim, a router with biases that matter.
+    """
     with in_float64():
         model = tiny_model(
             "instella_moe", num_hidden_layers=LAYERS, qk_nope_head_dim=6, qk_rope_head_dim=8, v_head_dim=8,
@@ -50,7 +51,7 @@ def logits(model):
 
 @pytest.fixture(scope="module")
 def rewired(regular):
-    """The logits with all layers rewired."""
+    """Return the logits with all layers rewired."""
     model, *_ = regular
     with in_float64():
         convert_model(model, Connectivity("all"))

@@ -57,7 +57,7 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
     ],
 )
 def test_the_reason_can_be_seen_in_the_upstream_source(module, words):
-    """An upstream rewrite that makes a family fit shows here."""
+    """An upstream rewrite that makes a family fit fails this test."""
     skip_where_it_is_missing(module)
     path = importlib.import_module(
         f"transformers.models.{module}.modeling_{module}"

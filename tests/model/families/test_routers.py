@@ -1,5 +1,5 @@
-"""Routers and their choices on every family, original and converted, against what the
-experts are called with.
+"""Routers and their choices in every family, original and converted, against the
+arguments of the experts.
 """
 
 import pytest
@@ -30,8 +30,8 @@ def tokens(rows: int = 2, length: int = 11, vocabulary: int = 99) -> torch.Tenso
 
 
 def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
-    """(tokens, E) pairs by layer, seen at the experts: their indices, the rows that
-    reach them, or the logits.
+    """Return (tokens, E) pairs by layer as the experts see them: their indices, the
+    rows that reach them, or the logits.
     """
     by_layer, handles = {}, []
     for router in find_routers(model):
@@ -74,8 +74,8 @@ def used_experts(model, input_ids) -> dict[int, torch.Tensor]:
 
 
 def gives_its_choice(model, router) -> bool:
-    """Whether transformers records this very module, and its output has the experts of
-    each token as a tensor.
+    """Tell whether transformers records this very module, and its output has the
+    experts of each token as a tensor.
     """
     recorded = [
         getattr(entry, "target_class", entry)

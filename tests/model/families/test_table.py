@@ -1,4 +1,4 @@
-"""`fcsd families`: what it says is what the registry and the layers say."""
+"""`fcsd families` agrees with the registry and the layers."""
 
 from fcsd.model.families import FAMILIES, REFUSED
 from fcsd.model.families.table import families_facts, families_table

@@ -1,5 +1,5 @@
-"""`fcsd inspect`: numbers by hand, published numbers, and what is said of models that
-cannot be converted.
+"""`fcsd inspect`: numbers by hand, published numbers, and what it says about models
+that cannot be converted.
 """
 
 import json
@@ -64,7 +64,7 @@ HAND = {  # model type -> part -> parameters, written out from the tiny configur
         "router": L * 4 * D,
         "norms": L * 2 * D + D,
     },
-    "gpt_oss": {  # biases everywhere, four sinks a layer
+    "gpt_oss": {  # biases everywhere, four sinks per layer
         "embeddings": V * D,
         "lm_head": V * D,
         "attention": L * (32 * D + 32 + 2 * (16 * D + 16) + D * 32 + D + 4),
@@ -135,7 +135,8 @@ def test_every_family_is_described_to_the_last_parameter(model_type, tmp_path):
     assert "other" not in parts or FAMILIES[model_type].multimodal
 
 
-# total and active in billions as published, and the parts that its publisher leaves out
+# total and active parameters in billions as published, and the parts that the publisher
+# leaves out
 PUBLISHED = {
     "DeepSeek-V2-Lite": ("15.7", (), "2.4", ("embeddings",)),
     "DeepSeek-V3": ("671", (), "37", ("embeddings",)),
@@ -170,7 +171,7 @@ def test_published_models_have_their_published_total_and_active_parameters(
             parameters["parts"][part][key] for part in without
         )
         digits = 10 ** len(text.partition(".")[2])
-        # Most publishers round; Qwen and DeepSeek-V2 cut off (3.353 is 3.3).
+        # Most publishers round; Qwen and DeepSeek-V2 truncate (3.353 is 3.3).
         assert float(text) in (
             round(number * digits / 1e9) / digits,
             number * digits // 10**9 / digits,
@@ -316,7 +317,7 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
         "instella_moe",
         "deepseek_v3",
     )
-    # The report on the checkpoint counts 26 router biases of 64 with them.
+    # The report on the checkpoint includes 26 router biases of 64 values.
     assert facts["parameters"]["total"] + 26 * 64 == 15_862_789_248
     assert facts["parameters"]["active"] == 2_817_453_568
     text = report_table(facts)

@@ -1,8 +1,8 @@
-"""A quantised checkpoint is written again in bfloat16, to the values that the published
+"""A quantised checkpoint is rewritten in bfloat16, with the values that the published
 formulas give.
 
-Each layout is made by a script of the test's own, from numbers of a tiny model; its
-values are computed one by one, in float64, from the bits.
+The tests make each layout themselves from the numbers of a tiny model, and compute its
+values one by one, in float64, from the bits.
 """
 
 import itertools
@@ -114,8 +114,8 @@ def int8(rows: int, columns: int) -> Made:
 
 
 def int4(rows: int, columns: int) -> Made:
-    """Groups of 16 columns, a zero point for each; eight values in an int32, along the
-    rows for the zero points.
+    """Pack groups of 16 columns with a zero point for each: eight values per int32,
+    along the rows for the zero points.
     """
     codes, groups = numbers(rows, columns) % 16, columns // 16
     scale = (0.01 + numbers(rows, groups) % 5 * 0.0078125).bfloat16()
@@ -217,7 +217,7 @@ def mxfp8(rows: int, columns: int) -> Made:
 
 
 def integers_of_two_sizes(rows: int, columns: int) -> Made:
-    """INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its
+    """Use INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its
     config one list for all.
     """
     if rows == 32:
@@ -267,8 +267,8 @@ def write(
     *,
     shards: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Write a tiny model whose experts and attention are quantised; returns the values
-    that it has.
+    """Write a tiny model whose experts and attention are quantised, and return its
+    values.
     """
     model = tiny_model(
         "qwen3_moe",
@@ -330,7 +330,7 @@ def test_each_layout_has_the_values_of_its_formula(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = write(tmp_path / "quantised", *LAYOUTS[layout])
-    # several chunks, which begin in the middle of a block
+    # several chunks, which start in the middle of a block
     monkeypatch.setattr(dequantise, "CHUNK_VALUES", 1000)
     assert main(["dequantize", str(tmp_path / "quantised"), str(tmp_path / "out")]) == 0
     assert_same(read(tmp_path / "out"), expected)
@@ -491,8 +491,8 @@ def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) 
 def test_forms_that_look_like_known_ones_are_refused_before_anything_is_written(
     parts: str, message: str, tmp_path: Path
 ) -> None:
-    """MXFP6 has the names of MXFP4; integers of 3 bits lie across two int32 in some
-    versions only.
+    """MXFP6 has the names of MXFP4; integers of 3 bits span two int32 in some versions
+    only.
     """
 
     def made(rows: int, columns: int) -> Made:

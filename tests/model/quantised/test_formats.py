@@ -23,7 +23,9 @@ PACKED = PLAIN | {
 
 
 class Rows:
-    """A tensor as the formats read it: its shape, and slices of its first dimension."""
+    """A tensor as the formats read it: by its shape, and in slices of its first
+    dimension.
+    """
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor = tensor

@@ -1,6 +1,4 @@
-"""What is said of quantised checkpoints is what happens to them: inspect, convert and
-load agree.
-"""
+"""Quantised checkpoints behave as described: inspect, convert and load agree."""
 
 import importlib.util
 import json
@@ -54,7 +52,9 @@ def to_fp8(name: str, weight: torch.Tensor) -> Tensors:
 
 
 def to_nvfp4(name: str, weight: torch.Tensor) -> Tensors:
-    """As ModelOpt packs it: two numbers a byte, a scale for 16 of them, and one for all."""
+    """Pack as ModelOpt does: two numbers per byte, a scale for each 16 numbers, and one
+    for all.
+    """
     rows, columns = weight.shape
     return {
         name: torch.zeros(rows, columns // 2, dtype=torch.uint8),
@@ -64,7 +64,7 @@ def to_nvfp4(name: str, weight: torch.Tensor) -> Tensors:
 
 
 def to_packed_nvfp4(name: str, weight: torch.Tensor) -> Tensors:
-    """As compressed-tensors packs it."""
+    """Pack as compressed-tensors does."""
     packed, scale, whole = to_nvfp4(name, weight).values()
     return {
         f"{name}_packed": packed,
@@ -82,7 +82,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quantised(plain: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Make a copy with quantised weights, and write what says so into config.json, or
+    """Make a copy with quantised weights, and declare them in config.json or in
     ModelOpt's file.
     """
 
@@ -121,8 +121,8 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any]) -> None:
 
 
 def assert_refused(folder: Path, sentence: str) -> None:
-    """Inspect says that it cannot be converted, converting and loading refuse it, and
-    with the same words.
+    """Check that inspect says that it cannot be converted, and that converting and
+    loading refuse it in the same words.
     """
     facts = inspect_model(folder)
     assert not facts["can_be_converted"] and sentence in facts["reason"]
@@ -197,7 +197,7 @@ def test_a_tensor_that_is_missing_of_quantised_weights_is_noticed(
 
 
 def test_a_missing_tensor_of_fused_experts_is_noticed(tmp_path: Path) -> None:
-    """As gpt-oss has them: blocks and scales in the place of one tensor for all experts."""
+    """As in gpt-oss: blocks and scales in place of one tensor for all experts."""
     base = tmp_path / "base"
     tiny_model("gpt_oss").save_pretrained(base)
     experts = "model.layers.2.mlp.experts.down_proj"
@@ -302,7 +302,9 @@ def test_fields_left_over_do_not_count_in_a_model_that_fcsd_does_not_know(
 
 
 def test_the_quantisation_of_kimi_k25_is_shown(tmp_path: Path) -> None:
-    """Its text config has it, as published; the wrapper is no family that can be converted."""
+    """Its text config has it, as published; the wrapper does not belong to a family
+    that can be converted.
+    """
     settings = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",

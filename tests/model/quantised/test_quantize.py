@@ -1,4 +1,4 @@
-"""A checkpoint goes out in FP8 of blocks, to the values that transformers makes, and
+"""A checkpoint is written in block FP8 with the values that transformers makes, and
 loads with and without fcsd.
 """
 
@@ -140,8 +140,8 @@ def test_it_loads_without_fcsd_and_is_near_the_original(tmp_path: Path) -> None:
     assert torch.equal(loaded, logits(tmp_path / "back", **code))
     assert torch.equal(loaded, load_model(tmp_path / "out")(IDS).logits)
     error = float((loaded - expected).float().std() / expected.float().std())
-    # The rounding of E4M3 is 2.6 % of a weight; scales that are left out, or those of
-    # other blocks, give errors of the logits' own size.
+    # E4M3 rounds by 2.6 % of a weight; missing scales, or those of other blocks, give
+    # errors as large as the logits.
     assert 0 < error < 0.15
 
 
@@ -190,7 +190,9 @@ def test_config_and_files_agree_on_what_is_quantised(
 def test_layers_that_engines_put_together_stay_in_bfloat16_together(
     tmp_path: Path,
 ) -> None:
-    """Keys of 64 rows are half a block, and one matrix with queries and values."""
+    """Keys of 64 rows are half a block, and share one matrix with queries and
+    values.
+    """
     source = farskip(
         tmp_path, head_dim=64, num_attention_heads=8, num_key_value_heads=1
     )
@@ -226,7 +228,7 @@ def test_a_weight_that_is_nan_is_named_and_the_copy_continues_when_it_is_repaire
     [file] = source.glob("*.safetensors")
     whole = load_file(file)
     name = "model.layers.1.mlp.experts.1.up_proj.weight"
-    file.unlink()  # a link to the original's
+    file.unlink()  # a link to the original's file
     save_file({**whole, name: torch.full_like(whole[name], torch.nan)}, file)
     with pytest.raises(UserError, match=f"tensor '{name}': has values that are NaN"):
         quantize_checkpoint(source, tmp_path / "out", shard_bytes=100_000)

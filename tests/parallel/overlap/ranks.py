@@ -1,4 +1,4 @@
-"""What the tests of overlapped expert parallelism share: models spread over ranks,
+"""Shared by the tests of overlapped expert parallelism: models spread over ranks,
 steps, and comparisons of both.
 """
 
@@ -20,8 +20,8 @@ Gradients = dict[str, torch.Tensor]
 def spread(
     folder: Path, connectivity: Connectivity | None, size: int, **options: Any
 ) -> Any:
-    """Return the model with its experts over groups of `size` ranks, all else sharded
-    by FSDP2 over all ranks.
+    """Return the model with its experts spread over groups of `size` ranks, and
+    everything else sharded by FSDP2 over all ranks.
     """
     from transformers.distributed import DistributedConfig
 
@@ -40,8 +40,8 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def step(model: Any, *batches: torch.Tensor) -> Gradients:
-    """Return name -> gradient, this rank's part of it, summed over the batches; "loss",
-    the last one's.
+    """Return name -> this rank's part of the gradient, summed over the batches; "loss"
+    is that of the last batch.
     """
     model.train()
     model.zero_grad(set_to_none=True)
@@ -62,7 +62,7 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def same(one: Gradients, other: Gradients) -> bool:
-    """Return whether all gradients are equal to the last bit, on all ranks."""
+    """Tell whether all gradients are equal to the last bit, on all ranks."""
     equal = one.keys() == other.keys() and all(
         torch.equal(local(one[n]), local(other[n])) for n in one
     )
@@ -77,7 +77,7 @@ def worst(actual: Gradients, expected: Gradients | None) -> float:
     """Return the largest error of a gradient, relative to the largest of its tensor; 0
     on a rank that expects nothing.
 
-    All ranks call this, which gathers the gradients.
+    All ranks call this function, which gathers the gradients.
     """
     gathered = {name: whole(gradient) for name, gradient in actual.items()}
     if expected is None:
@@ -92,7 +92,9 @@ def worst(actual: Gradients, expected: Gradients | None) -> float:
 
 
 def attached(model: Any, overlap: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Attach anew; the exchanges and the steps that will be noted."""
+    """Attach overlap again; return the lists in which exchanges and steps will be
+    recorded.
+    """
     detach(model)
     attach(model, overlap, **options)
     records: list[Any] = []

@@ -1,5 +1,5 @@
-"""Overlapped expert parallelism where something is out of the ordinary: precision,
-layers, tokens, hooks, caches.
+"""Overlapped expert parallelism in unusual cases: precision, layers, tokens, hooks,
+caches.
 """
 
 import gc
@@ -52,10 +52,10 @@ def outcome(
     *batches: torch.Tensor,
     reference: tuple[torch.Tensor, ...] = (X,),
 ) -> tuple[bool, bool, float, list[Any]]:
-    """Return (bits of blocking and full, bits of full with checkpointing, error against
-    one process, steps of full).
+    """Return (whether full has the bits of blocking, whether full with checkpointing
+    has, error against one process, steps of full).
 
-    one: the model of one process, on the rank whose turn it is to compute with it.
+    one: the model of one process, on the rank whose turn it is to run it.
     """
     model.activation_checkpointing_disable()
     attached(model, "blocking")
@@ -75,7 +75,7 @@ def outcome(
 
 @contextmanager
 def starved(*models: Any) -> Iterator[None]:
-    """All tokens go to experts 0 and 1, which are the first rank's."""
+    """Send all tokens to experts 0 and 1, which the first rank has."""
     handles = []
     for model in filter(None, models):
         for layer in model.model.layers:
@@ -138,8 +138,8 @@ READ = ("streams", "hook", "block", "while it is read", "regular")
 
 @torch.no_grad()
 def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
-    """Return what a reader of layers sees, the original in the same model, and
-    generation with a cache.
+    """Return what a reader of layers sees, the output of the original in the same
+    model, and generation with a cache.
     """
     model.eval(), one.eval()
     attached(model, "full")
@@ -195,7 +195,7 @@ def read(model: Any, one: Any, x: torch.Tensor) -> dict[str, Any]:
 def by_case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """Return what became of each case, and the family under its name."""
+    """Return the outcome of each case, and of the family under its name."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model(request.param).save_pretrained(folder)
     one, other = run_ranks(cases, 2, folder, request.param, timeout_s=240)
@@ -221,7 +221,9 @@ def test_every_connectivity_has_the_bits_of_blocking_and_the_gradients_of_one_pr
 def test_layers_run_in_the_order_of_their_schedule_with_one_side_alone_and_inside_themselves(
     by_case: Any,
 ) -> None:
-    """axk1: a norm follows its experts, so that its layers wait for their own combine."""
+    """In axk1 a norm follows the experts, so that its layers wait for their own
+    combine.
+    """
     only(("qwen2_moe", "axk1"), by_case)
 
     def steps(facts: list[LayerFacts]) -> list[tuple[int, str]]:
@@ -280,7 +282,7 @@ def held(model: Any, x: torch.Tensor) -> int:
 
     def tensors() -> dict[int, int]:
         gc.collect()
-        # asking for more of an object may warn
+        # reading attributes of an object may warn
         plain = (torch.Tensor, torch.nn.Parameter)
         seen = [
             t.untyped_storage()
@@ -315,7 +317,9 @@ def memory(rank: int, folder: Path) -> float:
 def test_a_checkpointed_forward_pass_keeps_what_blocking_exchanges_keep(
     tmp_path: Path,
 ) -> None:
-    """No combined rows: those would be several times as much, one for each token and expert."""
+    """It keeps no combined rows, which would be several times as large: one for each
+    token and expert.
+    """
     tiny_model("deepseek_v3", hidden_size=256, num_hidden_layers=6).save_pretrained(
         tmp_path
     )

@@ -1,4 +1,6 @@
-"""What is said to be hidden is hidden: of records, of a GPU's trace, of gloo's."""
+"""What is reported as hidden is hidden: in records, in a trace of a GPU, and in one of
+gloo.
+"""
 
 import pytest
 
@@ -7,8 +9,8 @@ from fcsd.parallel.overlap.measure import from_records, from_trace
 
 
 def test_of_records_what_the_host_waits_for_is_exposed() -> None:
-    """Launched at 0, waited for from 6 to 8, arrived at 8; launched at 10, arrived at
-    14, waited for at 15.
+    """One exchange is launched at 0, waited for from 6 to 8, and arrives at 8; the
+    other is launched at 10, arrives at 14, and is waited for at 15.
     """
     records = [
         Record("dispatch", 0, False, 1, started=0, waiting=6, waited=8, done=8),
@@ -38,8 +40,9 @@ def event(
 
 
 def test_of_a_gpus_trace_link_kernels_count_as_hidden_where_others_run() -> None:
-    """Dispatch busy 100-200, computed 120-180; combine of the backward pass busy
-    300-340, computed 300-400.
+    """The dispatch is busy from 100 to 200 beside computation from 120 to 180; the
+    combine of the backward pass is busy from 300 to 340 beside computation from 300 to
+    400.
     """
     events = [
         event("farskip::start dispatch forward 0", 10, 5, "user_annotation"),

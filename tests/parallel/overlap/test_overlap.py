@@ -1,5 +1,5 @@
-"""Overlapped expert parallelism on two gloo ranks: the bits of the blocking exchanges,
-one process's gradients.
+"""Overlapped expert parallelism on two gloo ranks has the bits of blocking exchanges
+and the gradients of one process.
 """
 
 import warnings
@@ -34,15 +34,16 @@ FAMILIES = ("qwen2_moe", "qwen3_moe")
 
 
 class Late:
-    """A transport that exchanges when it is waited for, no earlier; what is read before
-    is NaN, and so is what is read of its own input afterwards."""
+    """A transport that exchanges only when it is waited for; whoever reads earlier
+    reads NaN, and so does whoever reads its input afterwards.
+    """
 
     def __init__(self, group: Any):
         self.group = group
 
     def start(self, received: Any, sent: Any, receive: Any, send: Any) -> Any:
         received.fill_(float("nan"))
-        # the experts' output is read by others, too
+        # others read the experts' output, too
         own, group = not sent.requires_grad, self.group
 
         class Work:
@@ -63,7 +64,9 @@ def events(records: list[Any]) -> list[tuple[str, str, int, bool]]:
 
 
 def counted(records: list[Any]) -> tuple[int, int]:
-    """Return (exchanges of rows, of counts); every one has been waited for."""
+    """Return the numbers of exchanges of rows and of counts, all of which have been
+    waited for.
+    """
     assert all(record.waited is not None for _, record in records)
     started = [record.kind for event, record in records if event == "start"]
     return len(started) - started.count("counts"), started.count("counts")
@@ -93,7 +96,7 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         facts["tags"] = tagged(model, x, records)
         for split in ("start", "end"):
             attached(model, "blocking", split=split)
-            # sums of gradients have another order than with `core`
+            # gradients are summed in another order than with `core`
             expected = step(model, x)
             attached(model, "full", split=split)
             facts[split] = same(step(model, x), expected)
@@ -117,8 +120,8 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
 
 
 def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
-    """Take a step with attention and shared expert of a layer compiled; by dynamo
-    alone, whose graphs run eagerly.
+    """Take a step with attention and shared expert of a layer compiled by dynamo only,
+    whose graphs run eagerly.
     """
     model.activation_checkpointing_disable()
     layer = model.model.layers[2]
@@ -126,7 +129,7 @@ def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
     for part in parts:
         part.compile(backend="eager")
     with warnings.catch_warnings():
-        # dynamo's, which looks at the gradient of all that it traces
+        # dynamo's warning: it looks at the gradient of everything that it traces
         warnings.simplefilter("ignore")
         equal = same(step(model, x), expected)
     for part in parts:
@@ -135,7 +138,7 @@ def compiled(model: Any, x: torch.Tensor, expected: Any) -> bool:
 
 
 class Tag(torch.autograd.Function):
-    """Notes when the backward pass has left the module whose input this is."""
+    """Records when the backward pass has left the module whose input this is."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tag: str, log: list[str]) -> torch.Tensor:
@@ -227,7 +230,9 @@ def test_nothing_reads_rows_before_they_are_waited_for_or_keeps_what_was_sent(
 def test_a_recomputation_sends_its_dispatch_again_and_nothing_else(
     two_ranks: Any,
 ) -> None:
-    """4 layers, there and back: 16 exchanges; and the dispatch of each once more."""
+    """4 layers, forward and backward, make 16 exchanges; the dispatch of each layer is
+    sent once more.
+    """
     for family in FAMILIES:
         assert two_ranks[family]["counts"] == (16, 4)
         assert two_ranks[family]["counts, checkpointing"] == (20, 4)
@@ -285,7 +290,7 @@ def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(
 def test_the_steps_of_a_layer_follow_from_what_is_in_flight(
     facts: dict[str, Any], steps: str
 ) -> None:
-    """By hand; s, w: starts and waits for D (dispatch), C (combine), C- (that of the
+    """By hand. s, w: start and wait for D (dispatch), C (combine), C- (combine of the
     layer before).
     """
     signs = {"dispatch": "D", "combine": "C", "before": "C-"}
@@ -303,8 +308,8 @@ def test_the_steps_of_a_layer_follow_from_what_is_in_flight(
 
 
 def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> None:
-    """By hand: combine beside attention's part a and the shared expert, dispatch beside
-    its part b.
+    """By hand: the combine travels beside attention's part a and the shared expert, the
+    dispatch beside part b.
     """
     assert (
         two_ranks["qwen2_moe"]["tags"]
@@ -319,7 +324,7 @@ def test_the_backward_pass_computes_while_gradients_travel(two_ranks: Any) -> No
 
 
 def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
-    """So that the ranks learn of each other's counts while each has something to do."""
+    """The ranks thus learn each other's counts while each has something to do."""
     log: list[str] = []
     rows = torch.randn(5, 3)
 

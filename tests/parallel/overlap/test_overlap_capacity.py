@@ -1,4 +1,6 @@
-"""What two ranks drop that share the experts: what one process drops, of the same micro-batches."""
+"""Two ranks that share the experts drop what one process drops from the same
+micro-batches.
+"""
 
 from pathlib import Path
 from typing import Any

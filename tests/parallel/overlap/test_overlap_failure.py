@@ -1,5 +1,5 @@
-"""A rank that fails, dies, hangs or sends other rows with rows in flight ends all, and
-its error is what is printed.
+"""A rank that fails, dies, hangs or sends wrong rows while rows are in flight ends all
+ranks, and its error is printed.
 """
 
 import os
@@ -21,13 +21,13 @@ from fcsd.parallel.overlap import OverlappedEP
 from fcsd.parallel.overlap.exchange import Port
 from tests.support import Bench, in_forked_ranks
 
-# a call in the second layer of the student's first step: rows of the first are on their
-# way
+# a call in the second layer of the student's first step: rows of the first layer are in
+# flight
 FIFTH = 5
 
 
 def impatient() -> None:
-    """Let this rank wait for seconds instead of hours or minutes: in a collective, and
+    """Make this rank wait for seconds instead of hours or minutes: in a collective, and
     for ranks that are gone.
     """
     patience = timedelta(seconds=6)
@@ -37,8 +37,8 @@ def impatient() -> None:
 
 
 def replace(name: str, instead: Callable[..., Any]) -> None:
-    """From the fifth call on, `instead` is called with the original and the arguments.
-    In a fork: nothing to undo.
+    """Call `instead` with the original and the arguments from the fifth call on. In a
+    fork, there is nothing to undo.
     """
     original, calls = getattr(OverlappedEP, name), [0]
 
@@ -119,7 +119,9 @@ def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
 def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_launch_loses_patience(
     bench: Bench, tmp_path: Path
 ) -> None:
-    """Which lets them wait for 12 hours: one of them may have a score to make."""
+    """The launch lets them wait for 12 hours, because one of them may have to compute a
+    score.
+    """
 
     def one(rank: int) -> int:
         failure._PERIOD_S, failure._GRACE_S, failure._HUNG_S = 0.2, 1.0, 6.0

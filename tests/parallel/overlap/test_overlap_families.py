@@ -1,5 +1,5 @@
 """Every family that overlaps has the bits of blocking exchanges on two ranks, in
-float32 and bfloat16; their page.
+float32 and bfloat16; and the page that lists them.
 """
 
 from pathlib import Path
@@ -39,9 +39,9 @@ WIDER: dict[str, dict[str, int]] = {"muse_spark": {"moe_hidden_size": 32}}
 
 
 def compared(rank: int, folder: Path) -> tuple[bool, bool, bool, float]:
-    """Return whether full, full with checkpointing, and that with bfloat16 mixed
-    precision have the bits of blocking; the error against one process, on the first
-    rank.
+    """Return whether full, full with checkpointing, and the latter with bfloat16 mixed
+    precision have the bits of blocking; and, on the first rank, the error against one
+    process.
     """
     model = spread(folder, Connectivity("all"), 2)
     steps = []
@@ -64,8 +64,8 @@ def compared(rank: int, folder: Path) -> tuple[bool, bool, bool, float]:
 
 
 def in_bf16(rank: int, folder: Path) -> bool:
-    """Return whether full with checkpointing has the bits of blocking without, the
-    weights gathered in bfloat16.
+    """Tell whether full with checkpointing has the bits of blocking without it, with
+    the weights gathered in bfloat16.
     """
     if folder.name in NOT_IN_BF16:
         return True
@@ -86,8 +86,8 @@ def in_bf16(rank: int, folder: Path) -> bool:
 def test_a_family_that_overlaps_has_the_bits_of_blocking_and_one_processs_gradients(
     name: str, tmp_path: Path
 ) -> None:
-    """Larger errors: sums of tiny gradients, in another order (qwen3_5_moe 1.3e-5,
-    granitemoehybrid 6.4e-6).
+    """Larger errors come from sums of tiny gradients in another order (qwen3_5_moe
+    1.3e-5, granitemoehybrid 6.4e-6).
     """
     folder = tmp_path / name
     tiny_model(name, **WIDER.get(name, {})).save_pretrained(folder)

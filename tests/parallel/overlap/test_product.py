@@ -1,4 +1,6 @@
-"""`fcsd distill --expert-parallel 2` of Llama 4, for whose experts the plan is fcsd's own."""
+"""`fcsd distill --expert-parallel 2` of Llama 4, for whose experts fcsd has its own
+plan.
+"""
 
 import shutil
 

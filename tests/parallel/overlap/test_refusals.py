@@ -1,4 +1,4 @@
-"""What cannot overlap is refused in one line, before weights are loaded."""
+"""Models that cannot overlap are refused in one line, before weights are loaded."""
 
 from dataclasses import replace
 from pathlib import Path

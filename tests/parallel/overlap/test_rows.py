@@ -1,5 +1,5 @@
-"""A row travels once to each rank: what is packed, what is counted on the wire, sums
-and gradients by hand.
+"""A row travels once to each rank: packing, bytes on the wire, sums and gradients by
+hand.
 """
 
 import itertools
@@ -39,7 +39,7 @@ class Scales(nn.Module):
 
 
 class Counting(AllToAll):
-    """Adds up the bytes that leave this rank."""
+    """Sums the bytes that leave this rank."""
 
     num_bytes = 0
 
@@ -53,8 +53,8 @@ def routed(rank: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
     """Return tokens, their experts, weights, the gradient of their sum, and all
     experts' vectors.
 
-    Every set of experts is chosen as often, so that what travels is what is expected
-    to, beside the pairs' words.
+    Every set of experts is chosen equally often, so that exactly the expected rows
+    travel, besides the words of the pairs.
     """
     made = torch.Generator().manual_seed(10 * top_k + rank)
     rows, gradient = (
@@ -73,7 +73,7 @@ def routed(rank: int, top_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tenso
 
 
 def exchanged(rank: int, top_k: int, world: int) -> tuple[float, list[float]]:
-    """Return (bytes over those of a row for each expert, errors of output and gradients
+    """Return (bytes relative to a row for each expert, errors of output and gradients
     against sums by hand).
     """
     rows, experts, weights, gradient, scales = routed(rank, top_k)
@@ -133,8 +133,8 @@ def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(
 
 
 def counted(num_experts: int, top_k: int, ranks: int, groups: tuple[int, int]) -> float:
-    """Return ranks of the experts of each set that the groups allow, each as likely, by
-    counting.
+    """Return the mean number of ranks that hold the experts of an allowed set, by
+    counting; all sets are equally likely.
     """
     rows = sets = 0
     own = num_experts // groups[0]
@@ -181,8 +181,9 @@ def test_eight_experts_over_eight_ranks_send_5_25_rows_and_a_busy_rank_at_most_o
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
-    """By hand: rows of 4 (bfloat16: 2) words for three ranks, of which the second gets
-    none and the third three pairs for two rows."""
+    """By hand: rows of 4 (bfloat16: 2) words for three ranks; the second gets none, and
+    the third gets three pairs for two rows.
+    """
     rows, pairs = [1, 0, 2], [2, 0, 3]
     words = 2 if dtype == torch.bfloat16 else 4
     parcels = Parcels(torch.tensor([rows, pairs]).t(), rows, pairs, words)

@@ -45,7 +45,7 @@ def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
     times = read_times(folder / "times.json")
     moe = {each.layer for each in times.exchanges}
     assert len(times.exchanges) == 4 * len(moe) and times.ranks == 2
-    # The rows of a dispatch are needed behind the core of attention, in every layer and
+    # The rows of a dispatch are needed after the core of attention, in every layer and
     # both passes.
     assert all(
         each.window_s > 0 and each.seconds > 0

@@ -1,4 +1,4 @@
-"""Sizes are cut of any family's configuration, and of nothing else in it."""
+"""Only the sizes in a configuration are cut, for any family."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_model
 from tests.support import ROOT, few
 
-# What published checkpoints have and transformers' defaults lack, or leave out the
-# family's own kind of layer.
+# Fields of published checkpoints that transformers' defaults lack, or with which the
+# defaults leave out the family's own kind of layer.
 _GEMMA4 = {
     "enable_moe_block": True,
     "hidden_size_per_layer_input": 0,
@@ -99,8 +99,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def kinds_of_layers(model: Any, family: Family) -> list[frozenset[str]]:
-    """Return for each decoder layer its name in the config, the classes of its modules,
-    and what it calls them.
+    """Return for each decoder layer its name in the config, and the classes and names
+    of its modules.
     """
     names = getattr(text_config(model.config, family), "layer_types", None)
     return [

@@ -1,4 +1,4 @@
-"""Every recipe for a real model runs, from one switch, on a tiny model of its family."""
+"""With one option, every recipe for a real model runs on a tiny model of its family."""
 
 import functools
 import itertools
@@ -73,7 +73,9 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def differences(one: Any, other: Any, prefix: str = "") -> set[str]:
-    """Return dotted keys of the leaves that differ, numbers of list items left out."""
+    """Return the dotted keys of the leaves that differ, without the indices of list
+    items.
+    """
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() | other.keys()
         return set().union(
@@ -133,7 +135,7 @@ def test_a_rehearsal_swaps_model_data_and_steps_and_nothing_else(
             key for key in changes if not key.startswith("pretrain.config")
         } <= swapped
     assert load_recipe(tmp_path / "r" / "recipe.yaml") == small
-    # A batch divides over ranks and micro-batches as the real one.
+    # A batch divides over ranks and micro-batches like the real one.
     for variant in [None, *recipe.variants]:
         real, tiny = (
             each.variant(variant) if variant else each for each in (recipe, small)
@@ -171,14 +173,14 @@ def test_the_model_is_of_the_recipes_family_and_the_rows_have_the_columns_of_the
     assert mbpp.column_names[:3] == ["task_id", "code", "prompt"]
 
 
-# The recipes' own micro-batch, a row or two, is that of the distillations; elsewhere it
-# would be most of the time.
+# Distillations keep the recipes' own micro-batch of a row or two; elsewhere it would
+# take most of the time.
 FEW_MICRO_BATCHES = ["--set", "train.per_device_train_batch_size=8"]
 
 
 def one_task(folder: Path) -> list[str]:
-    """Options for a suite of one task; eleven benchmarks take ten seconds to read and
-    more to answer.
+    """Return options for a suite of one task; eleven benchmarks take ten seconds to
+    read and more to answer.
     """
     row = {
         "task": "piqa",
@@ -191,8 +193,8 @@ def one_task(folder: Path) -> list[str]:
 
 
 def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
-    """Distil a rehearsal; the results in its manifest."""
-    # The sweep, which the distillation would wait for, is trained in a test of its own.
+    """Distil a rehearsal; return the results in its manifest."""
+    # Another test trains the sweep, for which the distillation would wait.
     assert (
         main(
             [
@@ -383,7 +385,7 @@ def test_of_any_other_model_the_sizes_of_its_config_are_cut(
     )
     config = AutoConfig.from_pretrained(small.model.path)
     assert config.model_type == "granitemoeshared"
-    # so that every layer that the recipe names is there
+    # so that every layer that the recipe names exists
     assert config.num_hidden_layers == 6
     assert config.residual_multiplier == 0.3 and config.shared_intermediate_size == 32
 
@@ -529,8 +531,8 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
 
 
 def header_commands(path: Path) -> list[list[str]]:
-    """Return the indented commands of a recipe's header, in words; a backslash goes on
-    in the next line.
+    """Return the indented commands in a recipe's header, split into words; a backslash
+    continues on the next line.
     """
     header = itertools.takewhile(
         lambda line: line.startswith("#"), path.read_text().splitlines()
@@ -563,8 +565,8 @@ def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads
 
 
 def up_to_the_first_stage(command: list[str]) -> int:
-    """Run a command until it would read its first rows or write its first model: all
-    that it refuses is refused.
+    """Run a command until it would read its first rows or write its first model:
+    everything that it refuses has been refused by then.
     """
 
     def checked(*args: Any, **kwargs: Any) -> None:
@@ -637,7 +639,8 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
         config = read_json(run / stage / "model" / "config.json")
         rewired[name] = len(config.get("farskip", {"layers": []})["layers"])
     assert rewired["original"] == 0 and rewired["farskip"] > 0
-    # Both from the same seed and on the same tokens, in one report; nothing else ran.
+    # Both start from the same seed and use the same tokens, in one report; nothing else
+    # ran.
     report = read_json(run / "report" / "report.json")
     assert list(report["models"]) == ["original", "farskip"]
     assert list(report["comparisons"]) == ["farskip"]

@@ -108,7 +108,7 @@ def test_blanking_names_makes_renamed_questions_equal() -> None:
 
 
 def test_every_wording_of_every_operation_occurs_in_training(tmp_path: Path) -> None:
-    """Otherwise a test question would ask for words that the model has never met."""
+    """Otherwise a test question would contain words that the model has never seen."""
     write_tiny_data(tmp_path / "d", **{**SIZES, "num_train": 20_000})
     text = "\n".join(questions(tmp_path / "d" / "train.jsonl"))
     for operation in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Plans and links that several test modules of this room look at."""
+"""Plans and links that several test modules of this folder share."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +17,8 @@ EIGHT: dict[str, Any] = {
 
 
 def lite(tmp_path: Path) -> str:
-    """Return a folder with the config of the first four layers of DeepSeek-V2-Lite, of
-    which one is dense.
+    """Return a folder with the config of the first four layers of DeepSeek-V2-Lite, one
+    of which is dense.
     """
     (tmp_path / "lite").mkdir()
     write_json(

@@ -1,4 +1,6 @@
-"""`fcsd plan` and `fcsd estimate` say the same of the same training, to the digit."""
+"""`fcsd plan` and `fcsd estimate` give the same figures for the same training, to the
+digit.
+"""
 
 import itertools
 import json
@@ -78,7 +80,7 @@ def test_plan_and_estimate_agree(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # For the estimate's table of activations, which a plan has not.
+    # For the estimate's table of activations, which a plan does not have.
     monkeypatch.setattr("fcsd.planning.cost.estimate.activation_bytes", lambda *_: None)
     config = json.loads((CONFIGS / f"{model}.json").read_text())
     skip_unavailable(config["model_type"])

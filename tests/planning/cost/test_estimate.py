@@ -108,7 +108,8 @@ def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) 
     assert peak == pytest.approx(measured[name], rel=0.15)
     persistent = sum(trace.peak.get(kind, 0) for kind in PERSISTENT)
     moving = peak - persistent
-    # Weights, gradients and moments are easily right; the rest alone must be right too.
+    # Weights, gradients and moments are easy to get right; the rest must be right on
+    # its own, too.
     assert moving == pytest.approx(measured[name] - persistent, rel=0.15, abs=6 << 20)
 
 
@@ -148,8 +149,8 @@ def test_checkpointing_keeps_layer_inputs_and_farskip_keeps_them_twice() -> None
     setting = replace(PLAIN, num_rows=rows, checkpointing=True)
     regular, farskip = traced(setting, "none"), traced(setting)
     assert (regular.num_pairs, farskip.num_pairs) == (0, layers - 1)
-    # At the end of the forward pass, in the loss, only inputs are kept: one of each
-    # layer, two after a FarSkip layer.
+    # At the end of the forward pass, in the loss, only inputs are kept: one per layer,
+    # two after a FarSkip layer.
     more = farskip.transient["activations"] - regular.transient["activations"]
     assert more == pytest.approx((layers - 1) * rows * length * width * 4, rel=0.02)
     kept = traced(replace(setting, checkpointing=False))
@@ -204,12 +205,13 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
 
     trace = traced(replace(PLAIN, num_rows=2, num_tokens=32), **overrides)
     flops = {kind: sum(by.values()) for kind, by in trace.flops.items()}
-    # torch has no formula for `addmm_`, by which the loss adds up the head's gradient.
+    # torch has no formula for `addmm_`, with which the loss accumulates the head's
+    # gradient.
     assert flops["loss"] == 8 * 64 * 64 * 512
     assert counted["teacher forward"] == flops["teacher forward"]
     assert counted["forward and loss"] == flops["activations"] + flops["loss"] * 3 // 4
-    # A fused attention computes its scores once more in the backward pass: 2 B T T
-    # heads head_dim a layer.
+    # Fused attention computes its scores once more in the backward pass: 2 B T T heads
+    # head_dim per layer.
     again = 3 * 2 * 2 * 32 * 32 * 4 * 64
     assert counted["backward"] == flops["backward"] - again
 
@@ -254,15 +256,15 @@ def recipe(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def own_setting_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trace the run's own setting: with checkpointing and without, for the table, would
-    take as long again.
+    """Trace only the run's own setting: tracing with and without checkpointing, for the
+    table, would take twice as long.
     """
     monkeypatch.setattr("fcsd.planning.cost.estimate.activation_bytes", lambda *_: None)
 
 
 def few_layers(recipe: Path, number: int = 4) -> Path:
-    """Return the same recipe with a config of a few layers, to be quick where the size
-    does not matter.
+    """Return the same recipe with a config of a few layers, which is quick where the
+    size does not matter.
     """
     folder = Path(yaml.safe_load(recipe.read_text())["model"]["path"])
     config = json.loads((folder / "config.json").read_text()) | {
@@ -282,8 +284,8 @@ def test_qwen3_30b_needs_what_the_research_notes_say(
         load_recipe(path), Hardware(gpu="h100", num_gpus=8, sharding="fsdp2")
     )
     parts = facts["memory"]["parts"]
-    # 8 GPUs: 16 bytes a parameter of the student are 61 GB on each, the teacher's 2
-    # bytes 7.6 GB.
+    # 8 GPUs: the student's 16 bytes per parameter are 61 GB on each, the teacher's 2
+    # bytes are 7.6 GB.
     student = parts["student weights"] + parts["gradients"] + parts["optimizer states"]
     assert student / 1e9 == pytest.approx(61, rel=0.01)
     assert parts["teacher weights"] / 1e9 == pytest.approx(7.6, rel=0.01)
@@ -318,8 +320,8 @@ def test_the_teachers_hidden_states_are_those_of_every_micro_batch_that_holds_th
     recipe: Callable[..., Path],
 ) -> None:
     two = {"batch_size_tokens": 2 * 2 * 1024, "per_device_train_batch_size": 2}
-    # Qwen3-30B-A3B's width, in bfloat16; the objective, and how many of a step's two
-    # micro-batches are held at once.
+    # The width of Qwen3-30B-A3B in bfloat16; the objective, and how many of a step's
+    # two micro-batches are held at once.
     each = 2 * 1024 * 2048 * 2
     blocks = {"name": "kl+l2", "l2_coefficient": 1.0}
     for objective, number in (
@@ -385,12 +387,12 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
     number, scoring = facts["parameters"]["total"], facts["scoring"]
     parts = facts["memory"]["parts"]
     head, context = parts["teacher head"], parts["GPU context"]
-    # A rank has 4 bytes of a parameter, 8 of moments, and 2 of the teacher, but its
-    # head.
+    # A rank has a share of 4 bytes per parameter, 8 for its moments and 2 for the
+    # teacher, except the teacher's head.
     held = 12 * number // 8 + (2 * number - head) // 8 + head + context
     assert scoring["gathered_bytes"] == 2 * number and scoring["once"]
     assert scoring["free_bytes"] == pytest.approx(141e9 - held, abs=64)  # buffers
-    # As a ring with what a GPU has inside a node: 7 of 8 parts come from others.
+    # As a ring over a GPU's links inside a node: 7 of 8 parts come from others.
     assert scoring["seconds"] > 2 * number * 7 / 8 / 900e9
     assert "of weights once for a score" in estimate_table(facts)
     facts = estimate(
@@ -408,7 +410,9 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
     recipe: Callable[..., Path],
 ) -> None:
-    """By hand, DeepSeek-V2-Lite: 16 heads of 192 for queries and keys, of 128 for values."""
+    """By hand, DeepSeek-V2-Lite: 16 heads, of width 192 for queries and keys and 128
+    for values.
+    """
     path = few_layers(recipe("DeepSeek-V2-Lite", train={"bf16": True}), 2)
     facts = estimate(
         load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="fsdp2")
@@ -458,16 +462,16 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
             == parts[0][name]
             == pytest.approx(2 * parts[1][name], rel=1e-6)
         )
-    # Gathers stay inside the node: half the micro-batches of eight ranks, and the
-    # gradients' shards over the network.
+    # Gathers stay inside the node: half the micro-batches of eight ranks; shards of the
+    # gradients cross the network.
     shard = 4 * eight["parameters"]["trained"] / 8
     slow = estimate(
         plan, Hardware(gpu="h100", num_gpus=16, sharding="hsdp", network_gb_s=0.001)
     )  # next to nothing of it is hidden
     sent = slow["settings"]["micro_batches"] * 2 * (1 / 2) * shard
     assert slow["time"]["sharding_s"] == pytest.approx(sent / (0.001e9 * 0.8), rel=2e-3)
-    # All interfaces of a node serve a ring: a second node makes a step faster, not
-    # slower.
+    # A ring uses all network interfaces of a node: a second node makes a step faster,
+    # not slower.
     assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
     with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, got 12"):
         estimate(plan, Hardware(gpu="h100", num_gpus=12, sharding="hsdp"))
@@ -477,15 +481,15 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
 def test_gradients_are_sent_in_the_dtype_in_which_they_are_summed(
     recipe: Callable[..., Path],
 ) -> None:
-    """On a network so slow that next to nothing of it is hidden."""
+    """The network is so slow that next to nothing is hidden."""
     path = few_layers(recipe(train={"bf16": True}))
     facts = estimate(
         load_recipe(path),
         Hardware(gpu="h100", num_gpus=16, sharding="fsdp2", network_gb_s=0.001),
     )
     number, steps = facts["parameters"]["total"], facts["settings"]["micro_batches"]
-    # The student is gathered twice in bfloat16, again without its head, the teacher
-    # once; gradients are float32.
+    # The student is gathered twice in bfloat16, the second time without its head, and
+    # the teacher once; gradients are float32.
     head = 151936 * 2048
     sent = (
         15 / 16 * steps * (2 * number + 2 * (number - head) + 2 * number + 4 * number)
@@ -554,14 +558,14 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
     ]
     rewired = whole["flops"]["per_token"]["student forward"]
     # 16,384 tokens at 30 to 70 % of 66.9 TFLOP/s: forward passes, sums of 4 layers of
-    # width 128 with two experts a token; 4 layers' maps and two for each of 8 experts
-    # solved; 0.9M weights folded.
+    # width 128 with two experts per token; solving the maps of 4 layers and two for
+    # each of 8 experts; folding 0.9M weights.
     gram = 2 * 128**2  # one Gram matrix of 128 inputs, a token
     sums = (
         2 * 2 * gram + 2 * 256**2 + 2 * 256 * 128 + 2 * 2 * 2 * gram
     )  # two sides, both at once, two experts
-    # Each is solved twice, the second time without rows, on which two more residuals
-    # are taken.
+    # Each is solved twice, the second time without some rows, on which two more
+    # residuals are computed.
     one, both = (
         2 * (n**3 / 3 + 6 * n**2 * 128) + 2 * 2 * n**2 * 128 for n in (128, 256)
     )
@@ -718,8 +722,8 @@ def test_experts_that_run_without_being_chosen_are_an_assumption(
 def test_tokens_take_disk_and_time_once_for_all_trainings(
     recipe: Callable[..., Path],
 ) -> None:
-    """By hand from docs/decisions.md: 53,374,976 tokens in 70 s are 762,500 a second,
-    eight workers do 6.1 million.
+    """By hand from docs/decisions.md: 53,374,976 tokens in 70 s are 762,500 per second;
+    eight workers reach 6.1 million.
     """
     data = {"train": [{"path": "nowhere.jsonl"}], "max_length": 1024}
     path = few_layers(recipe(data=data, variants={"long": {"train.max_steps": 5000}}))
@@ -743,7 +747,9 @@ def test_tokens_take_disk_and_time_once_for_all_trainings(
 def test_half_the_utilisation_takes_the_matmuls_twice_the_time(
     recipe: Callable[..., Path],
 ) -> None:
-    """What moves bytes takes as long as before; a mask leaves out half of attention's pairs."""
+    """Operations that move bytes take as long as before; a mask leaves out half of
+    attention's pairs.
+    """
     train = {"dtype": "bfloat16", "per_device_train_batch_size": 8}
     loaded = load_recipe(few_layers(recipe(train=train), 2))
     slow, fast = (
@@ -768,7 +774,7 @@ def test_half_the_utilisation_takes_the_matmuls_twice_the_time(
 def test_no_matmul_of_a_bfloat16_run_is_in_float32(
     recipe: Callable[..., Path], train: dict[str, Any]
 ) -> None:
-    """Not the experts' under autocast either."""
+    """This includes the experts' matmuls under autocast."""
     assert (
         estimate(load_recipe(few_layers(recipe(train=train), 2)))["flops"][
             "float32_share"

@@ -1,4 +1,4 @@
-"""Schedules that change no equation, by hand: one layer with round seconds, every
+"""Schedules that change no equation, by hand: one layer with whole seconds, every
 timeline written out.
 """
 
@@ -35,8 +35,8 @@ ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 0}
 
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give every part of a layer round seconds; a half batch takes half of them, but
-    its exchanges and its loss a second more than half.
+    """Give every part of a layer whole seconds. Half a batch takes half of them, but
+    its exchanges and its loss take one second more than half.
     """
 
     def share(model: ModelWork) -> float:
@@ -71,19 +71,20 @@ def rows_of(planned: Planned) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_two_batches_take_turns_and_share_the_link() -> None:
-    """First 0-2, its exchange 2-5; second 2-4, its exchange behind that 5-8; first 5-6,
-    second 8-9: 6 of 9 seconds are computed.
+    """The first computes 0-2, its exchange runs 2-5; the second computes 2-4, and its
+    exchange runs after that, 5-8; then first 5-6, second 8-9: 6 of 9 seconds are
+    computation.
     """
     chain = [(2.0, 3.0), (1.0, 0.0)]
     assert in_turn(chain, chain) == 3
-    # Where exchanges are short, only the last one is waited for.
+    # If exchanges are short, only the last one is waited for.
     assert in_turn([(4.0, 1.0)] * 3, [(4.0, 1.0)] * 3) == 1
     # Alone, a batch waits for every exchange.
     assert in_turn([(1.0, 2.0), (1.0, 5.0)], []) == 7
 
 
 def fewest_idle(first: Any, second: Any) -> float:
-    """Return the seconds in which neither batch computes in the best of all orders."""
+    """Return the seconds in which neither batch computes, in the best of all orders."""
     chains = (first, second)
 
     def from_here(done: tuple[int, int], now: float, link: float, ready: Any) -> float:
@@ -105,8 +106,9 @@ def fewest_idle(first: Any, second: Any) -> float:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_order_of_two_layers_computes_sooner(seed: int) -> None:
-    """Halves; a backward pass beside a forward pass may lose 4 % to a better order.
-    Dispatch and combine take as long as each other, as planned without measured links.
+    """This holds for halves; a backward pass beside a forward pass may lose 4 % to a
+    better order. Dispatch and combine take equally long, as in plans without measured
+    links.
     """
     draw = random.Random(seed).uniform
     sent = draw(0.5, 12)
@@ -138,7 +140,7 @@ def test_a_half_batch_reads_all_weights() -> None:
 @pytest.mark.usefixtures("by_hand")
 def test_the_exact_schedules_of_a_training_by_hand() -> None:
     """Two micro-batches of two rows: forward 8, dispatch 10, experts 6, combine 10, sum
-    2; twice that backward, from its end; loss 2, optimiser 5.
+    2; backward twice that, in reverse; loss 2, optimiser 5.
     """
     settings: dict[str, Any] = {
         "batch": 2, "global_batch": 32, "length": 8, "keep_activations": True,
@@ -146,7 +148,8 @@ def test_the_exact_schedules_of_a_training_by_hand() -> None:
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
     compute = 2 * (16 + 32 + 2) + 5
     assert facts["regular_s"] == compute + 2 * 40 and facts["not_exact"] == []
-    # 20 beside a shared expert of 2, and of 4 backward; what is hidden costs half of it.
+    # 20 beside a shared expert of 2, and of 4 backward; hidden time costs half of
+    # itself.
     assert rows[SHARED]["step_s"] == compute + 2 * (18 + 16) + 0.5 * 2 * 6
     # Halves, exchanges of 6. Forward: first 0-4 (exchange 4-10), second 4-8 (10-16),
     # first 10-13 (16-22), second 16-19 (22-28), first 22-23, second 28-29: 16 of 29.
@@ -170,15 +173,16 @@ def test_the_exact_schedules_of_a_training_by_hand() -> None:
 
 @pytest.mark.usefixtures("by_hand")
 def test_recomputed_layers_are_part_of_the_backward_pass_by_hand() -> None:
-    """One micro-batch of two rows; forward as above, and again ahead of its backward
+    """One micro-batch of two rows; forward as above, and again before its backward
     pass: 4 (6), 3 (6), 1 + 2 (6), 6 (6), 8.
     """
     settings: dict[str, Any] = {"batch": 2, "length": 8}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
     compute = 16 + 16 + 32 + 2 + 5
     assert facts["regular_s"] == compute + 3 * 20
-    # A rewired layer alone dispatches beside part a of attention (2), again when it is
-    # recomputed, and sends no combine again, which nothing hides in the last layer.
+    # A single rewired layer dispatches beside part a of attention (2), and again when
+    # it is recomputed; it does not send its combine again, which nothing hides in the
+    # last layer.
     assert facts["overlapped_communication_s"] == 2 * 20 + 10
     assert facts["exposed_s"] == (8 + 10) + (6 + 10) + 8
     assert rows[SHARED]["step_s"] == compute + 18 + 18 + 16 + 0.5 * (60 - 52)

@@ -1,4 +1,6 @@
-"""Operations that come again against torch's own FakeTensorMode, which asks for every shape."""
+"""Repeated operations against torch's own FakeTensorMode, which computes every
+shape.
+"""
 
 from typing import Any
 
@@ -21,8 +23,8 @@ def form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def operations(x: Tensor, y: Tensor) -> list[Tensor]:
-    """Return views, in-place operations, several outputs, promotion by a number's type,
-    outputs given.
+    """Cover views, in-place operations, several outputs, promotion by the type of a
+    number, and given outputs.
     """
     parts = x.split(2, dim=-1)
     normed = nn.functional.layer_norm(x, (x.shape[-1],))
@@ -63,7 +65,7 @@ def test_what_comes_again_has_the_form_and_the_storage_that_torchs_own_mode_give
             for a in run
         ]
         assert shared[: len(own)] == shared[len(own) :]
-    # each is passed on, run or remembered
+    # each is passed on, either run or remembered
     assert calls.count(torch.ops.aten.mm.default) == 5
 
 

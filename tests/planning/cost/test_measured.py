@@ -32,8 +32,8 @@ def options() -> argparse.Namespace:
 
 
 class Clock:
-    """A clock that only sleeps and waits for the link move on: `time`, as far as the
-    benchmark uses it.
+    """A clock that advances only while something sleeps or waits for the link: `time`,
+    as far as the benchmark uses it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,8 @@ class Clock:
 
 class SimulatedLink:
     """`benchmarks.overlap.links.Link` on a simulated clock: the rows are there at once,
-    and arrive when a link that carries one exchange after the other would bring them.
+    and count as arrived when a link that carries one exchange after another would
+    deliver them.
     """
 
     def __init__(self, clock: Clock, seconds_per_byte: float):
@@ -62,8 +63,8 @@ class SimulatedLink:
         dist.all_to_all_single(received, sent, receive, send, group=self.group)
         row_bytes = sent[:1].numel() * sent.element_size() if len(sent) else 0
         num_bytes = (sum(send) - send[dist.get_rank(self.group)]) * row_bytes
-        # An exchange begins when the last rank starts it, and takes as long as the
-        # fullest one.
+        # An exchange begins when the last rank starts it, and takes as long as that of
+        # the fullest rank.
         slowest = torch.tensor([self.clock.now, num_bytes], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         began, most = slowest.tolist()
@@ -72,7 +73,7 @@ class SimulatedLink:
 
 
 class Arrival:
-    """The end of an exchange, for which the clock is put forward."""
+    """The end of an exchange, to which the clock advances."""
 
     def __init__(self, clock: Clock, at: float):
         self.clock, self.at = clock, at
@@ -82,7 +83,7 @@ class Arrival:
 
 
 def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
-    """Return a step of each of the benchmark's modes, by a simulated clock."""
+    """Return a step in each of the benchmark's modes, timed by a simulated clock."""
     chosen, clock = options(), Clock()
     bench = Bench(chosen, clock)
     seconds = chosen.exchange_ms / 1e3
@@ -93,8 +94,8 @@ def steps(rank: int) -> dict[str, list[dict[str, Any]]]:
 def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """8 exchanges of some 90 ms: forward windows of 80, 55, 50 and 25 ms; backward ones
-    hold all but the first (50).
+    """8 exchanges of about 90 ms: forward windows of 80, 55, 50 and 25 ms; backward
+    windows are longer than the exchanges, except the first (50).
     """
     by_mode = run_ranks(steps, 2)[0]
     chosen = options()
@@ -112,7 +113,9 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     assert facts["times"]["speed_up"] == pytest.approx(
         blocking["step"] / full["step"], rel=1e-9
     )
-    assert 1.2 < facts["times"]["speed_up"] < 1.75  # all hidden would be about 1.8
+    assert (
+        1.2 < facts["times"]["speed_up"] < 1.75
+    )  # hiding everything would give about 1.8
     assert not facts["upper_bound"] and facts["sensitivity"] == []
     windows = [
         (row["dispatch_s"], row["combine_s"]) for row in facts["times"]["windows"]
@@ -182,7 +185,7 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
     slowed = measured_times(times(), one)  # assumed: 0.15 of what is hidden
     assert slowed["overlapped_s"] == pytest.approx(5 - 0.85 * 1.8)
     assert slowed["speed_up"] == pytest.approx(5 / (5 - 0.85 * 1.8))
-    # Layers 4 and 5: two dispatches, and both combines, of which the last keeps its own
+    # Layers 4 and 5: two dispatches and both combines, the last of which keeps its own
     # window.
     last = measured_times(times(slowdown=0.0), one, [4, 5])
     assert last["overlapped_s"] == pytest.approx(5 - 2 * 0.3)
@@ -211,7 +214,7 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     known = measured_times(times(**served), one)
     assert known["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
     assert known["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
-    # Not measured: what the plan says is hidden, and what that costs computation.
+    # Not measured: how much the plan hides, and how much that slows computation.
     unknown = measured_times(times(**served | {"overlap": None}), one)
     planned_overlap = unknown["overlap"]["forward"]
     assert 0 < planned_overlap < 1

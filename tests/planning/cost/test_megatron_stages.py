@@ -34,9 +34,9 @@ def trained(name: str, changes: dict[str, Any], **settings: Any) -> Planned:
 def test_tensor_parallel_ranks_send_what_megatron_says(
     name: str, of_a_layer: int, keeps: bool
 ) -> None:
-    """8 b s h (t - 1) / t elements a layer and micro-batch, forward and backward: half
-    of them of attention, half of the MLP or shared expert, which Qwen3-MoE has not.
-    Recomputation sends half as much again (2104.04473, 3.2).
+    """8 b s h (t - 1) / t elements per layer and micro-batch, forward and backward:
+    half for attention, half for the MLP or shared expert, which Qwen3-MoE does not
+    have. Recomputation sends half as much again (2104.04473, 3.2).
     """
     one = trained(
         name, {"num_hidden_layers": 3}, tensor_parallel=4, batch=2, length=512,
@@ -53,8 +53,8 @@ def test_tensor_parallel_ranks_send_what_megatron_says(
 
 
 def test_a_rank_of_two_computes_and_exchanges_half_of_the_tokens() -> None:
-    """Where matmuls compute longer than they read, a rank of two has the seconds of one
-    that has half of the rows alone; it exchanges them with as many ranks.
+    """If matmuls compute longer than they read, one rank of two takes as long as a
+    single rank with half of the rows; it exchanges them with as many ranks.
     """
     settings: dict[str, Any] = {
         "expert_parallel": 4,
@@ -75,8 +75,8 @@ def test_a_rank_of_two_computes_and_exchanges_half_of_the_tokens() -> None:
 
 
 def test_a_pipeline_waits_p_minus_1_of_m_plus_p_minus_1_micro_batches() -> None:
-    """Two layers on each of two nodes, 8 micro-batches: the stage with the head is the
-    slower one (2104.04473, 2.2: the bubble is (p - 1) / m of the time without it).
+    """Two layers on each of two nodes, 8 micro-batches: the stage with the head is
+    slower (2104.04473, 2.2: the bubble is (p - 1) / m of the time without it).
     """
     one = trained(
         "Qwen3-30B-A3B", {"num_hidden_layers": 4}, nodes=2, pipeline_parallel=2,
@@ -98,14 +98,15 @@ def test_a_pipeline_waits_p_minus_1_of_m_plus_p_minus_1_micro_batches() -> None:
     experts, head = 2 * 128 * 3 * 2048 * 768, 151936 * 2048
     attention = 2 * 2048 * (32 + 4 + 4 + 32) * 128 + 2 * 2048 * 128
     assert stage.num_parameters == experts + attention + head
-    # Weights are sent once per step: all but experts over the eight ranks of the stage.
+    # Weights are sent once per step: all except experts over the eight ranks of the
+    # stage.
     others = attention + head
     once = roofline.optimizer(stage.num_parameters / 8) + sum(
         2 * 20e-6 + 7 / 8 * width * others / LINK for width in (2, 4)
     )
     assert times["regular_s"] == pytest.approx(9 * micro_batch + once)
     assert times["communication_s"] == pytest.approx(8 * (4 * exchange + 2 * send))
-    # Within a node a stage is the next rank but three.
+    # Within a node the next stage is four ranks further.
     near = trained(
         "Qwen3-30B-A3B",
         {"num_hidden_layers": 4},
@@ -157,7 +158,8 @@ def test_a_rank_holds_its_part_of_its_stage_and_what_a_full_pipeline_keeps() -> 
     )
     assert (one.expert_parallel, one.micro_batches) == (8, 4)
     parts = memory(one)["parts"]
-    # Two layers; the last stage has the head, the first as large embeddings, all norms.
+    # Each stage has two layers; the last has the head, the first has embeddings of the
+    # same size, and all have norms.
     experts, norms = 2 * 128 * 3 * 2048 * 768, 4 * (2 * 2048 + 2 * 128) + 2048
     attention = 2 * 2048 * (32 + 4 + 4 + 32) * 128
     others = attention + 2 * 2048 * 128 + 151936 * 2048 + norms
@@ -177,7 +179,7 @@ def test_a_rank_holds_its_part_of_its_stage_and_what_a_full_pipeline_keeps() -> 
 
 
 def test_two_micro_batches_in_turn_fill_no_bubble() -> None:
-    """Of the p - 1 + m passes both ways all but m - 1 pairs run alone."""
+    """Of the p - 1 + m passes in each direction, all but m - 1 pairs run alone."""
     settings: dict[str, Any] = {"nodes": 2, "length": 1024, "pipeline_parallel": 2}
     rows = [
         {row["name"]: row for row in compared(one)["exact"]}[PAIRS]["exposed_s"]

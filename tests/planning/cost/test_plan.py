@@ -65,7 +65,7 @@ def test_the_operations_of_a_layer_are_those_of_its_published_sizes(
 
 
 def test_every_query_head_has_scores_whoever_shares_its_keys() -> None:
-    """Qwen3-30B-A3B: 32 heads of 128 on 4 of keys and values."""
+    """Qwen3-30B-A3B: 32 heads of width 128 on 4 heads of keys and values."""
     layer = published(
         "Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}
     ).work.layers[0]
@@ -87,8 +87,8 @@ def test_experts_that_run_on_all_tokens_count_as_often_as_tokens_choose_them() -
 
 
 def test_a_sliding_window_leaves_few_pairs_and_a_short_cache() -> None:
-    """gpt-oss-20b: 24 layers, every second one of which sees the last 128 tokens; 64
-    heads of 64 on 8 of keys and values.
+    """gpt-oss-20b: 24 layers, every second of which sees only the last 128 tokens; 64
+    heads of width 64 on 8 heads of keys and values.
     """
     length = 512
     served = {"phase": "prefill", "length": length, "batch": 2, "gpu": "h100"}
@@ -98,7 +98,7 @@ def test_a_sliding_window_leaves_few_pairs_and_a_short_cache() -> None:
     assert windowed.in_window == pytest.approx(pairs / every) and full.in_window == 1
     assert full.core_left == 2 * 64 * (64 + 64) * 2 * length**2 / 2
     assert windowed.core_left == pytest.approx(full.core_left * pairs / every)
-    # A token of an answer reads keys and values of so many tokens before it.
+    # A token of an answer reads keys and values of this many tokens before it.
     decoding = served | {"phase": "decode", "data_parallel": 2}
     planned = published("gpt-oss-20b", {}, decoding)
     windowed, full = planned.work.layers[:2]
@@ -232,7 +232,7 @@ def test_a_decoding_plan_expects_what_published_step_times_leave_of_its_gain(
     command = ["plan", lite(tmp_path), "--phase", "decode", "--tp", "8"]
     assert main([*command, "--json"]) == 0
     times = json.loads(capsys.readouterr().out)["times"]
-    # A step 2.5 times as long, of which the same seconds are hidden.
+    # A step 2.5 times as long, in which the same seconds are hidden.
     long_s = 2.5 * times["regular_s"]
     left = long_s / (long_s - (times["regular_s"] - times["overlapped_s"])) - 1
     assert main(command) == 0
@@ -266,7 +266,7 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
         {},
         {"phase": "decode", "batch": 16, "length": 100, "data_parallel": 8},
     )
-    # of which a rank has an eighth, and all of the rest
+    # a rank has an eighth of these, and all of the rest
     experts = 26 * 64 * 3 * 2048 * 1408
     assert memory(wide)["parts"]["weights"] == 2 * (15_706_484_224 - experts * 7 // 8)
     assert memory(wide)["parts"]["keys and values"] == 27 * (512 + 64) * 2 * 100 * 2
@@ -274,8 +274,8 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
     parts = memory(short)["parts"]
     assert parts["student weights"] == short.work.num_parameters * 4 // 8
     assert parts["optimizer states"] == 2 * parts["gradients"]
-    # A rank has an eighth of the experts of a layer that is gathered: two layers in
-    # bfloat16, and of one the gradient.
+    # A rank gathers an eighth of the experts of a layer: two layers in bfloat16, and
+    # the gradient of one.
     whole = published(
         "DeepSeek-V2-Lite",
         {"num_hidden_layers": 3},
@@ -293,8 +293,8 @@ def test_memory_is_that_of_the_estimate_and_of_served_weights() -> None:
 def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token_chose() -> (
     None
 ):
-    """Llama 4's own code runs all 16 on every token; ranks that share them run the one
-    that a token chose.
+    """Llama 4's own code runs all 16 experts on every token; ranks that share them run
+    only the one that a token chose.
     """
     skip_unavailable("llama4")
     config = read_json(CONFIGS / "Llama-4-Scout-17B-16E.json")
@@ -304,9 +304,8 @@ def test_ranks_that_share_the_experts_keep_the_activations_of_those_that_a_token
         settings = {"length": length, "expert_parallel": 8, "keep_activations": True}
         one = published("Llama-4-Scout-17B-16E", {"text_config": text}, settings)
         kept.append(memory(one)["parts"]["activations"])
-    # By token, layer and expert, the routed and the shared one: gate, up, activation
-    # and product, in bfloat16. Beside it what attention keeps; 16 routed experts would
-    # be 1.1 MB.
+    # Per token, layer and expert (routed or shared): gate, up, activation and product,
+    # in bfloat16. Attention keeps more beside that; 16 routed experts would be 1.1 MB.
     experts = 2 * 4 * 8192 * 2
     assert experts < (kept[1] - kept[0]) / (512 * 2) < 3 * experts
 
@@ -320,7 +319,8 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
     facts = json.loads(capsys.readouterr().out)
     memory = facts["memory"]
     assert not memory["fits"] and memory["total_bytes"] > memory["gpu_bytes"]
-    # The activations are most of it, so more GPUs alone do not help, less of them does.
+    # Activations take most of the memory, so that more GPUs alone do not help, but
+    # fewer activations do.
     assert memory["needs_gpus"] is None and facts["times"]["speed_up"] > 1
     first, *others = memory["changes"]
     assert first == "without --keep-activations"
@@ -347,7 +347,9 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
 def test_a_server_that_needs_more_ranks_is_told_all_options_of_them(
     ranks: str, needed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """DeepSeek-V3's 671 GB in FP8, on four H100 of eight: 16 of 80 GB hold them."""
+    """DeepSeek-V3's 671 GB in FP8 do not fit four of a node's eight H100; 16 GPUs of 80
+    GB hold them.
+    """
     folder = str(real_folder("DeepSeek-V3", tmp_path / "m"))
     server = ["--phase", "decode", "--gpu", "h100", "--length", "1024"]
     words = ["plan", folder, *server, ranks, "4", "--batch", "8", "--json"]
@@ -426,7 +428,7 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
         work.tokens * work.experts_per_token / tp * work.row_width,
     )
     assert roofline.steps(work, layer, 1)["experts"] == pytest.approx(read + rows)
-    # A training has them in bfloat16, whatever the checkpoint says.
+    # A training holds them in bfloat16, whatever the checkpoint says.
     trained = published(name, changes | few, {"length": 64})
     assert trained.stored.name == "bfloat16"
 
@@ -445,7 +447,7 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
         assert main(["plan", folder, *machine, "--ep", ep, "--json"]) == 0
         single = json.loads(capsys.readouterr().out)
         assert row["times"] == single["times"]
-        # A rank's tokens of a step, by hand.
+        # The tokens of a rank in a step, by hand.
         rate = 2 * 512 / single["times"]["regular_s"]
         assert row["tokens_per_second_per_gpu"]["regular"] == pytest.approx(rate)
         hours = row["gpu_hours_per_billion_tokens"]["regular"]
@@ -467,7 +469,7 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
     capsys.readouterr()
     assert main(["plan", folder, *served[:2], "--sweep", "tp=2,8"]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
-    # The GPUs of the server, not of the machine.
+    # The GPUs of the server, not those of the machine.
     assert [row.split()[1:4:2] for row in rows] == [["2", "2"], ["8", "8"]]
     assert main(["plan", folder, *served, "--sweep", "nodes=1,2"]) == 2
     assert "a server of 8 ranks is the same on any" in capsys.readouterr().err
@@ -603,7 +605,8 @@ def test_a_study_stands_beside_what_each_selection_brings(
 
 def routed(folder: Path, **changes: Any) -> Path:
     """Return a routing study of the model of `lite`: in each of three layers the first
-    eighth of 64 experts has most rows."""
+    eighth of 64 experts has the most rows.
+    """
     loads = [[[hot] * 8 + [10] * 56 for _ in range(2)] for hot in (10, 30, 50)]
     facts = {
         "layers": [1, 2, 3],
@@ -654,7 +657,7 @@ def test_the_imbalance_of_a_routing_study_is_planned_with(
         "exchange_s"
     ]["combine"]
     uneven = facts["times"]["exchange_s"]["combine"]
-    # 6 of 64 experts, of which the busiest of 8 ranks has 8, or as if it had more.
+    # 6 of 64 experts; the busiest of 8 ranks has 8 of them, or acts as if it had more.
     hit = [
         1 - math.prod(1 - own / (64 - i) for i in range(6)) for own in (8, 8 * expected)
     ]
@@ -675,7 +678,9 @@ def test_the_table_names_the_back_end_of_a_wide_server(
 
 
 def test_layers_with_equal_windows_are_one_row() -> None:
-    """gpt-oss: every second layer reads a window only; the last one hides no combine."""
+    """gpt-oss: every second layer reads only a window; the last layer hides no
+    combine.
+    """
     served = {"phase": "decode", "batch": 64, "length": 4096, "gpu": "h100"}
     facts = plan(published("gpt-oss-20b", {}, served), advise=False)
     text = plan_table(facts)
@@ -913,8 +918,8 @@ def test_the_gpus_that_are_known_are_listed_once() -> None:
 def test_mfu_is_that_of_the_parameters_a_token_meets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Qwen3-30B-A3B, whose layers are alike: projections, 8 of 128 experts, router, half
-    of the attention's pairs, and the head.
+    """Qwen3-30B-A3B, whose layers are all alike: projections, 8 of 128 experts, router,
+    half of attention's pairs, and the head.
     """
     folder = str(real_folder("Qwen3-30B-A3B", tmp_path))
     words = ["plan", folder, "--gpu", "h200", "--nodes", "2", "--length", "4096"]

@@ -23,8 +23,11 @@ def v3() -> Planned:
 
 
 def rows_of_v3(ranks: int) -> float:
-    """Return rows that a token sends: 8 experts of 128, which are in 4 of 8 groups of 32."""
-    # a group of 8 ranks or more is 1, 2, ... ranks, 4 of 8 groups are half of them
+    """Return the rows that a token sends: it chooses 8 of the 128 experts in 4 of 8
+    groups of 32.
+    """
+    # with 8 ranks or more, a group has 1, 2, ... ranks, and 4 of 8 groups are half of
+    # them
     here = 256 // ranks
     return ranks / 2 * (1 - math.comb(128 - here, 8) / math.comb(128, 8))
 
@@ -67,7 +70,7 @@ def test_the_step_is_what_it_computes_and_what_stays_exposed(v3: Planned) -> Non
     exposed_s = {"forward": 0.0, "backward": 0.0}
     for row in times["windows"]:
         for name, factor in (("forward", 1), ("backward", 2)):
-            # the paper: the last is not hidden
+            # in the paper, the last one is not hidden
             combine = 0.0 if row["layer"] == 5 else row["combine_s"]
             exposed_s[name] += max(0, exchange - factor * row["dispatch_s"]) + max(
                 0, exchange - factor * combine
@@ -132,8 +135,8 @@ def test_a_token_reads_the_cache_and_the_weights_of_the_experts_that_are_used() 
 def test_matmuls_are_spread_over_the_ranks_but_those_to_latents_and_of_the_router(
     fp8: bool,
 ) -> None:
-    """DeepSeek-V2-Lite where memory costs nothing: hidden 2048, 16 heads of 128 + 64,
-    latent 512, 6 of 64 experts.
+    """DeepSeek-V2-Lite on a machine where memory takes no time: hidden 2048, 16 heads
+    of 128 + 64, latent 512, 6 of 64 experts.
     """
     settings: dict[str, Any] = {
         "gpu": "h200",
@@ -189,7 +192,7 @@ def test_a_rank_reads_those_of_its_experts_that_any_ranks_tokens_choose(
 @pytest.mark.parametrize("tp", [1, 4])
 def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
     """Eight passes in four equal parts: before the dispatch, before and after the
-    experts, behind the combine.
+    experts, after the combine.
     """
     settings: dict[str, Any] = {
         "gpu": "h200",
@@ -216,7 +219,7 @@ def test_dispatched_rows_are_passed_over_around_both_exchanges(tp: int) -> None:
         },
         abs=1e-6,
     )
-    # A server sums up nothing that an exchange has brought.
+    # A server has no returned rows to sum.
     compute = [plan_times(one)["compute_s"] for one in (some, none)]
     assert compute[0] - compute[1] == pytest.approx(26 * 3 * part)
 
@@ -255,8 +258,10 @@ def test_loss_and_optimizer_are_those_of_the_whole_step_by_hand() -> None:
 
 
 def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
-    """It gets as many rows as if it had half as many experts again, and at most one of
-    each token. Megatron's gets half as many again: each expert has a row of its own."""
+    """It gets as many rows as if it had half as many experts again, and at most one row
+    per token. In Megatron it gets half as many rows again, because each expert gets its
+    own row.
+    """
     even, uneven, all_of_them = (
         plan_times(with_values(v3, imbalance=share, latency_us=0))["exchange_s"][
             "combine"
@@ -267,7 +272,7 @@ def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
     assert uneven / even == pytest.approx(busy / rows_of_v3(8))
     assert all_of_them / even == pytest.approx(
         4 / rows_of_v3(8)
-    )  # of which half of the tokens choose no expert
+    )  # half of the tokens choose none of its experts
     megatron = replace(v3, settings=v3.settings.model_copy(update={"rows_once": False}))
     even, uneven = (
         plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"][
@@ -297,8 +302,8 @@ def test_a_server_takes_two_all_reduces_a_layer_and_its_head() -> None:
     assert times["windows"][0] == pytest.approx(
         {"layer": 1, "attention_s": steps[1]["experts"], "routed_s": beside[2]}
     )
-    # The dense first layer takes one, with nothing beside it, the last routed one has
-    # nothing either.
+    # The dense first layer has one, with nothing beside it; the last routed layer has
+    # nothing beside it either.
     exposed_s = 2 * each + sum(
         max(0, each - one["experts"]) + (max(0, each - beside[k]) if k < 27 else 0)
         for k, one in enumerate(steps[1:], 2)
@@ -333,16 +338,16 @@ def test_a_wide_server_exchanges_what_tokens_chose_and_hides_it_as_docs_overlap_
     assert times["exchange_s"] == pytest.approx({"dispatch": each, "combine": each})
     steps = [lite.roofline.steps(lite.work, layer, 8) for layer in lite.work.layers]
     bandwidth = 4800e9 * 0.65
-    # a rank reads those of its experts that any of the 16 tokens chose
+    # a rank reads the weights of those of its experts that any of the 16 tokens chose
     if phase == "decode":
         used = 64 / 8 * (1 - (1 - 6 / 64) ** 16)
         rows = 2 * lite.roofline.passes(2, tokens * 6 * 2048)
         assert steps[5]["experts"] == pytest.approx(
             used * 3 * 2048 * 1408 * 2 / bandwidth + rows
         )
-    # Nothing is in flight when layer 1 begins: its dispatch has all of attention; a
-    # combine the shared expert and the next layer's queries, keys and values, but the
-    # last one.
+    # Nothing is in flight when layer 1 begins: its dispatch runs beside all of
+    # attention. A combine runs beside the shared expert and the next layer's queries,
+    # keys and values, except the last one.
     dispatch = {
         k: steps[k]["attention b"] + (steps[k]["attention a"] if k == 1 else 0)
         for k in range(1, 27)
@@ -390,7 +395,7 @@ def test_the_back_end_says_what_a_wide_servers_tokens_are_sent_to(nodes: int) ->
         expected = {
             # a ring over both nodes, with eight interfaces in each
             "allgather_reducescatter": 40e-6 + 15 * row / (8 * nic),
-            # half of the nodes that a token is sent to are the other one
+            # half of the nodes to which a token is sent are the other node
             "deepep_high_throughput": 40e-6 + hit[2] * row / 2 / nic,
             "deepep_low_latency": 40e-6 + 6 * row / 16 * 8 / nic,
         }
@@ -401,7 +406,8 @@ def test_the_back_end_says_what_a_wide_servers_tokens_are_sent_to(nodes: int) ->
         assert times == pytest.approx({"dispatch": seconds, "combine": seconds}), name
     by_default = published("DeepSeek-V2-Lite", {}, settings)
     assert by_default.roofline.rows == "all"  # as in vLLM
-    # What a node forwards crosses its links, too: those to ranks of the busiest of all.
+    # Forwarded rows cross the links of a node, too, so that these carry the rows to all
+    # ranks.
     if nodes == 2:
         fast = settings | {"network_gb_s": 1e6, "all2all": "deepep_high_throughput"}
         times = plan_times(published("DeepSeek-V2-Lite", {}, fast))["exchange_s"]
@@ -414,8 +420,8 @@ def test_the_back_end_says_what_a_wide_servers_tokens_are_sent_to(nodes: int) ->
 def test_rows_of_an_fp8_server_are_dispatched_in_fp8_and_come_back_in_bfloat16(
     all2all: str, nodes: int
 ) -> None:
-    """DeepSeek-V3: rows of 7,168, with a scale of 32 bits for 128 of them, to 8 of 256
-    experts in 4 of 8 groups.
+    """DeepSeek-V3: rows of 7,168 values, with a 32-bit scale for each 128 of them, to 8
+    of 256 experts in 4 of 8 groups.
     """
     ranks = 8 * nodes
     settings: dict[str, Any] = {
@@ -432,7 +438,8 @@ def test_rows_of_an_fp8_server_are_dispatched_in_fp8_and_come_back_in_bfloat16(
     assert sent["dispatch"] == pytest.approx(sent["combine"] * (7168 + 4 * 56) / 14336)
     in_bfloat16 = exchange(dtype="bfloat16")
     assert in_bfloat16["dispatch"] == in_bfloat16["combine"] == sent["combine"]
-    # Measured links take as much less time, and as long back.
+    # On measured links the dispatch takes proportionally less time, and the combine
+    # takes as long as before.
     few: dict[str, Any] = V3 | {"num_hidden_layers": 2}
     linked = published("DeepSeek-V3", few, settings)
     linked = with_links(linked, even_links(ranks, 1e-9))
@@ -449,7 +456,7 @@ def test_rows_of_an_fp8_server_are_dispatched_in_fp8_and_come_back_in_bfloat16(
 
 
 def test_kernels_of_fp8_experts_are_those_of_fp8_matmuls_alone() -> None:
-    """A training in bfloat16 of a checkpoint in FP8 has neither its kernels nor its
+    """Training a checkpoint in FP8 runs in bfloat16, with neither FP8 kernels nor FP8
     rows.
     """
     few: dict[str, Any] = V3 | {"num_hidden_layers": 2}
@@ -470,8 +477,8 @@ def test_kernels_of_fp8_experts_are_those_of_fp8_matmuls_alone() -> None:
 
 
 def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None:
-    """With `mlp: full` shared experts have one of their own, but in the last layer and
-    in the dense one.
+    """With `mlp: full` shared experts have their own all-reduce, except in the last
+    layer and in the dense one.
     """
     settings: dict[str, Any] = {
         "gpu": "mi300x", "phase": "prefill", "batch": 16, "length": 512,
@@ -486,7 +493,7 @@ def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None
     assert times["overlapped_communication_s"] == pytest.approx(sent)
     assert (
         times["exposed_s"] > times["communication_s"]
-    )  # which was called a negative share of what is hidden
+    )  # which used to be reported as a negative share of hidden time
     assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
     assert times["overlap"]["forward"] > 0
     hidden = sent - times["exposed_s"]
@@ -529,8 +536,8 @@ def test_keys_and_values_are_on_as_many_ranks_as_there_are_heads() -> None:
 
 
 def test_a_group_that_lies_across_nodes_sends_over_the_network() -> None:
-    """Two nodes of 6: of 4 ranks in order the second four are two and two; no group of
-    3 is parted.
+    """Two nodes of 6: of groups of 4 consecutive ranks, the second is split two and
+    two; no group of 3 is split.
     """
     settings: dict[str, Any] = {
         "gpu": "h200",
@@ -577,12 +584,14 @@ def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> N
     assert ring(16, **two) == pytest.approx(15 / 16 * 1e9 / (8 * nic))
     assert ring(2, 8, **two) == pytest.approx(
         1 / 2 * 1e9 / nic
-    )  # a rank on each node has one interface there
+    )  # one rank on each node has one interface there
     assert ring(4, 4, **two) == pytest.approx(3 / 4 * 1e9 / min(2 * nic, peer))
 
 
 def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
-    """One group of 8 on each of two nodes: who holds the same experts is on the other node."""
+    """One group of 8 on each of two nodes: the rank with the same experts is on the
+    other node.
+    """
     settings: dict[str, Any] = {
         "gpu": "mi325x",
         "nodes": 2,
@@ -605,7 +614,7 @@ def test_experts_on_every_node_are_made_equal_over_the_network() -> None:
 
 def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> None:
     """Qwen3-30B-A3B, 4 nodes of 8, groups of 8: its 32 micro-batches send for 18.9 s,
-    0.44 s of which were counted.
+    of which only 0.44 s used to be counted.
     """
     settings: dict[str, Any] = {
         "nodes": 4,
@@ -617,7 +626,7 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
     one = published("Qwen3-30B-A3B", {}, settings)
     experts, head = 48 * 128 * 3 * 2048 * 768, 151936 * 2048
     others = one.work.num_parameters - experts
-    # a ring over all has eight interfaces a node, the experts' one
+    # a ring over all ranks has eight interfaces per node, that of the experts has one
     near, far = 8 * 50e9 * 0.8, 50e9 * 0.8
     links = min(450e9 * 0.85, near)
 
@@ -636,7 +645,8 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
     assert times["regular_s"] == pytest.approx(
         times["compute_s"] + times["communication_s"] + whole
     )
-    # Half of the computation hides them, of the overlapped step what hides no exchange.
+    # Half of the computation hides them; in the overlapped step, half of what hides no
+    # exchange.
     assumed = plan_times(one)
     layers = sum(
         sum(one.roofline.steps(one.work, layer, 8).values())
@@ -653,7 +663,7 @@ def test_weights_are_gathered_and_gradients_reduced_in_every_micro_batch() -> No
             max(0.0, way - 0.5 * time) for way, time in zip(ways, beside, strict=True)
         )
         assert assumed["sharding_s"][k] == pytest.approx(rest)
-    # Megatron's ranks have their weights whole, and send once per step.
+    # Megatron's ranks hold whole weights, and send once per step.
     once = plan_times(
         published("Qwen3-30B-A3B", {}, settings | {"sharding": "optimizer"})
     )
@@ -670,7 +680,9 @@ def test_measured_links_replace_the_published_rates(v3: Planned) -> None:
 
 
 def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
-    """Links on which no dispatch is hidden, and every combine but the last."""
+    """Uses links on which no dispatch is hidden, and every combine except the last
+    is.
+    """
     links = even_links(8, 1e-11)
     slow = links.dispatch.model_copy(update={"beta_s_per_byte": [[1e-9] * 8] * 8})
     times = plan_times(with_links(v3, links.model_copy(update={"dispatch": slow})))

@@ -1,5 +1,5 @@
-"""What `fcsd plan` answers to an engineer's questions, beside a roofline by hand, and the
-paper's figures beside the paper.
+"""The answers of `fcsd plan` to an engineer's questions against a roofline by hand, and
+those about the paper's figures against the paper.
 """
 
 import re
@@ -28,8 +28,8 @@ NAMES = [f"{each.config}, {each.phase}, {each.gpu}" for each in QUESTIONS]
 
 @pytest.mark.parametrize("question", QUESTIONS, ids=NAMES)
 def test_an_answer_is_that_of_a_roofline_by_hand(question: Question) -> None:
-    """The step, its communication and gain within 10 %; the schedule of two micro-batches
-    by hand is a bound.
+    """The step, its communication and its gain agree within 10 %; the schedule of two
+    micro-batches by hand is a bound.
     """
     name, values = question.swept
     for value in values:
@@ -98,7 +98,7 @@ def test_a_figure_covers_the_papers_points_or_says_by_how_much_it_misses(
             if measured is None:
                 continue
             least, most = expected(row)
-            # On one node a training's range misses 4 % by 0.1 % (docs/plan.md).
+            # On one node the range of a training misses 4 % by 0.1 % (docs/plan.md).
             assert least - 0.002 <= measured[1] and measured[0] <= most
             off = row["times"]["speed_up"] - 1 - measured[1]
             if off > 0.005:

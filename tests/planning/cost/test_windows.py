@@ -45,8 +45,8 @@ def windows_of(
 def test_dispatch_has_the_core_and_combine_the_shared_expert_and_the_next_queries() -> (
     None
 ):
-    # The first starts its dispatch before all of attention; behind the last there is
-    # only the shared expert.
+    # The first layer starts its dispatch before all of attention; after the last there
+    # is only the shared expert.
     assert windows_of([True] * 3, [True] * 3) == [(11, 10001), (10, 10001), (10, 10000)]
 
 
@@ -77,7 +77,8 @@ def test_a_layer_that_is_not_rewired_blocks_and_ends_a_run() -> None:
 
 
 def test_behind_a_dense_layer_nothing_is_in_flight() -> None:
-    # Its attention reads the stream without the routed output, its MLP all of it.
+    # Its attention reads the stream without the routed output, its MLP reads the full
+    # stream.
     assert windows_of([True] * 3, [True, False, True]) == [
         (11, 10011),
         (0, 0),
@@ -106,8 +107,8 @@ def test_layers_that_keep_their_combine_hide_both_exchanges_beside_themselves() 
 
 
 def test_equation_9_is_necessary_and_not_sufficient() -> None:
-    # One sum would do: 10 of 10011 seconds; the windows are apart, and the dispatch's
-    # holds 10.
+    # A single sum would allow 10 of 10011 seconds, but the windows are separate, and
+    # that of the dispatch holds 10.
     dispatch, combine = 25.0, 5.0
     assert equation_9(dispatch + combine, STEPS | {"mlp": 0.0}) == pytest.approx(
         30 / 10011
@@ -127,9 +128,9 @@ def test_all_reduces_of_a_server_hide_under_the_routed_experts_and_the_next_atte
         )
 
     assert served([True, True]) == [(1000, 11), (1000, 0)]
-    # a dense layer needs one, and nothing is beside it
+    # a dense layer needs one, with nothing beside it
     assert served([False, True]) == [(0,), (1000, 0)]
-    # A third, of the shared experts, where the next attention does not wait for what
+    # A third one, for the shared experts, if the next attention does not wait for what
     # they are summed with.
     assert served([True, True], mlp="full") == [(0, 11, 1000), (0, 0)]
     assert served([True, True], mlp=[1]) == [(0, 11, 1000), (1000, 0)]

@@ -1,5 +1,5 @@
-"""The layer study measures what its points say, goes on after a kill, and its plan is
-the sum of what was measured.
+"""The layer study measures what its points say, continues after a kill, and its plan is
+the sum of the measurements.
 """
 
 import json
@@ -136,7 +136,9 @@ def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return what the maps are solved on: none of the rows that the KL is measured on."""
+    """Return the rows on which the maps are solved; the KL is measured on none of
+    them.
+    """
     path = tmp_path_factory.mktemp("other") / "rows.jsonl"
     chooser = random.Random(0)
     lines = (
@@ -338,7 +340,7 @@ def test_the_mlp_side_is_studied_where_attention_is_partial_in_all_layers(
         converted = load_model(model, connectivity=Connectivity("all", mlp=mlp))
         direct = mean_kl(original, converted, rows)
         assert point["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
-    # A proposal is a list of outdated MLP sides, which a recipe takes as it stands.
+    # A proposal is a list of outdated MLP sides, which a recipe accepts as it is.
     capsys.readouterr()
     budget = ("plan-layers", str(tmp_path / "s"), "--budget", "2")
     assert main([*budget, "--json"]) == 0
@@ -442,8 +444,8 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
     ):
         plan_layers(folder, "50%")
     assert main(command(model, text, folder)) == 0
-    # 12 points are 9 selections: all layers, the first and the last are each reached
-    # from two sides.
+    # 12 points are 9 selections: all layers, the first layer and the last layer each
+    # belong to two sides.
     assert len(calls) == 4 + 9 - 3
     assert (folder / "layers.json").read_bytes() == (
         finished / "layers.json"
@@ -757,10 +759,10 @@ def hand_made(
     calibrated: float | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
-    """Return a finished study with these KLs; the sums of them stand for the runs from
-    either end. Layer 0 is dense.
+    """Return a finished study with these KLs; their sums stand for runs from either
+    end. Layer 0 is dense.
 
-    calibrated: what share of a loss is left with calibrated weights.
+    calibrated: the share of a loss that remains with calibrated weights.
     """
     total = len(sensitivities)
 
@@ -873,7 +875,7 @@ def test_a_plan_goes_by_sensitivities_after_calibration(tmp_path: Path) -> None:
     (point,) = (
         p for p in study["points"] if p["side"] == "single" and p["layers"] == [0]
     )
-    # what is worst of all when copied, is best when calibrated
+    # the layer that is worst with copied weights is best with calibrated ones
     point["calibrated"]["kl"]["value"] = 0.04
     (tmp_path / "layers.json").write_text(json.dumps(study))
     assert plan_layers(tmp_path, "1")["layers"] == [1]
@@ -904,7 +906,8 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
         rows["first", False]["selection"],
         rows["first", False]["loss"]["value"],
     ) == ("none", 0.0)
-    # A task's loss is what its score loses: 0.5 for the first layer, not 0.9 - 0.5.
+    # The loss of a task is the loss of its score: 0.5 for the first layer, not 0.9 -
+    # 0.5.
     words = [
         "plan-layers",
         str(tmp_path / "a"),
@@ -922,15 +925,15 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     hand_made([0.5, 0.1], tmp_path / "b")
     assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
     assert "calibrated" not in capsys.readouterr().out
-    # What is left out of the gain stands beside the loss: all of 2 MoE layers would
-    # overlap 3 of 4.
+    # The forgone gain is shown beside the loss: all of 2 MoE layers would overlap 3 of
+    # 4.
     assert (
         rows["last", False]["overlapped_collectives"] == 3
         and rows["first", False]["overlapped_collectives"] == 0
     )
 
 
-# Of SmolLM2-135M as Mixtral, each of the first 21 layers rewired alone.
+# SmolLM2-135M as Mixtral, with each of the first 21 layers rewired alone.
 SMOLLM2 = [
     1.86, 0.55, 0.050, 0.044, 0.072, 0.017, 0.014, 0.008, 0.013, 0.017, 0.028, 0.036, 0.035, 0.062, 0.051, 0.039,
     0.093, 0.096, 0.035, 0.108, 0.020,
@@ -974,7 +977,9 @@ def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_bu
     selection: str,
     tmp_path: Path,
 ) -> None:
-    """One first layer is special in toys, two in a real network; later ones may be."""
+    """In toys one first layer is special, in a real network two; later layers may be
+    special, too.
+    """
     study = hand_made(losses, tmp_path)
     special = special_layers(study, "kl")
     if layers is None:
@@ -1025,7 +1030,7 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     assert [(point["side"], point["layers"]) for point in points] == [*ends, *singles]
     assert measured[-1] == [2, 3] and len(measured) == 6
     assert "All but the first 2 layers (--layers last:2): KL 0.09000 ± " in said
-    # Continued after a kill before that last point, and behind it: the same bytes, and
+    # Continued after a kill before that last point, and after it: the same bytes, and
     # nothing is measured twice.
     whole = (tmp_path / "s" / "layers.json").read_bytes()
     for num_done in (6, 7):
@@ -1062,7 +1067,7 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
         if r["name"] == "all but layer 1"
     )
     assert row["measured"]["value"] == pytest.approx(0.12)
-    # Counts that were asked for are all that is measured of the ends.
+    # Of the ends, only the requested counts are measured.
     assert main(command(model, text, tmp_path / "u", "--counts", "1")) == 0
     assert len(read_study(tmp_path / "u")["points"]) == 2 + 4
 

@@ -1,5 +1,5 @@
-"""Links as a file, and from the output of nccl-tests: what is read, and what is refused
-in one line.
+"""Links from a file and from the output of nccl-tests: what is read, and what is
+refused in one line.
 """
 
 import json
@@ -23,7 +23,7 @@ def ports(direction: str, rates: list[float | None]) -> Callable[[Any], None]:
 def hops(
     alpha: Any, beta: Any, forwarding: str | None = "store_and_forward"
 ) -> Callable[[Any], None]:
-    """A change of a links file: the hops of the dispatch's edge 0 -> 1."""
+    """Return a change of a links file: the hops of the dispatch's edge 0 -> 1."""
 
     def change(value: Any) -> None:
         (
@@ -49,7 +49,7 @@ def test_an_edge_of_three_hops_is_the_one_composed_by_hand(
     """
     value = json.loads(links().model_dump_json())
     hops([0.1, 0.3, 0.1], [0.001, 0.008, 0.002], forwarding)(value)
-    # of a measurement, which there was none of
+    # of a measurement, of which there was none
     for name in ("r2", "refined", "repeats"):
         del value["dispatch"][name]
     (tmp_path / "links.json").write_text(json.dumps(value))
