@@ -1,4 +1,6 @@
-"""What several test files share: recipes on a small base checkpoint, processes, forks."""
+"""Shared by several test files: recipes on a small base checkpoint, processes,
+forks.
+"""
 
 import contextlib
 import ctypes
@@ -53,8 +55,8 @@ chunked attention, images.
 
 
 def cache_of(out: Any) -> dict[str, Any]:
-    """The cache of what a model put out, by the argument that takes it: past_key_values
-    before transformers 5.24.
+    """Return the cache in a model's output under the name of the argument that takes
+    it: past_key_values before transformers 5.24.
     """
     name = "cache" if "cache" in out else "past_key_values"
     return {name: out[name]}
@@ -63,8 +65,8 @@ def cache_of(out: Any) -> dict[str, Any]:
 def few(
     cases: Iterable[Any], number: int | None = None, kinds: Container[str] = KINDS
 ) -> list[Any]:
-    """The cases, of which `make test` has the first `number`, of families those of each
-    kind; the rest is breadth.
+    """Return the cases. `make test` runs the first `number` of them, or one family of
+    each kind; the rest are marked as breadth.
     """
     sets = [
         (
@@ -85,14 +87,14 @@ def few(
 
 
 UNLIKE = KINDS - {"axk1", "glm4_moe", "mixtral"}
-"""Those of `KINDS` that are least like each other, for what takes seconds a family."""
+"""The most different families of `KINDS`, for tests that take seconds per family."""
 
 
 def few_and_others(
     families: Iterable[str], parts: int = 1, kinds: Container[str] = KINDS
 ) -> list[Any]:
-    """The families of each kind as one case, where one process looks at many, and the
-    others in so many parts.
+    """Return the families of each kind as one case, for tests in which one process runs
+    many, and the others in this many parts.
     """
     families = list(families)
     others = [name for name in families if name not in kinds]
@@ -107,8 +109,8 @@ def few_and_others(
 
 @dataclass(frozen=True)
 class Bench:
-    """Where the base checkpoint, the training rows and the code problems lie, and a
-    place for runs.
+    """The paths of the base checkpoint, the training rows and the code problems, and a
+    folder for runs.
     """
 
     base: Path
@@ -147,7 +149,7 @@ class Bench:
 
     @property
     def early_stopping(self) -> dict[str, Any]:
-        """Scores after every second step; a random model solves nothing."""
+        """Score after every second step; a random model solves nothing."""
         task = {
             "kind": "code", "task": "problems", "dataset": str(self.problems), "chat_template": True, "stop": [],
             "max_new_tokens": 2, "timeout_s": 5.0,
@@ -156,7 +158,7 @@ class Bench:
 
     @property
     def choice(self) -> dict[str, Any]:
-        """Scores by an lm-eval task, multiple choice: four of its eight items, after
+        """Score by a multiple-choice task of lm-eval: four of its eight items, after
         every second step.
         """
         folder = self.folder.parent / "choice"
@@ -179,8 +181,8 @@ class Bench:
 
 
 def with_suite(stopping: dict[str, Any], file: Path) -> dict[str, Any]:
-    """Return an early_stopping section whose task, if it is written out as a row, is
-    named in a suite file of its own.
+    """Return an early_stopping section that names its task; if the task is written out
+    as a row, it is put into a suite file.
     """
     row = stopping.get("task")
     if not isinstance(row, dict):
@@ -217,14 +219,15 @@ def make_bench(base: Path, folder: Path) -> Bench:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """A .jsonl file, and the folder in which it lies."""
+    """Write a .jsonl file, and its folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
-    """Weights to the last bit. Logits in float64 but for the order of summation, which
-    the alignment of a memory-mapped file changes."""
+    """Check that weights are equal to the last bit, and logits in float64 up to the
+    order of summation, which depends on the alignment of a memory-mapped file.
+    """
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     assert all(
@@ -235,8 +238,8 @@ def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:
 
 
 def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Popen[str]:
-    """Begin a command in a process of its own, as a user would, with one thread and
-    without network.
+    """Start a command in its own process, as a user would, with one thread and without
+    network.
     """
     return subprocess.Popen(
         [sys.executable, *command],
@@ -251,11 +254,11 @@ def start(*command: str, cwd: Path = ROOT, **environment: str) -> subprocess.Pop
 def in_forked_ranks(
     call: Callable[[int], int], world_size: int, folder: Path
 ) -> list[tuple[int, str]]:
-    """(exit status as of `in_a_fork`, output) of `call(rank)` in each of `world_size`
-    forks that form a gloo group.
+    """Return (exit status as from `in_a_fork`, output) of `call(rank)` in each of
+    `world_size` forks that form a gloo group.
 
-    Unlike `tests.reference.ranks.run_ranks` it lets every rank end as it will, and
-    keeps how.
+    Unlike `tests.reference.ranks.run_ranks`, this lets every rank end in its own way,
+    and records how.
     """
     children = forked_ranks(call, world_size, folder)
     statuses = [status_of(child) for child, _ in children]
@@ -266,15 +269,15 @@ def in_forked_ranks(
 
 
 def status_of(child: int) -> int:
-    """How a fork ended, when it has: its exit status, negative for a signal."""
+    """Wait for a fork to end, and return its exit status, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def forked_ranks(
     call: Callable[[int], int], world_size: int, folder: Path
 ) -> list[tuple[int, Path]]:
-    """(process, output file) of `call(rank)` in each of `world_size` forks that form a
-    gloo group, and run.
+    """Return (process, output file) of `call(rank)` in each of `world_size` running
+    forks that form a gloo group.
     """
     port = str(free_port())
     store = Path(tempfile.mkdtemp(dir=folder)) / "store"
@@ -306,29 +309,29 @@ def forked_ranks(
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a port on which nobody listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def in_a_fork(call: Callable[[], int], output: Path) -> int:
-    """The exit status of `call` in a forked process, negative for a signal; its stdout
-    and stderr go to `output`.
+    """Return the exit status of `call` in a forked process, negative for a signal; its
+    stdout and stderr go to `output`.
     """
     return status_of(forked(call, output))
 
 
 def end_if_it_hangs() -> None:
-    """Let a forked process that hangs end, and say where; also when pytest's own
+    """Make a forked process end if it hangs, and say where; also when pytest's own
     process ends.
 
-    The watch of pytest's configuration ends at a fork, and waits for ever for its
-    thread when it is set again there.
+    The watchdog of pytest's configuration ends at a fork, and if it is set there again,
+    it waits forever for its thread.
     """
     faulthandler.register(signal.SIGALRM, file=2, chain=True)
     signal.alarm(600)
-    with contextlib.suppress(AttributeError):  # no prctl but on Linux
+    with contextlib.suppress(AttributeError):  # only Linux has prctl
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -355,8 +358,8 @@ def forked(call: Callable[[], int], output: Path) -> int:
 def killed_after(
     monkeypatch: Any, module: Any, name: str, call: Callable[[], int], output: Path
 ) -> None:
-    """Run `call` in a fork that is killed when `module.name` has done its work for the
-    first time.
+    """Run `call` in a fork that is killed when `module.name` has returned for the first
+    time.
     """
     does = getattr(module, name)
 
@@ -382,7 +385,9 @@ def documented_keys(chapter: str) -> set[str]:
 
 
 def run_of(recipe: Any) -> Any:
-    """Return the `Run` of a recipe, given as a path or as it is, in this process."""
+    """Return the `Run` of a recipe, given as a path or as an object, in this
+    process.
+    """
     from fcsd.parallel.launch import join_launch
     from fcsd.pipeline.context import Run
     from fcsd.recipe.load_recipe import load_recipe
@@ -403,7 +408,7 @@ def evaluate(
     progress: bool = True,
     **plan: Any,
 ) -> Any:
-    """Result and samples of one model; plan: keys of a recipe's `evaluation`."""
+    """Return result and samples of one model. plan: keys of a recipe's `evaluation`."""
     prepared = prepare_evaluation(
         tokenizer,
         suite,

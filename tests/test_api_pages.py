@@ -1,5 +1,5 @@
-"""The pages of docs/api: what they name exists, and what a package exports can be read
-without importing it.
+"""The pages of docs/api: the names on them exist, and the exports of a package can be
+read without importing it.
 """
 
 import ast
@@ -28,8 +28,8 @@ def documented() -> list[str]:
 
 
 def bound_names(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield what a module binds at its top, also under `if TYPE_CHECKING`, where lazy
-    names are imported.
+    """Yield the names that a module binds at its top level, also under `if
+    TYPE_CHECKING`, where lazy names are imported.
     """
     for node in body:
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -71,7 +71,9 @@ def test_what_a_package_exports_is_seen_by_the_documentation_and_has_a_docstring
 
 @pytest.mark.parametrize("name", documented())
 def test_every_line_of_an_args_section_names_one_parameter(name: str) -> None:
-    """griffe, which reads the docstrings for `make docs`, takes no line that names two."""
+    """griffe, which reads the docstrings for `make docs`, does not accept a line that
+    names two.
+    """
     module = importlib.import_module(name)
     for one in getattr(module, "__all__", []):
         value = getattr(module, one)

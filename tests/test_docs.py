@@ -1,6 +1,4 @@
-"""README and docs: what they tell a reader to type can be typed, and what they list is
-what there is.
-"""
+"""README and docs: the commands that they print work, and their lists are complete."""
 
 import json
 import re
@@ -37,8 +35,8 @@ def anchors(page: Path) -> set[str]:
 
 
 def commands() -> list[tuple[str, str]]:
-    """Return every `fcsd …` line of an indented or fenced block, comments and launchers
-    taken off.
+    """Return every `fcsd …` line of an indented or fenced block, without comments and
+    launchers.
     """
     lines = []
     for page in PAGES:
@@ -127,7 +125,7 @@ def test_recipes_in_commands_are_named_as_they_ship(
         ).startswith("runs/"):
             assert recipe_file(recipe).is_file(), f"{page}: {text}"
     assert main(["configs"]) == 0 and capsys.readouterr().out == "configs\n"
-    assert main(["configs"]) == 2  # whoever edited them keeps them
+    assert main(["configs"]) == 2  # a user who edited them keeps them
     assert "configs: exists already; choose a new folder" in capsys.readouterr().err
     for page in PAGES:
         for path in re.findall(r"--config_file (configs/\S+)", page.read_text()):
@@ -227,7 +225,7 @@ def test_the_newcomers_five_files_are_short_enough_to_be_read() -> None:
 
 
 def recipe_keys() -> list[tuple[str, str, str]]:
-    """(section, key, default) of every key of a recipe."""
+    """Return (section, key, default) of every key of a recipe."""
     surface = json.loads((ROOT / "tests" / "files" / "recipe_keys.json").read_text())[
         "Recipe"
     ]

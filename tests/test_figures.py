@@ -1,5 +1,5 @@
-"""The headline figures of README and docs: where each lives, and that what quotes it
-says the same (figures.yaml).
+"""The headline figures of README and docs: each has one source, and all quotations
+agree with it (figures.yaml).
 """
 
 import re
@@ -30,14 +30,14 @@ def sections(text: str) -> list[str]:
 
 
 def flat(text: str) -> str:
-    """Make each run of white space one space, so that a page's line breaks and padded
-    tables do not matter.
+    """Replace each run of white space by one space, so that a page's line breaks and
+    padded tables do not matter.
     """
     return " ".join(text.split())
 
 
 def numbers(text: str) -> set[float]:
-    """Find the numbers of a text that are no part of a name, such as a `p2p`."""
+    """Find the numbers of a text that are not part of a name such as `p2p`."""
     return {
         float(number) for number in re.findall(r"(?<![\w.,-])\d+(?:\.\d+)?(?!\w)", text)
     }

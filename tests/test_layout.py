@@ -1,5 +1,5 @@
-"""What may import what: the distributions, the folders and modules of their packages, and
-the one direction in which they know of each other.
+"""Allowed imports: between distributions and between the folders and modules of their
+packages, in one direction only.
 """
 
 import ast
@@ -17,8 +17,8 @@ from fcsd.base.strict import flag_of
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fcsd"
 
-# The packages of all distributions. Each folder of a package, and each module that lies in
-# none, imports only from those before it.
+# The packages of all distributions. Each folder of a package, and each module outside
+# of folders, imports only from those before it.
 ORDER = {
     "fcsd": [
         "base", "model", "data", "parallel", "training", "evaluation", "recipe", "planning", "report",
@@ -45,7 +45,8 @@ ORDER = {
 }  # fmt: skip
 ORDER_OF = {place.rpartition("/")[2]: order for place, order in ORDER.items()}
 
-# What a package imports of the others; the engines' packages run where fcsd is not.
+# What a package imports from the others; the packages for engines run where fcsd is not
+# installed.
 OTHERS = {
     "fcsd_sglang": {"fcsd_vllm"},
     "fcsd_bench": {"fcsd"},
@@ -53,8 +54,8 @@ OTHERS = {
     "fcsd_steering": {"fcsd"},
 }
 
-# Third parties that are slow to import, or that a user may not have: only what lies
-# here imports them.
+# Third-party packages that are slow to import, or that a user may not have: only the
+# places listed here import them.
 ONLY_IN = {
     "lm_eval": "evaluation/",
     "matplotlib": "report/",
@@ -88,7 +89,9 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """The full names of what a file imports, inside functions and for type checking too."""
+    """Return the full names that a file imports, also inside functions and for type
+    checking.
+    """
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level == 0:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -98,7 +101,9 @@ def imported_names(path: Path) -> Iterator[str]:
 
 @functools.cache
 def imports(path: Path) -> list[str]:
-    """The modules that a file imports, those of others by the names that are taken from them."""
+    """Return the modules that a file imports, those of others by the names that are
+    taken from them.
+    """
     return [
         (
             name
@@ -114,12 +119,16 @@ def package(module: str) -> str:
 
 
 def folder(module: str) -> str:
-    """Return the folder of a module, or the module that lies in none; "" for the package itself."""
+    """Return the folder of a module, or the module itself if it is in none; "" for the
+    package itself.
+    """
     return module.partition(".")[2].partition(".")[0]
 
 
 def arrows() -> list[tuple[str, str]]:
-    """Importing and imported module, for every import of one module of a package by another."""
+    """Yield importing and imported module for every import of one module of a package
+    by another.
+    """
     return [
         (module, name)
         for module, path in MODULES.items()
@@ -149,8 +158,8 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
     wrong = [
         f"{module} imports {name}"
         for module, name in arrows()
-        # The package itself is the door: it may name everything, lazily, and gives its
-        # version to all.
+        # The package itself is the entry point: it may name everything, lazily, and all
+        # modules may import its version.
         if module not in ORDER_OF and name not in ORDER_OF
         if package(module) == package(name) and folder(module) != folder(name)
         if (order := ORDER_OF[package(module)]).index(folder(module))
@@ -201,8 +210,8 @@ def test_a_third_party_is_imported_in_its_folder_alone(library: str) -> None:
     assert wrong == []
 
 
-# What the distributions beside fcsd may import of it: its two doors, and what a program
-# with commands needs.
+# What the distributions beside fcsd may import from it: its two entry points, and what
+# a program with commands needs.
 DOORS = ("fcsd", "fcsd.extension", "fcsd.cli.options", "fcsd.cli.program")
 
 
@@ -237,12 +246,14 @@ def test_a_private_name_stays_in_its_module() -> None:
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
-# Users of these give keywords, each of which says one thing.
+# Users of these pass keywords, each of which has one meaning.
 MORE_PARAMETERS = {"FCSDTrainer.__init__", "evaluate_model"}
 
 
 def definitions() -> Iterator[tuple[str, Definition]]:
-    """Every function and class of the packages, methods with the name of their class."""
+    """Yield every function and class of the packages, methods with the name of their
+    class.
+    """
     for path in MODULES.values():
         tree = parsed(path)
         inside = {
@@ -303,7 +314,7 @@ COMMAND_LINE = sorted((PACKAGE / "cli").glob("*.py"))
 
 
 def calls(node: ast.AST, name: str) -> Iterator[ast.Call]:
-    """The calls of a function or method of this name."""
+    """Yield the calls of a function or method of this name."""
     for each in ast.walk(node):
         if isinstance(each, ast.Call) and name in (
             getattr(each.func, "attr", ""),
@@ -313,7 +324,9 @@ def calls(node: ast.AST, name: str) -> Iterator[ast.Call]:
 
 
 def options_by_hand(node: ast.AST) -> Iterator[tuple[str, str]]:
-    """The options that a part of the command line declares itself, with their help."""
+    """Yield the options that a part of the command line declares itself, with their
+    help.
+    """
     for call in calls(node, "add_argument"):
         if isinstance(call.args[0], ast.Constant) and str(
             call.args[0].value

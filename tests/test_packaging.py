@@ -27,19 +27,19 @@ APACHE_2 = "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel and the source distribution of this checkout."""
+    """Return a folder with the wheel and the source distribution of this checkout."""
     return build(ROOT, tmp_path_factory.mktemp("dist"), "wheel", "sdist")
 
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> dict[str, bytes]:
-    """The files of the wheel."""
+    """Return the files of the wheel."""
     return read_wheel(built)
 
 
 @pytest.fixture(scope="module")
 def sdist(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked source distribution."""
+    """Return the unpacked source distribution."""
     (archive,) = built.glob("*.tar.gz")
     place = tmp_path_factory.mktemp("sdist")
     with tarfile.open(archive) as tar:
@@ -49,7 +49,9 @@ def sdist(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(source: Path, place: Path, *targets: str) -> Path:
-    """Build with the backend that pyproject.toml names, in this environment: nothing is fetched."""
+    """Build with the backend that pyproject.toml names, in this environment; nothing is
+    fetched.
+    """
     if find_spec("hatchling") is None:
         pytest.skip(
             "the build backend hatchling is not installed; pip install -e '.[dev]' brings it"
@@ -159,8 +161,8 @@ def test_the_source_distribution_builds_the_same_wheel(
 def test_an_installed_wheel_finds_shipped_recipes_suites_and_first_steps_outside_the_checkout(
     built: Path, tmp_path: Path
 ) -> None:
-    """The wheel with the libraries of this environment, in an empty folder, by the
-    words of `fcsd --help`.
+    """Uses the wheel with the libraries of this environment in an empty folder,
+    following `fcsd --help`.
     """
     place, folder = tmp_path / "site", tmp_path / "empty"
     folder.mkdir()

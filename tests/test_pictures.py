@@ -1,4 +1,6 @@
-"""The drawn picture of a layer: it is what its script makes, and shows what the equations allow."""
+"""The picture of a layer is what its script draws, and shows what the equations
+allow.
+"""
 
 from itertools import pairwise
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The Python door: `import fcsd` is light, its names are those that are written down,
-the docs and the example run.
+"""The Python interface: `import fcsd` is light, its names are those that are listed,
+and the docs and the example run.
 """
 
 import ast

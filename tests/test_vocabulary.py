@@ -1,5 +1,5 @@
-"""The words of docs/vocabulary.md, in pages, code, messages and help: those that its
-table keeps out are not there.
+"""The words that the table of docs/vocabulary.md excludes do not occur in pages, code,
+messages and help.
 """
 
 import re
@@ -16,7 +16,9 @@ CODE = ("fcsd", "tests", "serving", "benchmarks", "examples")
 
 
 def kept_out(mark: str) -> list[str]:
-    """List the words of the table's last column between `mark`s: `**` bold, `*` italic."""
+    """List the words in the table's last column between `mark`s: `**` bold, `*`
+    italic.
+    """
     rows = re.findall(r"^\| .* \| .* \| (.+) \|$", VOCABULARY.read_text(), flags=re.M)
     mark = re.escape(mark)
     return [
@@ -27,7 +29,7 @@ def kept_out(mark: str) -> list[str]:
 
 
 def uses(words: list[str], text: str) -> list[str]:
-    """Find words in a text, in the singular and the plural, verbs in their forms."""
+    """Find words in a text, nouns in singular and plural, verbs in all forms."""
     stems = "|".join(
         sorted(re.sub(r"^go\b", "(?:go|goes|went)", word) for word in words)
     )
@@ -35,7 +37,9 @@ def uses(words: list[str], text: str) -> list[str]:
 
 
 def prose(source: str) -> str:
-    """Join what lines of code part: comments of several lines, and messages of several literals."""
+    """Join text that code splits: comments of several lines, and messages of several
+    literals.
+    """
     return re.sub(r'\n\s*# |"\n\s*f?"', " ", source)
 
 

@@ -1,10 +1,10 @@
 """FarSkip forward passes of the families in `fcsd.model.families.adapted`, written from
 upstream's modeling files.
 
-As `tests.reference.reference`: it reads no `Family` and no rewired class, runs on the
-*regular* model, and takes from it weights, norms, attention modules and the arguments
-of its loop. One function a family computes a layer: what it gives to the stream, and
-what is in the stream while its routed output is in flight.
+Like `tests.reference.reference`, this reads no `Family` and no rewired class, runs on
+the *regular* model, and takes from it weights, norms, attention modules and the
+arguments of its loop. One function per family computes a layer: what it adds to the
+stream, and what is in the stream while its routed output is in flight.
 """
 
 import math
@@ -38,8 +38,9 @@ def _grouped(
     scale: float = 1.0,
     score: Callable[..., Tensor] = torch.sigmoid,
 ) -> tuple[Tensor, Tensor]:
-    """Groups by their two best biased scores, experts in them by biased score, unbiased
-    weights that sum to 1."""
+    """Choose groups by their two best biased scores, and experts in them by biased
+    score; unbiased weights sum to 1.
+    """
     scores = score(x @ gate.weight.T)
     bias = getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
     size = scores.shape[-1] // config.n_group
@@ -163,8 +164,8 @@ def _axk1(
 
 
 def _convolved(conv: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    """x plus the causal convolution over time of each channel; kernels are D x 1 x W,
-    the last tap is now.
+    """Return x plus the causal convolution over time of each channel; kernels are D x 1
+    x W, the last tap is the present.
     """
     kernel = conv.conv1d.weight[:, 0]
     taps = kernel.shape[-1]
@@ -245,7 +246,7 @@ def _cohere2(
     outdated: bool,
     arguments: dict[str, Any],
 ) -> Step:
-    """The MLP reads the layer's own input on either setting of its side."""
+    """The MLP reads the layer's own input with either setting of its side."""
     attended = layer.self_attn(hidden_states=layer.input_layernorm(a), **arguments)[0]
     m = layer.input_layernorm(o)
     if not hasattr(layer.mlp, "experts"):
@@ -436,8 +437,9 @@ def _muse_spark(
     outdated: bool,
     arguments: dict[str, Any],
 ) -> Step:
-    """stream' = sqrt(1 - b^2) stream + b branch with a learned b a channel; the experts
-    work in a space of their own, each output normed."""
+    """stream' = sqrt(1 - b^2) stream + b branch with a learned b per channel; the
+    experts work in a space of their own, and each output is normed.
+    """
 
     def mixed(gate: Any, stream: Tensor, branch: Tensor | float) -> Tensor:
         beta = torch.sigmoid(gate.gate / config.residual_gate_temperature)
@@ -558,7 +560,9 @@ def adapted_forward(
     mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `tests.reference.reference.reference_forward`, for the families in `LAYERS`."""
+    """Like `tests.reference.reference.reference_forward`, for the families in
+    `LAYERS`.
+    """
     streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
     config, (_, norm) = model.config, _decoder(model)
     logits = model.lm_head(

@@ -1,14 +1,15 @@
-"""Follow weights, what branches are given, and products of weights through the
-operations of a forward pass.
+"""Follow weights, inputs of branches, and products of weights through the operations of
+a forward pass.
 
-A map of what a branch reads can go into a weight if the weight is multiplied with it
-along one axis, and nothing but copies, choices of rows and factors a token lie between
-the two. A map of what a branch adds can go into a weight if the same is true between
-its product and the layer's output, where further sums may lie. So tensors are followed
-by their storage through the operations that torch dispatches, and a dimension by its
-stride: views need no rules of their own.
+A map of the input of a branch can be folded into a weight if the weight is multiplied
+with the input along one axis, with nothing but copies, choices of rows and factors per
+token between the two. A map of the output of a branch can be folded into a weight if
+the same is true between its product and the layer's output, where sums may also come
+between. Tensors are therefore followed by their storage through the operations that
+torch dispatches, and a dimension by its stride, so that views need no rules of their
+own.
 
-Not covered: operations that are not listed here; what went into them is marked as used
+Not covered: operations that are not listed here; their inputs are marked as used
 otherwise.
 """
 
@@ -26,7 +27,7 @@ from fcsd.training.calibration.roles import Place
 
 aten = torch.ops.aten
 
-COORDINATE = -1  # the axis of a followed tensor that a map would act on
+COORDINATE = -1  # the axis of a followed tensor on which a map would act
 REST = ("", 0)  # stands for what is added beside the products of weights
 
 _SAME = {
@@ -63,8 +64,8 @@ _INTO = {
 
 @dataclass
 class Mark:
-    """What is known of a storage. axes: stride -> axis; terms: writer -> (scalar
-    factor, operations a token).
+    """What is known about a storage. axes: stride -> axis; terms: writer -> (scalar
+    factor, operations per token).
     """
 
     axes: dict[int, int]
@@ -74,7 +75,7 @@ class Mark:
 
 
 def storage(tensor: Tensor) -> int:
-    """Return what a tensor shares with its views."""
+    """Return the address of the storage that a tensor shares with its views."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -102,13 +103,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 class Follow(TorchDispatchMode):
-    """Follow parameters, what branches are given, and products of parameters through a
+    """Follow parameters, inputs of branches, and products of parameters through a
     forward pass.
     """
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        # a storage that is freed would give its address to another
+        # a freed storage would give its address to another
         self.alive: list[Any] = []
         self.parameters: dict[int, Mark] = {}
         self.inputs: dict[int, Mark] = {}
@@ -163,7 +164,7 @@ class Follow(TorchDispatchMode):
             return self._product(op, args[1], args[2], args[0], outs[0])
         if (
             str(op) == "transformers.grouped_mm_fallback"
-        ):  # there only once transformers has been asked for it
+        ):  # exists only once transformers has been asked for it
             return self._product(op, args[0], args[1], None, outs[0])
         self._follow_parameters(op, args, outs)
         self._follow_inputs(op, args, ins, outs)
@@ -198,8 +199,7 @@ class Follow(TorchDispatchMode):
                     terms = {(parameter.name, written): (1.0, 0)}
                     axis = place
             elif (mixed := self.inputs.get(storage(one))) is not None:
-                # Rows are mixed: the coordinate stays, unless it is what is summed
-                # over.
+                # Rows are mixed: the coordinate stays, unless the sum is over it.
                 if (
                     one.size(kept) == mixed.size
                     and _axis(mixed, one, kept) == COORDINATE
@@ -227,7 +227,9 @@ class Follow(TorchDispatchMode):
         self.sums[storage(out)] = mark
 
     def _added(self, other: Tensor, mark: Mark) -> dict[Place, tuple[float, int]]:
-        """Return the terms of what is added to a sum: another sum, a bias, or the rest."""
+        """Return the terms that are added to a sum: another sum, a bias, or the
+        rest.
+        """
         total = self.sums.get(storage(other))
         if total is not None and (not total.terms or is_last(other, total)):
             return total.terms
@@ -368,7 +370,7 @@ class Follow(TorchDispatchMode):
         return False
 
     def _other_use(self, mark: Mark, op: Any) -> None:
-        # outside of its branch it is the stream, or what another branch reads
+        # outside of its branch it is the stream, or the input of another branch
         if mark.name in self.inside:
             self.other_uses.setdefault(mark.name, set()).add(str(op))
 
@@ -393,7 +395,9 @@ def _first_dim_only(op: Any, args: Any) -> bool:
 
 
 def _factor(op: Any, args: Any) -> tuple[float, int]:
-    """Return what an operation multiplies with: a number, and how many factors a token."""
+    """Return the multipliers of an operation: a number, and how many factors per
+    token.
+    """
     if op in (aten.mul, aten.mul_, aten.div, aten.div_):
         numbers = [a for a in args[:2] if not isinstance(a, Tensor)]
         numbers += [a.item() for a in args[:2] if isinstance(a, Tensor) and a.ndim == 0]

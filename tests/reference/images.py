@@ -33,11 +33,11 @@ IMAGES: dict[str, tuple[int | None, int]] = {
 def image_inputs(
     model_type: str, seed: int = 0, num_text_tokens: int = 8
 ) -> dict[str, Any]:
-    """Return two rows of text (ids 3 to 98) around one image each, at another place in
-    each row.
+    """Return two rows of text (ids 3 to 98) around one image each, at a different place
+    in each row.
 
-    Pixels are normal random numbers; their shape and the names are those that the
-    family's processor gives.
+    Pixels are normal random numbers, with the shape and the names that the family's
+    processor gives.
     """
     generator = torch.Generator().manual_seed(seed)
     patch_size, num_image_tokens = IMAGES[model_type]
@@ -60,12 +60,12 @@ def image_inputs(
         if model_type == "mistral_large4":  # takes images of several sizes in one batch
             images["image_sizes"] = torch.tensor([[size, size]] * 2)
         return images
-    # one token a patch: frames, height, width, channels
+    # one token per patch: frames, height, width, channels
     if model_type == "inkling_mm_model":
         patches = torch.randn(2 * num_image_tokens, 2, 4, 4, 3, generator=generator)
         return {"input_ids": input_ids, "pixel_values": patches}
     patches = torch.randn(2 * 4 * num_image_tokens, patch_size, generator=generator)
-    if model_type == "gemma4":  # a row of patches an image, with their places
+    if model_type == "gemma4":  # a row of patches per image, with their positions
         places_of_patches = torch.cartesian_prod(
             torch.arange(num_image_tokens), torch.arange(4)
         ).flip(-1)

@@ -15,7 +15,7 @@ embeddings before layer 0:
     sigma = (nope + rope)^-1/2 (0.1 m ln factor + 1)^2    m: mscale_all_dim
     g = sigmoid(W_r u); the best by g + bias; weights g / (sum + 1e-20) * routed_scaling_factor
 
-`WRONG` are misreadings of these lines; each is one word of `wrong`.
+`WRONG` lists misreadings of these lines; each is one word of `wrong`.
 """
 
 import json
@@ -165,8 +165,8 @@ def instella_logits(
 ) -> Tensor:
     """Return the logits B x T x V from the tensors of a checkpoint, in float64.
 
-    farskip: all layers, none, or a run of layers that begins at the first MoE layer or
-    before it.
+    farskip: all layers, none, or a run of layers that begins at or before the first MoE
+    layer.
     """
     assert wrong in ("", *WRONG)
     layers = range(config["num_hidden_layers"])
@@ -196,8 +196,8 @@ def instella_logits(
 
 
 def published_config(**keys: Any) -> dict[str, Any]:
-    """Return the values of a published `config.json` with sizes of a toy, and `keys`
-    besides; None takes a key out.
+    """Return the values of a published `config.json` with toy sizes, and also `keys`;
+    None removes a key.
     """
     raw: dict[str, Any] = json.loads(
         (CONFIGS / "Instella-MoE-16B-A3B-Think.json").read_text()
@@ -219,8 +219,9 @@ def published_config(**keys: Any) -> dict[str, Any]:
 
 
 def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names of the published index with the shapes that the sizes of a
-    config give them: 5,344 at the true ones."""
+    """Return the names of the published index with the shapes that follow from the
+    sizes of a config: 5,344 names at the true sizes.
+    """
     width, heads, rank = (
         config[name] for name in ("hidden_size", "num_attention_heads", "kv_lora_rank")
     )
@@ -282,7 +283,9 @@ def published_tensors(config: Mapping[str, Any], seed: int = 7) -> dict[str, Ten
 def write_published(
     folder: Path, tensors: Mapping[str, Tensor] | None = None, **keys: Any
 ) -> Path:
-    """Write a checkpoint as AMD publishes it, of invented weights, or of `tensors`."""
+    """Write a checkpoint as AMD publishes it, with invented weights or with
+    `tensors`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = published_config(**keys)
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,10 +1,10 @@
 """FarSkip forward passes of multimodal wrappers, written from the equations, for tests.
 
-As `tests.reference.reference`: it reads no `Family` and no rewired class, and runs on
-the *regular* model, from which it takes the merged embeddings of text and images,
+Like `tests.reference.reference`, this reads no `Family` and no rewired class, and runs
+on the *regular* model, from which it takes the merged embeddings of text and images,
 weights, norms, attention modules and the keyword arguments of the layers. Routing,
-experts, dense MLPs and what DeepStack adds between layers are by hand; layers that are
-not the plain pre-norm layer are those of `tests.reference.adapted`.
+experts, dense MLPs and the additions of DeepStack between layers are written by hand;
+layers that are not the plain pre-norm layer come from `tests.reference.adapted`.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Parts = tuple[Tensor, Tensor]
 
 
 def _mlp(mlp: Any, x: Tensor, limit: float = float("inf")) -> Tensor:
-    """`limit` clamps what is multiplied: silu(gate) from above, up on both sides."""
+    """`limit` clamps the factors: silu(gate) from above, up on both sides."""
     gate, up = silu(linear(x, mlp.gate_proj.weight)), linear(x, mlp.up_proj.weight)
     return linear(gate.clamp(max=limit) * up.clamp(-limit, limit), mlp.down_proj.weight)
 
@@ -61,7 +61,9 @@ def _chosen(
 
 
 def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
-    """Sigmoid of the logit scales what goes into an expert; matrices are stored transposed."""
+    """The sigmoid of the logit scales the input of an expert; matrices are stored
+    transposed.
+    """
     block = layer.feed_forward
     logits = x @ block.router.weight.T
     scores = _chosen(torch.sigmoid(logits), logits, config.num_experts_per_tok, False)
@@ -72,7 +74,7 @@ def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _aria(layer: Any, config: Any, x: Tensor) -> Parts:
-    """Softmax over the chosen logits; matrices are stored transposed."""
+    """Take the softmax over the chosen logits; matrices are stored transposed."""
     block = layer.mlp
     logits = x @ block.router.weight.T
     probabilities = softmax(logits, dim=-1)
@@ -143,7 +145,7 @@ def _minimax_m3_mlp(mlp: Any, x: Tensor) -> Tensor:
 
 
 def _limit(limits: Sequence[float], k: int) -> float:
-    """Step 3.7 has a limit a layer; 0 is none."""
+    """Step 3.7 has a limit per layer; 0 means none."""
     return limits[k] or float("inf")
 
 
@@ -160,8 +162,8 @@ def _step3p7(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _ernie(layer: Any, config: Any, x: Tensor, is_image: Tensor) -> Parts:
-    """Tokens of text and pieces of images have a router and experts each; the shared
-    experts are common.
+    """Tokens of text and pieces of images each have their own router and experts; both
+    use the same shared experts.
     """
 
     def routed(block: Any) -> Tensor:
@@ -277,10 +279,10 @@ def multimodal_reference_forward(
     Args:
         model: a regular wrapper of a family in `MULTIMODAL_MOE`, in eval mode.
         layers: indices of the FarSkip layers.
-        inputs: what the model is called with (input_ids, pixel_values, …).
+        inputs: the arguments of the model (input_ids, pixel_values, …).
 
     Returns:
-        (logits B x T x V, [o_0 and what every layer puts out, without v_k] each B x T x
+        (logits B x T x V, [o_0 and the output of every layer, without v_k] each B x T x
         D).
     """
     model_type, config = model.config.model_type, model.config.get_text_config()

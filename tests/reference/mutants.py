@@ -13,8 +13,8 @@ from fcsd.model.connectivity.modeling import rewiring_source
 def mutated(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return the shipped rewiring as a module in which `new` stands in place of `old`.
 
-    The source is taken as `ast` writes it, so that no mutant depends on how the code is
-    broken into lines.
+    The source is that which `ast` writes, so that no mutant depends on line breaks in
+    the code.
     """
     source = ast.unparse(ast.parse(rewiring_source()))
     old, new = (text.replace('"', "'") for text in (old, new))

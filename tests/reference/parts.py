@@ -58,8 +58,8 @@ _known: dict[tuple[int, ...], Any] | None = None
 
 @contextlib.contextmanager
 def arguments_computed_once() -> Iterator[None]:
-    """Keep arguments for references of one model, unchanged and regular meanwhile, that
-    get the same tensors.
+    """Keep the layers' arguments for references of one model that get the same tensors;
+    the model stays unchanged and regular meanwhile.
     """
     global _known
     _known = {}
@@ -88,8 +88,8 @@ def layer_arguments(
 
 
 def computed_once(find: Callable[[], Any], *on: Any) -> Any:
-    """Return what `find` gives; inside `arguments_computed_once` it is called once for
-    the same objects.
+    """Return the result of `find`; inside `arguments_computed_once`, call it only once
+    for the same objects.
     """
     key = tuple(map(id, on))
     if _known is None:
@@ -120,5 +120,5 @@ def _layer_arguments(
 
 
 def is_outdated(k: int, layers: Sequence[int], mlp: str | Sequence[int]) -> bool:
-    """Return whether the MLP side of layer k reads the stream before its attention."""
+    """Tell whether the MLP side of layer k reads the stream before its attention."""
     return k in layers and (mlp == "outdated" if isinstance(mlp, str) else k in mlp)

@@ -30,9 +30,9 @@ def run_ranks(
     """Call `fn(rank, *args)` in `world_size` forked processes with torch.distributed
     initialised (gloo).
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun does
-    it, torch runs one thread a rank. Results must pickle; tensors come back through
-    plain pickling.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun sets
+    them, and torch runs one thread per rank. Results must pickle; tensors come back
+    through plain pickling.
 
     Returns:
         Each rank's result, by rank.
@@ -70,11 +70,11 @@ def run_ranks(
 
 
 def in_turn(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield each item; on a rank, equal meshes share their groups and others end with
-    their item: each has threads.
+    """Yield each item. On a rank, equal meshes share their groups, and all other groups
+    end with their item, because each has threads.
 
-    The groups of a mesh must stay: DTensor's caches answer for an equal mesh with the
-    one that they saw first.
+    The groups of a mesh must stay: for an equal mesh, DTensor's caches return the one
+    that they saw first.
     """
     import torch.distributed as dist
 
@@ -96,8 +96,8 @@ def in_turn(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def import_what_deepspeed_imports() -> None:
-    """Import before forking what its engine imports when it is made, which takes each
-    rank 1.4 s else.
+    """Import before forking what DeepSpeed's engine imports when it is created, which
+    would otherwise take each rank 1.4 s.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -132,8 +132,8 @@ def _collect(readers: list[Any], ranks: list[Any], timeout_s: float) -> list[Any
 
 
 def _others(waiting: dict[int, Any]) -> str:
-    """Return what other ranks failed with at the same time: one of them may be the
-    cause of the first one's failure.
+    """Return the errors of other ranks that failed at the same time: one of them may
+    have caused the first one's failure.
     """
     failures = ""
     for rank, reader in waiting.items():
@@ -181,7 +181,7 @@ def _rank(
             timeout=timedelta(seconds=60),
         )
         _send(pipe, True, fn(rank, *args))
-    except BaseException:  # a rank's failure is reported whatever it is
+    except BaseException:  # any failure of a rank is reported
         _send(pipe, False, traceback.format_exc())
     finally:
         if dist.is_initialized():

@@ -1,10 +1,10 @@
 """FarSkip forward passes written from the equations, for tests: the routing, the
 experts and the layers by hand.
 
-Independent of the product: it reads no `Family`, no rewired class, and runs on the
-*regular* model, from which it takes weights, the norms, the attention modules and the
-keyword arguments that the model's loop hands to its layers. Attribute names are spelled
-out below, each from upstream's modeling file.
+Independent of the product: this reads no `Family` and no rewired class, and runs on the
+*regular* model, from which it takes weights, norms, attention modules and the keyword
+arguments that the model's loop passes to its layers. Attribute names are written out
+below, each from upstream's modeling file.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,8 +81,8 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
         kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[
             : config.topk_group
         ]
-        # A.X K2 counts the experts of other groups as 0 and prefers them to its own
-        # below 0; which of them is up to torch.
+        # A.X K2 scores the experts of other groups as 0 and prefers them to its own
+        # experts below 0; torch decides which of them.
         others = 0.0 if config.model_type == "axk2" else float("-inf")
         by = [score if e // size in kept else others for e, score in enumerate(biased)]
         chosen = (
@@ -101,8 +101,9 @@ def _deepseek_v3(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _llama4(layer: Any, config: Any, x: Tensor) -> Parts:
-    """The sigmoid of the router's logit scales what goes *into* the expert; expert
-    matrices are stored transposed."""
+    """The sigmoid of the router's logit scales the *input* of the expert; expert
+    matrices are stored transposed.
+    """
     block = layer.feed_forward
     logits, indices = (x @ block.router.weight.T).topk(
         config.num_experts_per_tok, dim=-1
@@ -190,8 +191,8 @@ def _lfm2(layer: Any, config: Any, x: Tensor) -> Parts:
 
 
 def _phimoe(layer: Any, config: Any, x: Tensor) -> Parts:
-    """SparseMixer-2 as in evaluation: the best two experts, each weighted by a softmax
-    over those near it.
+    """SparseMixer-2 in evaluation mode: the best two experts, each weighted by a
+    softmax over the experts near it.
 
     A score s is near a best score b when (b - s) / max(|s|, b) <= 2 * router_jitter_noise; the second softmax
     is without the first expert.
@@ -260,7 +261,7 @@ def _is_moe(layer: Any) -> bool:
 
 
 def _attention(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Return what attention gives, or what a hybrid has in its place."""
+    """Return the output of attention, or of what a hybrid has in its place."""
     recurrent = getattr(layer, "mamba", None) or getattr(layer, "linear_attn", None)
     if recurrent is not None:
         return recurrent(hidden_states=x, attention_mask=arguments["attention_mask"])
@@ -325,7 +326,7 @@ def reference_forward(
         embedding, a constant for autograd).
     """
     config = model.config
-    # which takes its helpers from here
+    # which imports its helpers from here
     from tests.reference.adapted import LAYERS, adapted_forward
 
     if config.model_type in LAYERS:

@@ -1,9 +1,10 @@
-"""A roofline by hand, beside which `fcsd plan` is compared (docs/plan.md): formulas of a
+"""A roofline by hand with which `fcsd plan` is compared (docs/plan.md): formulas for a
 layer's operations, bytes and exchanges from the sizes in `config.json`, with published
-figures of GPUs. Nothing of the planner is imported.
+figures of GPUs. It imports nothing from the planner.
 
-A step of training (FSDP2 over all GPUs, which also share the experts, activation
-checkpointing), and the time between tokens of a server with data-parallel attention.
+It covers a step of training (FSDP2 over all GPUs, which also share the experts;
+activation checkpointing), and the time between tokens of a server with data-parallel
+attention.
 """
 
 import math
@@ -25,7 +26,7 @@ GPUS = {
 @dataclass(frozen=True)
 class Answer:
     """Seconds of a step whose exchanges block, of one with FarSkip, and of the best
-    exact schedule; share of communication in the first; tokens of a GPU in a step.
+    exact schedule; the share of communication in the first; tokens per GPU and step.
     """
 
     regular_s: float
@@ -36,7 +37,7 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """Tokens per second and GPU with FarSkip."""
+        """Tokens per second per GPU with FarSkip."""
         return self.tokens / self.overlapped_s
 
 
@@ -76,7 +77,7 @@ class Model:
             self.cached = 2 * kept
         self.attention_b = heads * value * hidden
         self.pair = 2 * heads * (key + value)
-        # Of gpt-oss every second layer sees the last 128 tokens only.
+        # In gpt-oss every second layer sees only the last 128 tokens.
         window = config.get("sliding_window") if "layer_types" in config else None
         self.windows = window, None
         self.parameters = self.layers * (self.attention_a + self.attention_b)
@@ -86,8 +87,8 @@ class Model:
         )
 
     def seen(self, length: int) -> float:
-        """Return the mean over layers of the pairs that a causal mask and windows
-        leave of a text.
+        """Return the mean over layers of the pairs that a causal mask and windows keep
+        in a text.
         """
         pairs = [
             length**2 / 2 if window is None else window * length - window**2 / 2
@@ -96,8 +97,8 @@ class Model:
         return sum(pairs) / 2
 
     def ranks_hit(self, ranks: int) -> float:
-        """Return the ranks that hold one of a token's experts, on average, where
-        experts lie in order and a group on whole ranks.
+        """Return the mean number of ranks that hold any of a token's experts, if
+        experts are in order and each group is on whole ranks.
         """
         number, chosen_groups = self.groups
         share = chosen_groups / number
@@ -116,14 +117,14 @@ def exchange_s(rows: float, width: float, ranks: int, out: float) -> float:
 
 
 def with_hidden(compute: float, sent: float, hidden: float) -> float:
-    """Return the seconds of a step of which some communication is hidden."""
+    """Return the seconds of a step in which some communication is hidden."""
     return compute + sent - hidden + SLOWDOWN * hidden
 
 
 def training(
     config: dict[str, Any], gpu: str, ranks: int, length: int, rows: int
 ) -> Answer:
-    """Return the step of `rows` texts of `length` tokens, one a micro-batch."""
+    """Return the step of `rows` texts of `length` tokens, one per micro-batch."""
     model = Model(config)
     peak, _, memory, out = GPUS[gpu]
     tokens, memory, number = length, memory * MEMORY, rows // ranks
@@ -152,7 +153,7 @@ def training(
     # FarSkip recomputes no combine.
     hidden = 2 * min(one, dispatch) + min(one, 2 * dispatch)
     hidden += min(one, combine) + min(one, 2 * combine)
-    # Of two micro-batches in turn, each hides its exchanges beside the other's
+    # Two micro-batches in turn each hide their exchanges beside the other's
     # computation: the forward pass of one, and the rest of the one before.
     pairs = (number - 1) * (
         min(4 * moe * one, forward) + min(2 * moe * one, 3 * forward)
@@ -177,9 +178,9 @@ def decoding(
     fp8: bool,
     gathers: bool,
 ) -> Answer:
-    """Return the step of a server with `requests` requests. weights: bytes of an element
-    of experts and of all else. gathers: every rank receives all tokens, and no other
-    exact schedule than the regular one runs; else a row goes to each expert.
+    """Return the step of a server with `requests` requests. weights: bytes per element
+    of experts and of everything else. gathers: every rank receives all tokens, and no
+    exact schedule other than the regular one runs; else a row goes to each expert.
     """
     model = Model(config)
     bfloat16, eight, memory, out = GPUS[gpu]
@@ -188,8 +189,8 @@ def decoding(
     moe = model.layers - model.dense
 
     def step(tokens: float) -> tuple[float, float, float, float, float]:
-        """Return the seconds of computation, and of a layer those of both exchanges, of
-        its shared expert, and of what an even and an odd layer hide.
+        """Return the seconds of computation, and per layer the seconds of both
+        exchanges, of its shared expert, and of what an even and an odd layer hide.
         """
 
         def matmul(elements: float) -> float:

@@ -3,8 +3,8 @@ recipes and suites.
 
     python -m tests.reference.surface      writes tests/files/command_line.json and tests/files/recipe_keys.json
 
-Written after a change that is meant, and committed with it; the difference is what
-users have to learn.
+Write the files after an intended change, and commit them with it; the difference is
+what users have to learn.
 """
 
 import argparse
@@ -30,8 +30,8 @@ FILES = {
 
 
 def command_line() -> dict[str, dict[str, str]]:
-    """Return every command: its options and arguments in one line each; help texts are
-    free to change.
+    """Return every command with its options and arguments, one line each; help texts
+    may change freely.
     """
     (commands,) = (
         action.choices
@@ -65,7 +65,7 @@ def _action(action: argparse.Action) -> str:
 
 def recipe_keys() -> dict[str, dict[str, str]]:
     """Return every dotted key of a recipe and of a suite with type and default; [a] is
-    what a union's tag must be.
+    the required tag of a union.
     """
     return {kind.__name__: dict(_keys(kind, "")) for kind in (Recipe, SuiteConfig)}
 

@@ -2,8 +2,8 @@
 the regular model's own modules.
 
 Norms, mixers (attention or what a hybrid has in its place) and MoE blocks are called as
-modules of the *regular* model, and the routed output is what is left of a block's
-output after its shared expert's: `routed = moe(m) - shared(m)`. The names come from the
+modules of the *regular* model, and the routed output is the output of a block minus
+that of its shared expert: `routed = moe(m) - shared(m)`. The names come from the
 `Family`, so a wrong name there shows only as far as the modules of a model differ;
 `tests.reference.reference` shares no names with the product.
 
@@ -49,8 +49,9 @@ def _present(module: Any, names: Sequence[str]) -> str:
 
 
 def _mix(layer: Any, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Return the mixer's output. Recurrent mixers take what their signature names and
-    what the layer passes through."""
+    """Return the mixer's output. Recurrent mixers take the arguments that their
+    signature names and those that the layer passes through.
+    """
     mixer = getattr(layer, _present(layer, _MIXERS))
     accepted = inspect.signature(type(mixer).forward).parameters
     if "position_embeddings" not in accepted and "position_ids" not in accepted:
@@ -93,8 +94,8 @@ def surgery_forward(
     mlp: str | Sequence[int] = "outdated",
     **inputs: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `tests.reference.reference.reference_forward`, for every family with the plain
-    pre-norm layer.
+    """Like `tests.reference.reference.reference_forward`, for every family with the
+    plain pre-norm layer.
     """
     family = FAMILIES[model.config.model_type]
     stack = decoder(model, family)

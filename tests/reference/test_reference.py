@@ -1,4 +1,4 @@
-"""The helpers that other tests stand on."""
+"""The helpers on which other tests rely."""
 
 import os
 import time

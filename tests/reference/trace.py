@@ -1,15 +1,15 @@
-"""Find, by running a layer once, which of its weights read what a branch is given, and
-which write what it adds.
+"""Find, by running a layer once, which of its weights read the input of a branch, and
+which write its output.
 
     roles = trace_layer(layer, family, run)       # run(): a forward pass of the rewired layer, on a few tokens
     roles.sides                                   # [Side("self_attn", readers), Side("mlp", readers)]
     roles.groups                                  # [Group("self_attn", writers, 1.0), Group("mlp", writers, 1.0)]
 
-What is not understood on the way (`tests.reference.follow`) is not foldable, and is
-listed with the operation that it ended in.
+A weight whose path is not understood (`tests.reference.follow`) is not foldable, and is
+listed with the operation in which the path ended.
 
-Not covered: weights that are not touched by the tokens that were run (a module an
-expert; no family has that).
+Not covered: weights that the given tokens do not use (a module per expert; no family
+has that).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.reference.follow import COORDINATE, REST, Follow, Mark, is_last, stor
 def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Roles:
     """Run a rewired layer and return what can be folded into which of its weights.
 
-    run: calls the layer on a few tokens, without gradients; returns what it gives.
+    run: calls the layer on a few tokens, without gradients, and returns its output.
     """
     separate(layer)
     follow = Follow(layer)
@@ -64,8 +64,8 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
             and not (named and family.layout != "pre_norm")
         ):
             return
-        # A shared expert beside the block reads what the block does; elsewhere one
-        # tensor may be given to two branches, which read different ones in the
+        # A shared expert beside the block reads the block's input; elsewhere two
+        # branches may be given one tensor, though they read different ones in the
         # original.
         side = family.moe if paths[module] == family.layer_shared else paths[module]
         sides.setdefault(side, []).append(paths[module])

@@ -1,5 +1,4 @@
-"""What the installed transformers has, so that a test notices families that are new or
-have changed.
+"""Describe the installed transformers, so that a test notices new and changed families.
 
     python -m tests.reference.upstream
 
@@ -65,7 +64,7 @@ def moe_model_types() -> list[str]:
         for path in _MODELS.glob("*/modeling_*.py")
     }
     folders = {name for name, text in sources.items() if _EXPERTS.search(text)}
-    # A configuration of its own may have the models of another family.
+    # A separate configuration may have the models of another family.
     classes = {
         name
         for folder in folders
@@ -82,8 +81,8 @@ def moe_model_types() -> list[str]:
 
 
 def _normalised(node: Any) -> Any:
-    """Return a syntax tree as nested lists, without docstrings, annotations and what
-    differs between Pythons.
+    """Return a syntax tree as nested lists, without docstrings, annotations and
+    differences between versions of Python.
     """
     if isinstance(node, list):
         return [_normalised(one) for one in node]
@@ -146,8 +145,8 @@ def fingerprint(family: Family) -> str:
 
 
 def snapshot() -> dict[str, Any]:
-    """{"transformers": version, "model_types": those with experts, "families": model
-    type -> hash}.
+    """Return {"transformers": version, "model_types": those with experts, "families":
+    model type -> hash}.
     """
     return {
         "transformers": transformers.__version__,

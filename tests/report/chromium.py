@@ -1,5 +1,5 @@
-"""A headless Chromium that a test drives through its debugging pipe: what a user would
-do, and what is shown then.
+"""A headless Chromium that a test drives through its debugging pipe: a user's actions,
+and what the browser then shows.
 
     with Chromium(folder) as browser:
         browser.open(page.as_uri())
@@ -41,7 +41,9 @@ _KEYS = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, "Enter": 
 
 
 class Chromium:
-    """One browser with one tab; `requests` and `errors` are of all pages since it was started."""
+    """One browser with one tab; `requests` and `errors` cover all pages since it was
+    started.
+    """
 
     def __init__(self, folder: Path, timeout_s: float = 60.0):
         assert PROGRAM is not None
@@ -103,7 +105,7 @@ class Chromium:
         return answer["result"]
 
     def open(self, address: str) -> None:
-        """Load a page; back when it has loaded."""
+        """Load a page; return once it has loaded."""
         self._events.clear()
         # another fragment of the same page
         here = "loaderId" not in self.call("Page.navigate", url=address)
@@ -111,7 +113,7 @@ class Chromium:
             self._note(self._next())
 
     def value(self, expression: str) -> Any:
-        """Return what an expression, or the promise that it is, comes to in the page."""
+        """Return the value of an expression in the page; a promise is awaited."""
         answer = self.call(
             "Runtime.evaluate",
             expression=expression,
@@ -136,7 +138,7 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, **code)
 
     def type(self, text: str) -> None:
-        """Put text where the focus is, as an input method does."""
+        """Insert text at the focus, as an input method does."""
         self.call("Input.insertText", text=text)
 
     def _next(self) -> dict[str, Any]:

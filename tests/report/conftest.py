@@ -1,4 +1,4 @@
-"""A browser for the pages that a report leaves."""
+"""A browser for the pages of a report."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,9 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def browser(chromium: Chromium) -> Iterator[Chromium]:
-    """Yield the browser; a page that logs an error or asks for anything but itself fails."""
+    """Yield the browser; a page that logs an error or requests anything but itself
+    fails.
+    """
     chromium.requests.clear()
     chromium.errors.clear()
     yield chromium

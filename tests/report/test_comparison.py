@@ -1,5 +1,5 @@
-"""`fcsd compare`: results set against each other, in a folder with figures, answers and
-lm-eval's files.
+"""`fcsd compare`: results compared with each other, in a folder with figures, answers
+and lm-eval's files.
 """
 
 import json
@@ -265,8 +265,8 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
 def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
     tmp_path: Path,
 ) -> None:
-    """Line ends of Unicode stand in the middle of a line there; halves of characters
-    have no place in UTF-8.
+    """Unicode line ends are inside a line there; half characters cannot be written in
+    UTF-8.
     """
     whole, samples = with_a_group(0)
     whole["tasks"]["one"] = whole["tasks"]["choice"] | {"num_items": 1, "value": 1.0}
@@ -339,8 +339,8 @@ def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
 def test_many_results_of_any_time_are_set_against_the_first(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One older, in another precision, one of lm-eval; each has its table and verdict,
-    and what differs is said.
+    """One result is older and in another precision, one comes from lm-eval; each has
+    its table and verdict, and differences are reported.
     """
     whole, samples = with_a_group(1)
     settings = whole["settings"] | {"dtype": "bfloat16", "versions": {"fcsd": "0.0.1"}}
@@ -440,8 +440,8 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
 def test_the_curve_of_the_training_that_left_the_model_stands_beside(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found by the weights that were judged, in a run and where any evaluation of its
-    model lies; never of others.
+    """It is found by the evaluated weights, in a run and wherever an evaluation of its
+    model is; never for other weights.
     """
     training = tmp_path / "run" / "distill"
     (training / "model").mkdir(parents=True)
@@ -536,7 +536,8 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     )
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
-    # Only the cell of a task says that noise is so after Holm's correction.
+    # Only the cell of a task says that its change counts as noise after Holm's
+    # correction.
     corrected = "within noise, after correction for several tasks"
     one_task = compare(evaluated({"x": [1.0] * 4}), evaluated({"x": [0.0] * 4}))
     for word, interval, cell in (

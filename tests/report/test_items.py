@@ -1,5 +1,5 @@
-"""The page of single answers: what is in it, that no answer becomes markup or script,
-and that its filters work.
+"""The page of single answers: its content, that no answer becomes markup or script, and
+that its filters work.
 """
 
 import base64
@@ -150,8 +150,7 @@ def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -
     )
 
 
-# A document of our own, just enough for the page's script: what it would show, as plain
-# objects.
+# Our own minimal document for the page's script: what it would show, as plain objects.
 HARNESS = r"""
 const fs = require("fs"), vm = require("vm");
 const html = fs.readFileSync(process.argv[1], "utf-8");
@@ -243,7 +242,7 @@ TEXT = "document.querySelector('main').innerText"
 
 
 def choose(browser: Chromium, place: str, value: str) -> None:
-    """Return what choosing from a list, or typing, does to a page."""
+    """Return the page after a choice from a list, or after typing."""
     browser.value(
         f"(() => {{ const e = document.getElementById({place!r}); e.value ="
         f" {json.dumps(value)}; e.dispatchEvent(new Event('input', {{bubbles: true}}));"
@@ -281,7 +280,7 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
     )
     address = browser.value("location.href")
     browser.open("about:blank")
-    browser.open(address)  # as somebody else to whom it was sent
+    browser.open(address)  # as another person to whom it was sent
     browser.wait(f"{SHOWN}.join() === 'never'")
     assert browser.value("document.getElementById('text').value") == "SAYS 3"
     browser.value("location.hash = 'task=choice&kind=all'")
@@ -301,8 +300,8 @@ def test_in_a_browser_the_choice_and_the_expected_one_are_marked(
     browser: Chromium, tmp_path: Path
 ) -> None:
     """By the rule of the metric; a target that may name two choices marks none."""
-    # choices, target, log-likelihoods; then which is chosen by acc_norm, and which is
-    # expected
+    # choices, target, log-likelihoods; then the one that acc_norm chooses, and the
+    # expected one
     rows = [
         ([" aa", " bbbbbbbb"], "1", [-2.0, -4.0], 1, 1),
         ([" yes", " no"], "no", [-1.0, -9.0], 0, 1),
@@ -337,7 +336,9 @@ def test_in_a_browser_the_choice_and_the_expected_one_are_marked(
 def test_in_a_browser_no_answer_runs_and_none_is_lost(
     browser: Chromium, tmp_path: Path
 ) -> None:
-    """What models and data sets may hold, shown to the last character."""
+    """Tests text that models and data sets may contain, which is shown to the last
+    character.
+    """
     texts = {
         "markup": HOSTILE.replace("\ud800", ""), "end": "]]> --> </pre></article></script>", "nul": "a\0b",
         "scripts": "\u202e\u2028\u2029\x85 \U0001f600 e\u0301 \u0e01\u0e33", "template": "${alert(1)} {{7*7}} `x`",

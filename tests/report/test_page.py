@@ -34,7 +34,7 @@ def page(tmp_path: Path) -> Path:
     figure.savefig(tmp_path / "loss.png")
     plt.close(figure)
     write_page(TEXT, tmp_path / "report.html")
-    # The page is one file: its figures go with it.
+    # The page is one file, which includes its figures.
     (tmp_path / "loss.png").unlink()
     return tmp_path / "report.html"
 

@@ -1,4 +1,4 @@
-"""Figures of a comparison, looked at as matplotlib holds them."""
+"""Figures of a comparison, checked in the objects of matplotlib."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def comparison(by: float) -> dict[str, Any]:
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Yield the figures, which are closed when they are written."""
+    """Yield the figures, which are normally closed once they are written."""
     kept: list[Any] = []
     monkeypatch.setattr(plt, "close", kept.append)
     yield kept
@@ -38,8 +38,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def points(axis: Any) -> list[tuple[float, str, list[float]]]:
-    """Return (difference, colour of the face, bounds) of every point of a panel, a
-    model after the other.
+    """Return (difference, face colour, bounds) of every point of a panel, one model
+    after another.
     """
     shapes = []
     for container in axis.containers:
@@ -124,7 +124,7 @@ def test_the_members_of_a_group_are_sorted_and_carry_their_number_of_items(
 
 
 def series(axis: Any) -> dict[str, tuple[list[float], list[float], str]]:
-    """Return label -> places, values and colour of the lines of a panel."""
+    """Return label -> positions, values and colour of the lines of a panel."""
     return {
         str(line.get_label()): (
             list(line.get_xdata()),

@@ -100,7 +100,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def evaluated(whole: dict[str, Any], samples: dict[str, Any], folder: Path) -> None:
-    """Leave a result as its stage does."""
+    """Write a result as its stage does."""
     stage = Stage(folder, "evaluate", {}, {})
     stage.start()
     write_result(whole, samples, folder)
@@ -178,7 +178,7 @@ def test_the_report_states_every_model_and_the_paired_differences(
         "kl, 10 steps, best at 10, 2 skipped steps",
         "75.0 ± 25.0",
     ]
-    # what the run is for comes before the untrained model
+    # the main model of the run comes before the untrained one
     said = table.split("\n\n")[-1].splitlines()
     assert said[0].startswith("fcsd: the mean over 2 tasks changed by 0.0 points")
     assert said[1].startswith(

@@ -1,5 +1,5 @@
-"""`serving/` is a distribution of its own, which cannot import fcsd: what both must say
-alike is compared here.
+"""`serving/` is a separate distribution that cannot import fcsd: what must be the same
+in both is compared here.
 """
 
 import ast
@@ -221,7 +221,7 @@ def engine_config(
     comm: str = "",
     **parallel: Any,
 ) -> Any:
-    """What the refusals read of a vLLM config."""
+    """Make the parts of a vLLM config that refusals read."""
     sizes = {f"{name}_parallel_size": 1 for name in ("data", "tensor", "pipeline")}
     return SimpleNamespace(
         parallel_config=SimpleNamespace(

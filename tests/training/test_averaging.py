@@ -1,5 +1,5 @@
-"""The average of weights that are spread over ranks: each averages its part, and what
-is scored and left is all.
+"""The average of weights that are spread over ranks: each rank averages its part, and
+the whole average is scored and saved.
 """
 
 import json
@@ -23,7 +23,7 @@ DECAY = 0.8
 
 
 def whole(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Return what the ranks have written, put together: name -> flat tensor, in float64."""
+    """Return the combined output of the ranks: name -> flat tensor, in float64."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(checkpoint.glob("state-*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -61,7 +61,7 @@ def test_ranks_average_their_parts_and_go_on_and_leave_the_average_to_the_last_b
     ended, complete = (
         [*recipe(bench, name), *options] for name in ("ended", "complete")
     )
-    # The scores behind steps 2 and 4 put the average into the model and take it out
+    # The scores after steps 2 and 4 put the average into the model and take it out
     # again.
     assert launch(config, ended, ends_at=5) == [130]
     checkpoints = bench.folder / "ended" / "distill" / "checkpoints"
@@ -77,7 +77,7 @@ def test_ranks_average_their_parts_and_go_on_and_leave_the_average_to_the_last_b
         d = min(DECAY, (1 + step) / (10 + step))
         average = {name: d * average[name] + (1 - d) * state[name] for name in names}
         for name in names:
-            # float32: two roundings a step, each at most 6e-8 of the number
+            # float32: two roundings per step, each at most 6e-8 of the number
             torch.testing.assert_close(
                 state[f"{name}|average"], average[name], rtol=1e-6, atol=1e-8
             )

@@ -1,5 +1,5 @@
 """The best weights are as safe as a checkpoint: damaged ones are noticed, and the best
-that are whole are taken.
+intact ones are used.
 """
 
 import os
@@ -43,8 +43,8 @@ def take_away(best: Path) -> None:
 
 
 class Watched:
-    """A run whose scores are given, step by step, and whose best weights are damaged
-    behind one of them.
+    """A run with given scores, step by step, whose best weights are damaged after one
+    of them.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Watched:
         self.run = make(folder, teacher, stopper=self.stopper, score=score, **settings)
 
     def left(self) -> list[int]:
-        """Return the steps whose weights are those of the model that is saved."""
+        """Return the steps whose weights are those of the saved model."""
         tensors = load_file(self.folder / "model" / "model.safetensors")
         return [
             step
@@ -86,7 +86,7 @@ class Watched:
 @pytest.mark.parametrize(
     ("scores", "lost", "left"),
     [
-        # step 4 was never the best, so that nothing has kept it
+        # step 4 was never the best, so nothing has kept it
         ({0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}, [2], 6),
         ({0: 0.8, 2: 0.9, 4: 0.1}, [2], 0),
         ({0: 0.8, 2: 0.9, 4: 0.1}, [0, 2], 4),
@@ -111,7 +111,7 @@ def test_damaged_best_weights_are_never_left(
                 harm(tmp_path / "best" / f"step-{step}")
 
     monkeypatch.setattr(run_module, "_tensorboard", lambda run: [AtTheEnd()])
-    # What no checkpoint names would be dropped when it is beaten.
+    # Best weights that no checkpoint names would be dropped once they are beaten.
     monkeypatch.setattr("fcsd.training.best._keep_only", lambda *_: None)
     results = train(watched.run)
     assert watched.left() == [left]
@@ -194,7 +194,7 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
         ) -> None:
             if state.global_step == 4:
                 harm(checkpoint / name)
-                # and what a system leaves beside the weights
+                # and a file that the system leaves beside the weights
                 (tmp_path / "best" / ".DS_Store").touch()
                 (tmp_path / "checkpoints" / "checkpoint-3").touch()
 
@@ -219,7 +219,7 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
 
 @pytest.mark.parametrize("metric", ["pass@1", "perplexity", "heldout_kl"])
 def test_the_next_best_goes_by_what_is_better(metric: str) -> None:
-    """Scores that should fall are those of a loss."""
+    """The scores of a loss should fall."""
     higher = metric == "pass@1"
     stopper = EarlyStopper(every_steps=1, patience=9, min_delta=0.0, metric=metric)
     values = [0.2, 0.5, 0.9, 0.4] if higher else [0.9, 0.5, 0.2, 0.6]
@@ -228,7 +228,7 @@ def test_the_next_best_goes_by_what_is_better(metric: str) -> None:
     assert stopper.best_step == 2
     stopper.lose_all_but([0, 1, 3])
     assert (stopper.best_step, stopper.best_score) == (1, 0.5)
-    # A score that does not reach the one that is left is no new best; one that beats it
+    # A score that does not reach the remaining one is not a new best; one that beats it
     # is.
     assert not stopper.update(4, Score([values[3]], higher_is_better=higher))
     assert stopper.update(5, Score([0.55 if higher else 0.45], higher_is_better=higher))

@@ -1,5 +1,5 @@
-"""A capacity in a recipe: dropped and counted while it trains, in no score, and the
-same when it goes on.
+"""A capacity in a recipe: pairs are dropped and counted in training, but in no score,
+and in the same way after a resume.
 """
 
 import json
@@ -63,7 +63,7 @@ def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
         if name == "none":
             assert shares == [None, None] and not taken
         else:
-            # two micro-batches a step; what is recomputed is not counted again
+            # two micro-batches per step; recomputed layers are not counted again
             expected = [
                 sum(dropped for dropped, _ in taken[k : k + 2])
                 / sum(pairs for _, pairs in taken[k : k + 2])

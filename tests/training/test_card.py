@@ -1,5 +1,5 @@
-"""The card that a trainer writes: ours, with what it is, what it was made from and how
-it is loaded.
+"""The card that a trainer writes is fcsd's: what the model is, what it was made from
+and how to load it.
 """
 
 import copy
@@ -105,8 +105,8 @@ def test_the_card_names_original_connectivity_objective_data_and_how_it_is_loade
     # it was not evaluated
     assert "Nothing is known about what it kept of the original." in text
     assert "not trained" not in text and str(tmp_path) not in card.content
-    # The code of the card, run: without a repository it names the folder that it stands
-    # for.
+    # Runs the code on the card: without a repository it names the folder that it
+    # describes.
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.S)
     assert "path/to/this/folder" in code and "trust_remote_code=True" in code
     assert AutoModelForCausalLM.from_pretrained(
@@ -159,7 +159,7 @@ def test_the_original_of_a_folder_is_what_its_conversion_or_its_card_says(
     fcsd.convert_checkpoint(
         tmp_path / "base-model", tmp_path / "converted", layers="all"
     )
-    # Only the card of a folder that was downloaded says what it was made from.
+    # Only the card of a downloaded folder says what it was made from.
     (tmp_path / "converted" / "manifest.json").unlink()
     (tmp_path / "converted" / "README.md").write_text(
         "---\nbase_model: owner/base\nlicense: mit\n---\n"

@@ -1,5 +1,5 @@
-"""Checkpoints that are written while the training goes on: of the step that they are
-named after, or not there.
+"""Checkpoints that are written while the training continues: they belong to the step in
+their name, or do not exist.
 """
 
 import errno
@@ -38,7 +38,7 @@ def stopped_at(
     step: int,
     then: Callable[[Any], None] | None = None,
 ) -> None:
-    """Let Ctrl-C come in the step behind `step`, after `then`."""
+    """Send Ctrl-C in the step after `step`, once `then` has run."""
     compute = DistillTrainer.compute_loss
 
     def stopped(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,8 +52,9 @@ def stopped_at(
 
 
 def stored(bench: Bench, name: str) -> dict[str, bytes]:
-    """Return what checkpoint-4 holds, but for times; safetensors writes what a header
-    says beside tensors in any order."""
+    """Return the content of checkpoint-4 without times; safetensors writes the metadata
+    of a header in any order.
+    """
     folder = bench.folder / name / "distill" / "checkpoints" / "checkpoint-4"
     content = {
         file: (folder / file).read_bytes() for file in read_json(folder / "files.json")
@@ -72,7 +73,7 @@ def test_a_checkpoint_has_the_state_of_its_step_however_much_later_it_is_written
         assert main(["distill", str(bench.recipe("waiting"))]) == 130
     monkeypatch.setattr(writer_module, "BACKGROUND_FROM", 0)
     opened, write = threading.Event(), StateFile.write
-    # when a step begins: at work, and what is there
+    # at the beginning of a step: whether the writer is at work, and which files exist
     seen: dict[int, tuple[bool, list[str]]] = {}
 
     def late(self: StateFile, folder: Path) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Room on the disk is compared with what a training keeps at most, before its first step."""
+"""Before its first step, a training compares the free disk space with the most that it
+keeps.
+"""
 
 import shutil
 from pathlib import Path
@@ -31,8 +33,8 @@ def test_the_need_is_that_of_the_checkpoints_kept_and_of_what_is_written_beside_
     need = disk_need(
         train, num_trained=n, num_parameters=n, model_itemsize=2, keeps_best=True
     )
-    # float32 weights and two moments, twice and once more while the third is written;
-    # three best; bfloat16.
+    # float32 weights and two moments, twice, and once more while the third is written;
+    # three best weights; a bfloat16 model.
     assert need.total == 3 * 12 * n + 3 * 4 * n + 2 * n
     assert need.total / 1e12 == pytest.approx(1.53, abs=0.01)
     one = train.model_copy(update={"save_total_limit": 1})
@@ -69,7 +71,9 @@ def test_no_more_checkpoints_are_counted_than_are_written(
 def test_what_a_run_keeps_is_never_more_than_was_said(
     bench: Bench, background_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the bytes of the weights and states of a real run, at every checkpoint."""
+    """Compared with the bytes of the weights and states of a real run, at every
+    checkpoint.
+    """
     monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", background_from)
     folder = bench.folder / "r" / "distill"
     said: list[Any] = []

@@ -1,5 +1,5 @@
 """Patience, minimum improvement, what counts as best; errors of scores and of their
-changes; the time they take.
+changes; the time that scores take.
 """
 
 import json
@@ -49,8 +49,8 @@ def test_the_best_checkpoint_is_the_last_within_min_delta_of_the_highest() -> No
     assert (
         kept == [10, 20, 30] and stopper.best_step == 30 and stopper.best_score == 0.69
     )
-    # Small losses do not add up: the measure is the highest score, not the last one
-    # kept.
+    # Small losses do not accumulate: the reference is the highest score, not the last
+    # one kept.
     stopper, kept = run([0.70, 0.69, 0.675], patience=5)
     assert kept == [10, 20] and stopper.best_step == 20
     stopper, kept = run([0.5, 0.7, 0.6, 0.7], patience=5, min_delta=0.0)
@@ -174,12 +174,12 @@ def test_a_score_has_the_standard_error_of_a_mean_and_its_change_the_paired_one(
 
 
 def test_a_held_out_kl_has_the_error_of_a_ratio_with_rows_as_items() -> None:
-    """Against the spread of ratios over samples drawn anew."""
+    """Compared with the spread of ratios over newly drawn samples."""
     rng = np.random.default_rng(1)
 
     def draw() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokens = rng.integers(5, 60, 200)
-        # what a row costs a token, much the same at both times
+        # the loss per token of a row, similar at both times
         hard = rng.gamma(2.0, 0.5, 200)
         return tokens, tokens * hard, tokens * hard * rng.normal(0.9, 0.05, 200)
 
@@ -206,8 +206,8 @@ def flips(
     lost: int = 0,
     total: int | None = None,
 ) -> Score:
-    """Make the first `lost` of the items that pass at first fail, and the last `gained`
-    of the others pass.
+    """Make the first `lost` of the passing items fail, and the last `gained` of the
+    others pass.
     """
     figures = [1.0] * num_passed + [0.0] * (num_items - num_passed)
     figures[:lost] = [0.0] * lost

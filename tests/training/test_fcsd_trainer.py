@@ -1,4 +1,6 @@
-"""FCSDTrainer: what a recipe trains, a Trainer in every respect, and errors in one line."""
+"""FCSDTrainer trains what a recipe trains, is a Trainer in every respect, and reports
+errors in one line.
+"""
 
 import copy
 import inspect
@@ -79,8 +81,8 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def make(original: Any, tokenizer: Any, tmp_path: Path) -> Callable[..., FCSDTrainer]:
-    """Return a trainer of a fresh converted copy; keywords of the trainer, all others
-    are settings.
+    """Return a trainer of a freshly converted copy; keywords that the trainer does not
+    have are settings.
     """
 
     def trainer(folder: str = "run", **changes: Any) -> FCSDTrainer:
@@ -178,7 +180,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
         with pytest.raises(UserError, match=message):
             make(model=again)
-    # another connectivity of the same weights
+    # another connectivity for the same weights
     with pytest.raises(UserError, match=message):
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
@@ -274,7 +276,9 @@ def test_a_dense_model_of_the_same_vocabulary_is_a_teacher_in_memory_and_by_its_
 
 
 def reference_kl(student: Any, teacher: Any, rows: Any) -> float:
-    """Return the mean over kept tokens of all rows, one example a row, from full float64 logits."""
+    """Return the mean over kept tokens of all rows, one example per row, from full
+    float64 logits.
+    """
     total, count = 0.0, 0
     for number in range(len(rows)):
         labels = torch.as_tensor(np.asarray(rows[number]["labels"]), dtype=torch.int64)
@@ -413,7 +417,7 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
         ),
     ):
         arguments("perplexity")
-    # Plain TrainingArguments have guessed True already.
+    # Plain TrainingArguments have already guessed True.
     plain = TrainingArguments(
         output_dir=str(tmp_path), use_cpu=True, metric_for_best_model="kl"
     )
@@ -524,7 +528,7 @@ def test_epochs_callbacks_and_an_optimiser_of_ones_own_are_transformers(
     trainer.train()
     steps = len(trainer.train_dataset) // 4  # type: ignore[arg-type]
     assert trainer.state.global_step == 2 * steps
-    # the last step is on record in any case
+    # the last step is recorded in any case
     assert seen == ["epoch 1", "kl", "kl", "epoch 2"]
     folder = Path(str(trainer.args.output_dir))
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == sorted(
@@ -696,7 +700,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         ):  # fmt: skip
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # made once, with the place of then
+        # made once, with the place of that time
         monkeypatch.setattr("transformers.utils.hub._hf_api", None)
         yield server
 
@@ -716,7 +720,7 @@ def test_a_push_leaves_a_repository_that_loads(
     )
     trainer.train()
     files = hub.repos["me/tiny"].files if during else {}
-    if during:  # pushed with each checkpoint, which can be gone on from
+    if during:  # pushed with each checkpoint, from which training can continue
         assert {
             "model.safetensors",
             "modeling_farskip.py",

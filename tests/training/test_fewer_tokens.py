@@ -1,4 +1,4 @@
-"""The settings for fewer tokens in the training loop: however a batch is cut, through a
+"""The settings for fewer tokens in the training loop: for any cut of a batch, across a
 kill, on two processes.
 """
 
@@ -84,7 +84,9 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
     monkeypatch: pytest.MonkeyPatch,
     is_calibrated: bool,
 ) -> None:
-    """Weights that are a good start already are left no faster than the decay says."""
+    """The average leaves weights that are already a good start no faster than the decay
+    allows.
+    """
     seen: list[dict[str, torch.Tensor]] = []
     scored: list[torch.Tensor] = []
 
@@ -184,7 +186,7 @@ def test_held_out_text_without_a_token_to_predict_is_refused(
 
 
 def settings(bench: Bench) -> dict[str, Any]:
-    """Return everything that a checkpoint has to remember, at once."""
+    """Return settings with everything that a checkpoint has to remember."""
     rows = {"path": str(bench.rows)}
     return {
         "objective": OBJECTIVE,

@@ -1,4 +1,6 @@
-"""Peak memory of a whole training step: nothing of it is as large as tokens times vocabulary."""
+"""Peak memory of a whole training step: no part of it is as large as tokens times
+vocabulary.
+"""
 
 from dataclasses import replace
 
@@ -45,12 +47,12 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(
     }
     more_entries = VOCABULARIES["large"] - VOCABULARIES["small"]
     more_tokens = 128 * (TOKENS["many"] - TOKENS["few"])
-    # One float32 matrix of the additional tokens and entries would be 84 MiB; several
-    # are made where logits are.
+    # One float32 matrix of the additional tokens and entries would be 84 MiB; logits
+    # would take several.
     assert growth["many"] - growth["few"] < 0.1 * 4 * more_tokens * more_entries
-    # Embedding and head, each with gradient and two moments; the teacher's; the head's
-    # gradient while it is added up; and the tiles of the loss, 32 MiB or 128 tokens of
-    # them, three with a teacher and two without.
+    # Embedding and head, each with gradient and two moments; those of the teacher; the
+    # head's gradient while it accumulates; and the tiles of the loss, 32 MiB or 128
+    # tokens each, three with a teacher and two without.
     has_teacher = objective == "kl"
     matrices = 2 * 4 + 2 * has_teacher + 1
     tiles = max(32 << 20, 128 * (2 + has_teacher) * VOCABULARIES["large"] * 4)

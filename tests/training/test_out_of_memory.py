@@ -1,5 +1,5 @@
-"""A training that is out of memory ends with one line that names the largest terms and
-what to change.
+"""A training that runs out of memory ends with one line that names the largest terms
+and what to change.
 """
 
 import json
@@ -24,8 +24,8 @@ from tests.support import end_if_it_hangs
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
-    """Return the error of a training in a fork that may have only this much address
-    space more than it has.
+    """Return the error of a training in a fork that may use only this much more address
+    space than it already has.
     """
     reader, writer = os.pipe()
     child = os.fork()

@@ -18,7 +18,9 @@ from tests.support import Bench, history
 
 
 def compare(bench: Bench, one: str, two: str) -> None:
-    """The same loss curve and weights within what the order of float sums can do."""
+    """Check for the same loss curve and weights, up to the order of floating-point
+    sums.
+    """
     for a, b in zip(history(bench, one), history(bench, two), strict=True):
         assert [a[k] for k in ("step", "loss", "kl", "learning_rate")] == pytest.approx(
             [b[k] for k in ("step", "loss", "kl", "learning_rate")], rel=1e-3
@@ -56,7 +58,7 @@ def best_step(bench: Bench, name: str) -> int:
 
 
 def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
-    """Run a command on this rank; (exit status, what it printed as an error)."""
+    """Run a command on this rank; return (exit status, what it printed as an error)."""
     import contextlib
     import io
 

@@ -1,5 +1,5 @@
-"""What a checkpoint says that it was made from: a training is continued with the same
-settings and data alone.
+"""A checkpoint records what it was made from: a training continues only with the same
+settings and data.
 """
 
 import copy
@@ -50,8 +50,8 @@ def tokenizer() -> Any:
 def first(
     model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., FCSDTrainer]:
-    """Return trainers in the folder of one that has been trained; keywords are other
-    settings or data.
+    """Return a function that makes trainers in the folder of a finished one; keywords
+    are other settings or data.
     """
     folder = tmp_path_factory.mktemp("first")
 

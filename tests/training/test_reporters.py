@@ -1,4 +1,6 @@
-"""What a training tells wandb (offline) and trackio, read back from what they leave on the disk."""
+"""What a training reports to wandb (offline) and trackio, read back from their files on
+disk.
+"""
 
 import json
 import sqlite3
@@ -15,7 +17,7 @@ from tests.support import ROOT
 
 pytestmark = pytest.mark.extras
 
-# In a process of its own: both start threads and processes, and end them when Python
+# In a separate process: both start threads and processes, and end them when Python
 # ends.
 TRAINING = """
 import sys
@@ -51,8 +53,10 @@ def trained(
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """Yield what a file of wandb holds: after 7 bytes LevelDB's log, blocks of 32 KiB
-    with checksum, length and kind (whole, first, middle, last) before each piece."""
+    """Yield the records in a file of wandb: after 7 bytes comes LevelDB's log, with
+    blocks of 32 KiB that have checksum, length and kind (whole, first, middle, last)
+    before each piece.
+    """
     place, parts = 7, b""
     while place + 7 <= len(data):
         if (room := 32768 - place % 32768) < 7:

@@ -1,5 +1,5 @@
-"""A run that is killed, or runs out of disk, goes on to exactly the weights of one that
-was left alone.
+"""A run that is killed, or runs out of disk space, continues to exactly the weights of
+an undisturbed run.
 """
 
 import json
@@ -44,7 +44,7 @@ def recipe(bench: Bench, name: str) -> Path:
 
 
 def weights(bench: Bench, name: str) -> tuple[str, Any]:
-    """Return the fingerprint of what the run left, and the scores that decided about it."""
+    """Return the fingerprint of the run's model, and the scores that selected it."""
     folder = bench.folder / name / "distill"
     return weights_fingerprint(folder / "model"), read_json(folder / "scores.json")
 
@@ -60,7 +60,9 @@ FINISHED = {"stage.json", "manifest.json", "history.jsonl", "scores.json", "mode
 def never_killed(
     base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Bench:
-    """Return two runs that were left alone: `whole`, with early stopping, and `alone`, without."""
+    """Return two undisturbed runs: `whole`, with early stopping, and `alone`,
+    without.
+    """
     folder = tmp_path_factory.mktemp("never-killed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
@@ -188,8 +190,8 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
 def on_two_ranks(
     command: list[str], folder: Path, rank: int | None = None, place: str = ""
 ) -> list[tuple[int, str]]:
-    """Return how a run of two ranks ends; `rank` (-1: both) is killed, or asked to end,
-    at `place`.
+    """Return how a run of two ranks ends when `rank` (-1: both) is killed, or asked to
+    end, at `place`.
     """
 
     def one(mine: int) -> int:
@@ -343,7 +345,7 @@ def test_the_steps_before_a_checkpoint_are_not_trained_again(
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         steps.append(self.state.global_step)
-        if len(steps) == 13:  # two micro-batches a step: in the seventh step
+        if len(steps) == 13:  # two micro-batches per step: in the seventh step
             raise KeyboardInterrupt
         return compute(self, *args, **kwargs)
 
@@ -377,7 +379,9 @@ def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same batches in another cut: the same training but for the order of float sums."""
+    """The same batches in another cut: the same training up to the order of
+    floating-point sums.
+    """
     command = ["distill", str(bench.recipe("r"))]
     compute, seen = trainer_module.DistillTrainer.compute_loss, []
 
@@ -527,7 +531,7 @@ def test_a_run_whose_original_or_text_has_changed_since_it_was_killed_is_refused
 
 
 def limited(call: Callable[[], int], size: int) -> int:
-    """Call with files of at most `size` bytes, as a disk that is full."""
+    """Call a function with files limited to `size` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
     return call()
 

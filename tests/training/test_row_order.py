@@ -1,5 +1,5 @@
-"""Every epoch is whole steps, and other rows are left out of each; what data lose is
-told before the first step.
+"""Every epoch has whole steps and leaves out different rows; how many rows are unused
+is reported before the first step.
 """
 
 import copy
@@ -37,7 +37,7 @@ TOKENIZER = tiny_tokenizer(300)
 
 
 def examples(count: int, *, cut: int = 0, gone: int = 0) -> list[dict[str, Any]]:
-    """Return short conversations, of which so many have an answer, or a question,
+    """Return short conversations; `cut` of them have an answer, and `gone` a question,
     longer than 64 tokens.
     """
 
@@ -97,7 +97,7 @@ def trained(original: Any, tmp_path: Path) -> Trained:
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the numbers of the rows that are read from now on."""
+    """Return the indices of the rows that are read from now on."""
     numbers: list[int] = []
     get = rows_module.PackedRows.__getitem__
 
@@ -158,7 +158,7 @@ def test_the_first_epoch_and_all_of_whole_steps_come_in_the_order_of_accelerate(
         reference.set_epoch(epoch)
         order.set_epoch(epoch)
         assert list(order) == [int(row) for row in reference]
-        assert list(order) == list(order)  # as often as one asks
+        assert list(order) == list(order)  # as often as requested
 
 
 def test_the_rows_of_a_part_of_a_training_are_those_that_it_reads() -> None:
@@ -175,8 +175,8 @@ def test_the_rows_of_a_part_of_a_training_are_those_that_it_reads() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_rank_that_continues_reads_the_rows_that_it_would_have(ranks: int) -> None:
-    """The loaders that `Trainer` makes: of each rank, and of one that skips the batches
-    that were trained.
+    """Tests the loaders that `Trainer` makes: that of each rank, and one that skips the
+    batches already trained on.
     """
 
     def loaded(rank: int, skipped: int) -> list[list[int]]:
@@ -281,7 +281,7 @@ def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused(strategy: str) 
         FCSDConfig(output_dir="x", train_sampling_strategy=strategy)
 
 
-# ---- what is told
+# ---- what is reported
 
 
 def data_lines(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Steps that are skipped: against runs on the data that is left."""
+"""Skipped steps, against runs on the remaining data."""
 
 import json
 import math
@@ -35,7 +35,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows come in the order in which they are given, whatever the seed."""
+    """Read rows in the given order, whatever the seed."""
     monkeypatch.setattr(
         DistillTrainer,
         "_get_train_sampler",
@@ -44,7 +44,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rows_of(steps: list[int]) -> Any:
-    """Return rows of these steps, four a step."""
+    """Return the rows of these steps, four per step."""
     rows = Rows(80).rows
     return [rows[4 * step + k] for step in steps for k in range(4)]
 
@@ -65,8 +65,8 @@ def run(
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
-    """Spoil the second micro-batch of four rows of each of these steps, wherever its
-    rows come up.
+    """Spoil the second micro-batch of four rows in each of these steps, wherever its
+    rows occur.
     """
     numbers = {
         tuple(row["input_ids"].tolist()): index
@@ -262,7 +262,8 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
 def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_weights(
     tmp_path: Path, teacher: Any, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # more than are trained: a helper that is ahead has not given them all, and lives
+    # more than are trained on: a helper that reads ahead has not delivered them all,
+    # and still runs
     steps = list(range(12))
     train(run(tmp_path / "whole", teacher, steps, max_steps=5))
     compute, arguments = DistillTrainer.compute_loss, run_module._arguments

@@ -1,4 +1,4 @@
-"""What is wrong on one rank of two is skipped on both, under every engine."""
+"""A bad step on one rank of two is skipped on both, under every engine."""
 
 import os
 import warnings

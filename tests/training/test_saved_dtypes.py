@@ -1,5 +1,5 @@
-"""A training leaves each tensor in the dtype that its checkpoint had it in, and
-computes as the original does.
+"""A training saves each tensor in the dtype that it had in the checkpoint, and computes
+as the original does.
 """
 
 import json
@@ -45,13 +45,13 @@ or by how it is created.
 # multimodal one.
 UNLIKE = {"deepseek_v3", "ernie4_5_moe", "hunyuan_v1_moe", "mistral_large4"}
 
-# torch multiplies no experts of other widths in bfloat16: "strides should be multiple
+# torch cannot multiply experts of other widths in bfloat16: "strides should be multiple
 # of 16 bytes".
 WIDTHS = {"muse_spark": {"moe_hidden_size": 24}}
 
 
 def checkpoint(model_type: str, folder: Path, **overrides: Any) -> Path:
-    """Write a random bfloat16 checkpoint as transformers has it in memory, with its
+    """Write a random bfloat16 checkpoint as transformers holds it in memory, with its
     float32 tensors.
     """
     model = tiny_model(model_type, **WIDTHS.get(model_type, {}), **overrides)
@@ -92,8 +92,8 @@ def assert_equal_files(left: Path, original: Path) -> None:
 
 
 def test_the_families_that_keep_tensors_in_float32_are_those_of_transformers() -> None:
-    """Asked of transformers' own loading, so that a new family is not left out of the
-    tests below.
+    """Determined by transformers' own loading, so that a new family is not left out of
+    the tests below.
     """
     keeping = set()
     for name in TINY:
@@ -134,7 +134,9 @@ def test_a_step_at_rate_zero_leaves_the_checkpoint_that_was_loaded(
 def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loaded_so(
     model_type: str, tmp_path: Path
 ) -> None:
-    """Rotary frequencies too, which no checkpoint has, against transformers' `from_pretrained`."""
+    """Includes rotary frequencies, which no checkpoint has, against transformers'
+    `from_pretrained`.
+    """
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
@@ -143,8 +145,8 @@ def test_a_model_taken_to_bfloat16_has_the_dtypes_and_numbers_of_one_that_is_loa
     in_files = model.state_dict().keys()
     for name, tensor in real_tensors(model):
         assert tensor.dtype == theirs[name].dtype, name
-        # What no checkpoint has is computed: in bfloat16 by a model that is built so,
-        # and rounded here.
+        # Tensors that no checkpoint has are computed: in bfloat16 by a model that is
+        # built in it, and rounded here.
         if name in in_files or tensor.dtype == torch.float32:
             assert torch.equal(tensor, theirs[name]), name
 
@@ -175,7 +177,9 @@ def chosen(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 def test_biases_that_differ_by_less_than_bfloat16_resolves_go_on_choosing_the_experts(
     dtype: str, tmp_path: Path
 ) -> None:
-    """Those of GLM-5.2 lie between 6.82 and 7.06, where bfloat16 has steps of 0.03."""
+    """The biases of GLM-5.2 lie between 6.82 and 7.06, where bfloat16 has steps of
+    0.03.
+    """
     path = checkpoint("deepseek_v3", tmp_path, vocab_size=120)
     state = tensors(path)
     generator = torch.Generator().manual_seed(0)
@@ -194,8 +198,8 @@ def test_biases_that_differ_by_less_than_bfloat16_resolves_go_on_choosing_the_ex
         assert kl(original(input_ids=ids).logits, left(input_ids=ids).logits) == 0
 
 
-# Random routes in training; a position bias whose gradient makes torch choose another
-# attention kernel.
+# Routing is random in training; the gradient of a position bias makes torch choose
+# another attention kernel.
 NOT_DETERMINED = {"phimoe", "inkling_text", "inkling_mm_model"}
 
 
@@ -261,11 +265,11 @@ def rewritten(path: Path, ending: str, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize(
     ("model_type", "ending", "dtype"),
     [
-        # transformers makes float32 of it
+        # transformers converts it to float32
         ("deepseek_v3", "e_score_correction_bias", torch.bfloat16),
-        # transformers makes bfloat16 of it
+        # transformers converts it to bfloat16
         ("mixtral", "layernorm.weight", torch.float32),
-        # one of the tensors that are one in memory
+        # one of the tensors that are fused in memory
         ("qwen3_moe", "experts.1.up_proj.weight", torch.float32),
         ("mixtral", "embed_tokens.weight", torch.float32),  # the first of all
     ],
@@ -443,8 +447,8 @@ def spread_on_rank(rank: int, folder: Path, dtype: str, bf16: bool) -> Any:
 def test_fsdp2_keeps_routers_in_float32_and_computes_as_one_process(
     dtype: str, bf16: bool, tmp_path: Path
 ) -> None:
-    """The router of ERNIE 4.5 is a weight and a bias, both in float32; against the
-    bfloat16 model itself.
+    """The router of ERNIE 4.5 has a weight and a bias, both in float32; compared with
+    the bfloat16 model itself.
     """
     whole = ernie()
     with torch.no_grad():

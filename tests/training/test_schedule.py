@@ -1,5 +1,5 @@
-"""Learning rates of `step` and `warmup_stable_decay`: by hand, alike in a recipe and in
-Python, and over a kill.
+"""Learning rates of `step` and `warmup_stable_decay`: by hand, the same in a recipe and
+in Python, and across a kill.
 """
 
 from pathlib import Path
@@ -72,8 +72,8 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
 def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A milestone before the checkpoint at step 4 from which it goes on, and one behind
-    # it.
+    # A milestone before the checkpoint at step 4, from which training continues, and
+    # one after it.
     changes = [
         "train.lr_scheduler_type=step",
         "train.lr_scheduler_kwargs={milestones: [0.25, 0.7], gamma: 0.1}",

@@ -1,5 +1,5 @@
-"""Batch size first, then learning rate, by the mean loss of the last steps; nothing is
-trained twice.
+"""The sweep chooses the batch size first, then the learning rate, by the mean loss of
+the last steps; nothing is trained twice.
 """
 
 import json
@@ -60,7 +60,7 @@ def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
 
 
 class Runner:
-    """Stands for a training: writes the history that it was made with."""
+    """Stands for a training: writes a given history."""
 
     def __init__(self, losses: dict | None = None, die_at: int | None = None):
         self.losses, self.die_at, self.ran = losses or LOSSES, die_at, []  # type: ignore[var-annotated]
@@ -221,15 +221,15 @@ def test_the_training_that_follows_has_the_tokens_that_the_sweep_names(
     ready = load_recipe(tmp_path / "recipe.yaml")
     # 10,000 / 128, rounded up
     assert (ready.train.batch_size_tokens, ready.train.max_steps) == (128, 79)
-    # without the key as the recipe has it
+    # without the key, as in the recipe
     assert with_choice(recipe(), result).train.max_steps == 10
 
 
 def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(
     tmp_path: Path,
 ) -> None:
-    """train.batch_size_tokens is 128: 3 steps of it, a warm-up of 1, the mean over 2,
-    are 6, 2 and 4 of 64.
+    """train.batch_size_tokens is 128: 3 steps of 128 tokens, a warm-up of 1 and a mean
+    over 2 become 6, 2 and 4 steps of 64.
     """
     plan = recipe(equal="tokens")
     base = plan.train.model_copy(update={"batch_size_tokens": 128})
@@ -265,8 +265,8 @@ def test_with_equal_tokens_a_candidate_of_half_the_batch_has_twice_the_steps(
 def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refused_before_the_sweep() -> (
     None
 ):
-    """train.batch_size_tokens is 128: 8 steps of it are 4 of 256, 2 of warm-up are 1,
-    and 4 of decay do not fit.
+    """train.batch_size_tokens is 128: 8 steps of 128 tokens become 4 of 256, 2 of
+    warm-up become 1, and 4 of decay do not fit.
     """
     raw = recipe(
         equal="tokens", batch_size_tokens=[128, 256], steps=8, warmup_steps=2
@@ -286,7 +286,7 @@ def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refuse
 def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A candidate at real sizes takes hours."""
+    """At real sizes a candidate takes hours."""
     plan = {
         "batch_size_tokens": [128],
         "learning_rate": [1e-3],

@@ -1,5 +1,5 @@
-"""The training loop against full logits in float64, however the batch is cut, and what
-it does when something fails.
+"""The training loop against full logits in float64, for any cut of the batch, and its
+behaviour when something fails.
 """
 
 import copy
@@ -154,7 +154,7 @@ def reference(
 
 
 def blocks(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Return the residual stream after each layer: the input of the next layer, and of
+    """Return the residual stream after each layer: the input of the next layer or of
     the final norm.
     """
     seen: list[torch.Tensor] = []
@@ -537,7 +537,9 @@ def test_the_last_step_is_logged_whatever_logging_steps_is(
 def token_figures(
     student: Any, teacher: Any, rows: Any, objective: ObjectiveConfig
 ) -> dict[str, torch.Tensor]:
-    """Compute figures of every kept token, from full float64 logits of each example on its own."""
+    """Compute the figures of every kept token from full float64 logits of each example
+    on its own.
+    """
     figures: dict[str, list[torch.Tensor]] = {
         "divergence": [],
         "entropy": [],

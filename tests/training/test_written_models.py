@@ -1,4 +1,4 @@
-"""What is beside the weights of a trained model."""
+"""The files beside the weights of a trained model."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,9 @@ from tests.support import Bench, make_bench
 def test_the_tokenizer_of_a_trained_model_names_the_class_that_its_original_names(
     tmp_path: Path,
 ) -> None:
-    """transformers 5 would write a class of its own, which transformers 4 does not have."""
+    """transformers 5 would write one of its own classes, which transformers 4 does not
+    have.
+    """
     tiny_tokenizer(99).save_pretrained(tmp_path / "original")
     file = tmp_path / "original" / "tokenizer_config.json"
     file.write_text(
@@ -64,8 +66,8 @@ def with_mtp(tmp_path: Path) -> Bench:
 
 
 def same_mtp(folder: Path, base: Path) -> bool:
-    """Tell whether a folder promises and holds the MTP layer of the base, and no less
-    of everything else.
+    """Tell whether a folder declares and contains the MTP layer of the base, and
+    everything else.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {
@@ -106,7 +108,7 @@ def test_save_model_keeps_mtp_layers_and_so_does_what_is_pushed_and_undone(
     rows = [{"input_ids": [*range(3, 35)]} for _ in range(4)]
     trainer = fcsd.FCSDTrainer(str(with_mtp.base), args, train_dataset=rows)
     trainer.train()
-    for _ in range(2):  # the second time over what the first has left
+    for _ in range(2):  # the second time over the output of the first
         trainer.save_model()
         assert same_mtp(tmp_path / "out", with_mtp.base)
     assert (

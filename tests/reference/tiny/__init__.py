@@ -23,7 +23,7 @@ common sizes.
 """
 
 VOCABULARY = 99
-# the ids of images, videos and sounds are behind those of text
+# the ids of images, videos and sounds come after those of text
 _WRAPPER_VOCABULARY = 106
 
 
@@ -42,8 +42,9 @@ _COMMON: dict[str, Any] = {
 
 
 def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """Build a configuration of 4 layers of width 32; `overrides` are config fields, in
-    a wrapper those of its text config."""
+    """Build a configuration of 4 layers of width 32; `overrides` are config fields, for
+    a wrapper those of its text config.
+    """
     skip_unavailable(model_type)
     if FAMILIES[model_type].like:
         register(model_type)

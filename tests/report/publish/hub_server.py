@@ -1,9 +1,9 @@
-"""A Hub on this machine: the few endpoints that `huggingface_hub` speaks to create a
+"""A Hub on this machine: the few endpoints that `huggingface_hub` uses to create a
 model repository, to commit to it and to download from it.
 
 Written after the client's own requests (huggingface_hub 2.4). Large files come through
-LFS, or where the client has hf_xet switched on, go into a folder of hf_xet's own
-format; of those only the sha256 is known here.
+LFS or, if the client has hf_xet switched on, go into a folder in hf_xet's own format;
+only their sha256 is known here.
 """
 
 import base64
@@ -31,7 +31,7 @@ class Repo:
     commits: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> Path:
-        """Write what a download would leave."""
+        """Write the files that a download would leave."""
         for name, content in self.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
@@ -39,7 +39,7 @@ class Repo:
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories, uploaded objects, every request, and what is to go wrong."""
+    """Repositories, uploaded objects, every request, and the faults to simulate."""
 
     daemon_threads = True
 
@@ -64,7 +64,7 @@ class Hub(ThreadingHTTPServer):
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """Yield a Hub that answers as long as the block lasts."""
+    """Yield a Hub that answers for the duration of the block."""
     with Hub() as hub:
         thread = threading.Thread(target=hub.serve_forever, args=(0.01,))
         thread.start()
@@ -162,7 +162,7 @@ class _Handler(BaseHTTPRequestHandler):
             })  # fmt: skip
 
     def _file(self, repo: Repo, path: str) -> None:
-        """Answer a download of one file, or its headers; the revision is not looked at."""
+        """Answer a download of one file, or of its headers; the revision is ignored."""
         if path not in repo.files:
             return self._answer(
                 404,

@@ -1,4 +1,4 @@
-"""What is published names no place of the publisher's machine."""
+"""A publication names no path on the publisher's machine."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""`fcsd push` with the real client against a Hub on this machine: what arrives, what is
+"""`fcsd push` with the real client to a Hub on this machine: what arrives, what is
 refused, what is sent again.
 """
 
@@ -30,7 +30,7 @@ from tests.report.publish.hub_server import COMMIT, TOKEN, Hub, running_hub
 from tests.report.test_report import result
 from tests.support import assert_same_model, start
 
-# huggingface_hub 2.4 sends files in a way that its own HTTP library calls old.
+# huggingface_hub 2.4 sends files in a way that its own HTTP library calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
@@ -206,7 +206,9 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
 def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
     hub: Hub, tmp_path: Path
 ) -> None:
-    """As users have it: hf_xet sends blocks of 64 MB, and notes now and then which have arrived."""
+    """With the users' settings, hf_xet sends blocks of 64 MB, and records now and then
+    which have arrived.
+    """
     source, checkpoint, hub.xet = (
         tmp_path / "base",
         tmp_path / "checkpoint",
@@ -226,8 +228,8 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
     assert len(weights) > 1 and size > 4 * 64_000_000
 
     def blocks() -> dict[str, tuple[int, int]]:
-        """Return finished blocks: size, and inode, which is another one where a block
-        was sent again.
+        """Return the size and inode of finished blocks; a block that was sent again has
+        another inode.
         """
         files = [
             file
@@ -241,7 +243,7 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
         "HF_TOKEN": TOKEN,
         "HF_HUB_OFFLINE": "0",
         "HF_HOME": str(tmp_path / "home"),
-        # 20 s, in which all this would be sent
+        # 20 s, in which everything here would be sent
         "HF_XET_DATA_SESSION_XORB_METADATA_FLUSH_INTERVAL": "100ms",
     }
     command = ("-m", "fcsd", "push", str(checkpoint), "me/x")
@@ -483,7 +485,7 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     assert "> **Rewired, but not trained.**" in card.text, (
         "the original on this machine has the same weights"
     )
-    # Written over by a training: what the record says is no longer known.
+    # Overwritten by a training, so that the record no longer applies.
     model = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
     torch.nn.init.zeros_(model.lm_head.weight)
     model.save_pretrained(out)

@@ -1,5 +1,5 @@
-"""Calibration from end to end: in memory, from folder to folder, killed and resumed,
-over ranks, by command.
+"""Calibration end to end: in memory, from folder to folder, killed and resumed, over
+ranks, by command.
 """
 
 import copy
@@ -128,8 +128,8 @@ def test_a_calibrated_model_is_nearer_to_its_original_on_text_it_has_not_seen(
 def by_hand(
     x: Tensor, y: Tensor, held_out: Tensor, ridge: float, towards: Tensor
 ) -> Tensor:
-    """Return the ridge regression of x A ≈ y towards another map, which is taken if A
-    fits the sample only.
+    """Return the ridge regression of x A ≈ y towards another map, or that map itself if
+    A fits only the sample.
     """
 
     def regression(x: Tensor, y: Tensor) -> Tensor:
@@ -197,9 +197,10 @@ def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_f
 def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By hand, on the last layer: before it is what a calibration without such maps
-    leaves. A map that fits the sample only, by every fourth row, is not taken; else it
-    is solved on all rows."""
+    """By hand, on the last layer: the layers before it are as a calibration without
+    such maps leaves them. A map that fits only the sample, as every fourth row shows,
+    is not used; otherwise the map is solved on all rows.
+    """
     teacher = tiny_model(
         "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"
     )
@@ -277,8 +278,8 @@ def test_an_expert_that_few_tokens_choose_keeps_the_maps_of_all(
 
 
 def test_a_teacher_that_is_a_linear_map_away_is_recovered() -> None:
-    """Parallel layers, the first of which computes what the regular one does: its maps
-    are all that differs.
+    """Parallel layers, the first of which computes the same as the regular one: only
+    its maps differ.
     """
     teacher = tiny_model(
         "cohere2_moe", dtype=torch.float64, experts_implementation="eager"
@@ -390,7 +391,7 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    # after a layer was written and not noted; before it was written
+    # after a layer was written but not recorded; before it was written
     for place in ("_save", "write_changed"):
         work = tmp_path / place
         with monkeypatch.context() as patch:
@@ -448,7 +449,7 @@ def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_proce
 
 
 def packed(lengths: list[list[int]], size: int, seed: int) -> list[dict[str, Any]]:
-    """Return rows of examples with these lengths, and padding behind them."""
+    """Return rows of examples with these lengths, padded at the end."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for row in lengths:
@@ -511,8 +512,8 @@ LEFT_OUT = packed(LEFT_OUT_LENGTHS, 32, seed=3)
 def test_the_kl_of_a_calibration_is_that_of_both_models_on_rows_that_no_map_was_solved_on(
     model_type: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Compare calibrated and copied weights to 1e-5; layers behind the last rewired one
-    are run as well.
+    """Compare calibrated and copied weights to 1e-5; layers after the last rewired one
+    run as well.
     """
     teacher = tiny_model(model_type, seed=1, **fields)
     teacher.save_pretrained(tmp_path / "base")
@@ -557,7 +558,7 @@ def test_the_kl_of_a_calibration_is_the_same_after_a_kill_and_on_two_ranks(
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for number in range(1, 4):  # behind each layer, the last of which is regular
+    for number in range(1, 4):  # after each layer, the last of which is regular
         work = tmp_path / str(number)
         with monkeypatch.context() as patch:
             save, calls = folder_module._save, iter(range(9))
@@ -591,7 +592,7 @@ def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on
     assert split_rows(again, 1600, 16)[1] == rows[60:67]
     few_rows = split_rows(rows[:20], 1600, 16)  # all are needed: the last of them
     assert few_rows == (rows[:17], rows[17:20])
-    # 640 tokens, 8 x 80: none can be spared
+    # 640 tokens, 8 x 80: none can be held out
     assert split_rows(rows[:20], 1600, 80) == (rows[:20], [])
     repeated = [rows[0]] * 40
     assert split_rows(repeated, 1600, 1)[1] == []
@@ -709,8 +710,8 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
         )
         return counts
 
-    # When the first rank says that the model is calibrated, a late one is no longer at
-    # work in the folder.
+    # When the first rank reports that the model is calibrated, a late rank no longer
+    # works in the folder.
     assert run_ranks(rank, 2) == [[2], []]
     one, two, old = (
         tensors(folder)
@@ -723,7 +724,7 @@ def test_two_ranks_of_fsdp2_share_the_rows_and_give_the_weights_of_one_process(
         )
         for n in one
     ]
-    # bfloat16 rounds a few of the weights to the other side
+    # bfloat16 rounds a few of the weights in the other direction
     assert max(distances) < 0.02
 
 
@@ -823,7 +824,7 @@ def test_the_command_calibrates_and_tells_what_it_did(
         "are folded into the weights of 3 layers, which are therefore not the"
         " original's. Data: `text.jsonl`" in card
     )
-    for again in (out, base):  # a calibrated model, and a folder that is there
+    for again in (out, base):  # a calibrated model, and a folder that exists
         capsys.readouterr()
         assert (
             main(
@@ -1024,7 +1025,7 @@ def test_a_row_that_is_repeated_is_no_more_text(
             match=r"1[12]\d distinct tokens of 7680 in all .* more of it \(--tokens;",
         ):
             calibrate_model(student, teacher, rows, progress=False)
-    # Just enough tokens that differ: text that is left out says it.
+    # Just enough different tokens: held-out text shows the difference.
     with pytest.raises(
         UserError,
         match=(
@@ -1062,8 +1063,8 @@ def test_text_that_was_left_out_tells_that_there_is_too_little_of_it(
 def test_what_is_left_of_text_that_was_left_out_is_that_of_maps_solved_without_it() -> (
     None
 ):
-    """By hand, of what the MoE block of the last layer reads: every fourth row is left
-    out, equal rows are one.
+    """By hand, for the input of the last layer's MoE block: every fourth row is held
+    out, and equal rows count as one.
     """
     teacher = tiny_model(
         "qwen3_moe", seed=1, dtype=torch.float64, experts_implementation="eager"

@@ -1,5 +1,5 @@
-"""Where maps go: on every family, folded weights compute what the unfolded ones do with
-the maps applied outside.
+"""In every family, folded weights compute the same as unfolded ones with the maps
+applied outside.
 """
 
 import copy
@@ -31,8 +31,8 @@ NO_NORM = "input of {}: not the output of a norm"
 BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
-# A norm, a convolution or a gate a channel lies behind the branch; everything else of
-# all families is folded.
+# A norm, a convolution or a gate per channel follows the branch; everything else in all
+# families is folded.
 INDEXER = (
     # a norm of its own before the queries
     "input of self_attn: aten.native_layer_norm reads it, too"
@@ -51,7 +51,7 @@ LEFT = {
     "muse_spark": BOTH,
     "mistral_large4": {INDEXER},
 }
-# Nothing of their MoE block can be folded, or their experts are not called with the
+# Nothing in their MoE block can be folded, or their experts are not called with the
 # tokens' choices and weights.
 TOGETHER = {
     "afmoe",
@@ -83,9 +83,10 @@ def forward(steps: Steps, index: int, tokens: Batch, stream: Stream) -> Tensor:
 
 
 def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]]:
-    """Yield the first layer of each kind that a model has, with the stream before it
-    and the roles that its family's row gives, which are those that following tensors
-    through the layer gives."""
+    """Yield the first layer of each kind in a model, with the stream before it and the
+    roles in its family's row; check that following tensors through the layer gives the
+    same roles.
+    """
     steps, tokens, seen = Steps(model, family), batch(), set[Any]()
     stream = steps.step(0, tokens, None)
     for index, layer in enumerate(steps.layers):
@@ -102,7 +103,9 @@ def layers(model: Any, family: Any) -> Iterator[tuple[Steps, int, Stream, Roles]
 
 
 def in_order(roles: Roles, layer: nn.Module) -> Roles:
-    """Roles whose weights are in the order of the layer, not of its forward pass."""
+    """Return roles with their weights in the order of the layer, not of its forward
+    pass.
+    """
     order = [name for name, _ in layer.named_parameters()]
 
     def ordered(places: tuple[Place, ...]) -> tuple[Place, ...]:
@@ -122,7 +125,9 @@ def in_order(roles: Roles, layer: nn.Module) -> Roles:
 def around(
     layer: nn.Module, reads: dict[str, Tensor], adds: dict[str, Tensor]
 ) -> list[Any]:
-    """Return hooks that map what modules of a layer are called with, and what they give."""
+    """Register hooks that map the inputs and the outputs of a layer's modules, and
+    return them.
+    """
 
     def before(matrix: Tensor) -> Any:
         def hook(_: Any, args: Any, kwargs: Any) -> Any:
@@ -243,8 +248,8 @@ def test_a_familys_row_holds_for_its_other_configurations(
 def check_experts(
     steps: Steps, index: int, stream: Stream, roles: Roles, near: Callable[[], Tensor]
 ) -> bool:
-    """Maps of its own for every expert are what it reads, and its part of the output,
-    are mapped by.
+    """Check that every expert's own maps are applied to its input and to its part of
+    the output.
     """
     experts = roles.experts
     if experts is None:

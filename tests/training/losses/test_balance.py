@@ -1,5 +1,5 @@
 """The balance of experts' loads against sums written out token by token, and the bias
-that moves instead.
+that balances them instead.
 """
 
 import json
@@ -119,7 +119,7 @@ def test_loss_and_gradient_are_those_of_the_sums(
         value.backward()
         weight = find_routers(model)[
             0
-        ].module.weight  # moves its own layer, and by what it gives on the later ones
+        ].module.weight  # changes its own layer and, through the stream, the later ones
         step = torch.zeros_like(weight)
         step[0, 0] = 1e-6
         sides = []
@@ -175,7 +175,7 @@ def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> N
     balance.begin_step(len(COUNTED))
     meters = Meters(ALONE, "ce")
     balance.share(run(model, batch(), balance), batch(), meters)
-    # whatever the ties choose
+    # however ties are broken
     assert meters.means(1)["balance"] == pytest.approx(1.0, rel=1e-5)
     meters.add_loads(balance.end_step())
     router = find_routers(model)[0]
@@ -225,8 +225,8 @@ def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
 
 
 class Watched(TrainerCallback):
-    """Notes the biases of the first layer around every step, and what a checkpoint of
-    it holds; `skip`: gets none.
+    """Record the biases of the first layer around every step, and those in its
+    checkpoint; a step in `skip` gets none.
     """
 
     def __init__(self, folder: Path):
@@ -264,7 +264,9 @@ RATE = 0.0625
 def biased_trainer(
     folder: Path, num_rows: int, **settings: Any
 ) -> tuple[FCSDTrainer, Watched]:
-    """Return a trainer of one packed row a step, that moves biases, and what watches it."""
+    """Return a trainer that moves biases, with one packed row per step, and the
+    callback that watches it.
+    """
     ids = torch.randint(
         3, 99, (num_rows, 12), generator=torch.Generator().manual_seed(1)
     ).tolist()
@@ -306,11 +308,11 @@ def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_beh
         load = loads[0].double()
         expected = (RATE * (load.mean() - load).sign()).tolist()
         assert move.tolist() == pytest.approx(expected, abs=1e-6) and move.any()
-    # Neither between the steps nor behind the last one.
+    # Neither between the steps nor after the last one.
     assert all(watch.untouched) and len(watch.untouched) == steps - 1
     assert torch.equal(watch.now(), watch.before)
     assert watch.saved == [True] * -(-steps // num_rows)
-    # The meters count each step once, too: the busiest expert over the mean of all
+    # The meters also count each step once: the busiest expert over the mean of all
     # steps.
     loads = torch.stack(noted).sum(0).double()
     (logged,) = [
@@ -404,7 +406,7 @@ def test_the_loss_over_the_batch_is_of_the_micro_batches_so_far_and_its_cut_is_f
         ]
         first = Balance(train, model, ALONE)
         alone = float(first.add(run(model, batch(parts[0]), first), batch(parts[0])))
-    # knows nothing of what comes behind it
+    # knows nothing about what comes after it
     assert cut[0] == pytest.approx(alone, rel=1e-12)
     assert sum(cut) != pytest.approx(whole, rel=1e-3)
     rows = "train.per_device_train_batch_size"

@@ -44,7 +44,7 @@ def reference_kl(student, teacher):
 
 
 def inputs(dtype=torch.float64, n=N, seed=0):
-    """Return numbers that float32 has, too."""
+    """Return numbers that float32 can represent."""
     g = torch.Generator().manual_seed(seed)
 
     def rand(*shape):
@@ -61,13 +61,15 @@ def inputs(dtype=torch.float64, n=N, seed=0):
 
 
 def assert_equal_equations(actual, expected):
-    """Compare in float64, where another order of summation shows at 1e-14, on every CPU."""
+    """Compare in float64, where another order of summation changes results by 1e-14, on
+    every CPU.
+    """
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 def assert_as_exact(actual, plain, exact):
-    """float32's `actual` is not much further from float64's `exact` than `plain`, which
-    is float32 on full logits.
+    """Check that `actual` in float32 is not much further from `exact` in float64 than
+    `plain`, which is float32 on full logits.
     """
     floor = torch.finfo(torch.float32).eps * exact.norm()
     assert (actual.double() - exact).norm() <= ROUNDINGS * max(
@@ -309,8 +311,8 @@ def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
 
 
 def rounding_of(*logits):
-    """Return what float32 rounds off the largest logit; a probability, and so a loss,
-    is relatively as inexact.
+    """Return the rounding error of float32 for the largest logit; a probability, and so
+    a loss, has the same relative error.
     """
     return torch.finfo(torch.float32).eps * max(
         float(z.detach().abs().max()) for z in logits
@@ -359,8 +361,8 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 
 
 def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5):
-    """Return for each token, from full logits, the sums over the vocabulary as they
-    stand in the papers.
+    """Return for each token, from full logits, the sums over the vocabulary as written
+    in the papers.
     """
     p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
 
@@ -525,7 +527,7 @@ def test_padded_rows_of_either_head_are_no_part_of_the_distributions(
         b[:rows].clone().requires_grad_(not frozen),
     )
     tw, tb = tw[:teacher_rows] * 1.0, tb[:teacher_rows] * 1.0
-    tw[size:] *= 100  # loud, were they not left out
+    tw[size:] *= 100  # would show clearly if they were not left out
     leaves = [h.requires_grad_()] + ([] if frozen else [w, b])
     expected = reference_divergence(
         reference_logits(h, w[:size], b[:size]),
@@ -582,7 +584,7 @@ def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_th
 
 
 class WideningKernels(Kernels):
-    """The matmuls of a GPU, which take bfloat16 and leave float32; the gradient of the
+    """The matmuls of a GPU, which take bfloat16 and return float32; the gradient of the
     logits is rounded.
     """
 
@@ -602,8 +604,8 @@ class WideningKernels(Kernels):
 def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64_at_a_kl_of_4e_4(
     kernels,
 ):
-    """Through the head module: bfloat16 hidden states, heads and returned gradients, a
-    vocabulary of 32,000.
+    """Tested through the head module: bfloat16 hidden states, heads and returned
+    gradients, a vocabulary of 32,000.
     """
     g = torch.Generator().manual_seed(0)
     n, d, v = 24, 512, 32000
@@ -650,8 +652,8 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
 def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_converged_student(
     name, statistics, monkeypatch
 ):
-    """In float64, with errors of the size that float32 has: one of 1e-6 a row, where
-    the divergence is below 5e-7.
+    """In float64 with errors as large as those of float32: 1e-6 per row, where the
+    divergence is below 5e-7.
     """
     exactly, g = losses._log_softmax_, torch.Generator().manual_seed(5)
 
@@ -684,7 +686,7 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(
     loss, _ = fused_divergence(
         h, w, th, w, divergence=objective_of(name), statistics=statistics
     )
-    # A token's figure has two sums of probabilities in it, each near 1 and rounded
+    # The value of a token contains two sums of probabilities, each near 1 and rounded
     # once; the signs are random.
     unit = torch.finfo(torch.float32).eps * (2 * len(h)) ** 0.5
     assert abs(loss.double() - expected) < ROUNDINGS * unit < 0.05 * expected
@@ -858,7 +860,9 @@ def test_a_vocabulary_larger_than_a_head_is_refused():
 
 @pytest.mark.parametrize("name", few(["kl", "reverse_kl", "jsd"], 1))
 def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
-    """Peak resident memory of a child: one (N, V) float32 matrix is 500 MiB."""
+    """Measures the peak resident memory of a child: one (N, V) float32 matrix is 500
+    MiB.
+    """
     program = """
         import resource, sys, torch
         from tests.losses import fused_divergence, objective_of

@@ -1,4 +1,4 @@
-"""The loss head against the unpatched model: same logits without an objective, the
+"""The loss head against the unpatched model: the same logits without an objective, the
 textbook loss with one.
 """
 
@@ -249,7 +249,7 @@ def test_another_model_of_the_same_class_keeps_its_own_forward():
 
 
 def test_forward_hooks_of_the_head_fire_in_training():
-    """FSDP2 and ZeRO-3 gather and reduce the head's weight from such hooks."""
+    """FSDP2 and ZeRO-3 gather and reduce the head's weight in such hooks."""
     model = make_model()
     attach_loss_head(model)
     shapes = []
@@ -312,8 +312,7 @@ def test_flash_attention_gets_one_long_row_because_it_would_mix_packed_rows_of_a
         lambda _m, _a, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
         with_kwargs=True,
     )
-    # sdpa computes; only the name that the model is asked for is that of the flash
-    # kernels
+    # sdpa computes; only the requested name is that of the flash kernels
     kernel, model.config._attn_implementation_internal = "sdpa", "flash_attention_2"
     model.model.register_forward_pre_hook(
         lambda *_: setattr(model.config, "_attn_implementation_internal", kernel)
@@ -358,8 +357,8 @@ def text_ids(model, shape, seed):
 @pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
 @pytest.mark.parametrize("family", few(TINY))
 def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
-    """Teacher: the same model on other tokens. Soft caps and padding are made to bite
-    where a family has them.
+    """The teacher is the same model on other tokens. Where a family has soft caps or
+    padding, the test makes them take effect.
     """
     model = own_logits_model(family)
     ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
@@ -432,7 +431,7 @@ def test_every_kind_of_logit_post_processing_is_among_the_families():
 
 
 PACKING_LEAKS = {family for family, row in FAMILIES.items() if row.packing == "leaks"}
-# Attention sinks, which sdpa has not.
+# Attention sinks, which sdpa does not have.
 SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 ATTENTION = [
     (family, attention)
@@ -484,7 +483,9 @@ LENGTHS = (5, 19, 2, 7, 12, 3, 6)
 def test_packed_examples_of_a_family_have_the_loss_that_each_has_alone(
     family, attention
 ):
-    """Twenty-four positions a row are more than the windows of the sliding and chunked families."""
+    """24 positions per row are more than the windows of the sliding and chunked
+    families.
+    """
     model = tiny_model(family, attn_implementation=attention)
     packed, alone, batch = packed_and_alone(model)
     torch.testing.assert_close(packed, alone, rtol=1e-10, atol=0)
@@ -549,7 +550,7 @@ def test_the_class_of_the_head_is_made_once():
 
 def kl_of_one_rank(rank, wrapper):
     """Return loss and gradients of two rows on one rank, then over two; the second row
-    is masked throughout.
+    is fully masked.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

@@ -26,7 +26,7 @@ B, T = 2, 9
 
 def make(layers: Any = "all", seed: int = 1, **overrides: Any) -> tuple[Any, Any, Any]:
     """Return (rewired student, the student's weights with regular connectivity, another
-    teacher), float64, 4 layers.
+    teacher) in float64 with 4 layers.
     """
     regular = tiny_model(
         "qwen2_moe", seed=seed, experts_implementation="eager", **overrides

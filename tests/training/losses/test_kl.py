@@ -104,7 +104,7 @@ def test_a_row_is_cut_between_examples_and_behind_its_last_token_with_loss() -> 
     )
     (whole,) = row_parts(row, 64)
     assert whole["input_ids"].tolist() == list(range(18))
-    # no token counts, and there is a row for it
+    # no token counts, but there is a row
     (nothing,) = row_parts(row | {"labels": [-100] * 19}, 7)
     assert len(nothing["input_ids"]) == 1
 

@@ -1,4 +1,4 @@
-"""An objective is one place, from which everything that is asked of a loss follows."""
+"""An objective is defined in one place, from which all properties of a loss follow."""
 
 import dataclasses
 

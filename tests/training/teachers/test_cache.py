@@ -1,5 +1,5 @@
 """Teacher caches: the same training as with the teacher, on any number of processes,
-and every way to be wrong.
+and every possible mistake.
 """
 
 import json
@@ -52,7 +52,7 @@ TRAIN = {
 
 
 def live(bench: Bench, name: str = "live", **changes: Any) -> Path:
-    """Return a recipe of four steps whose teacher is run."""
+    """Return a recipe of four steps that runs its teacher."""
     return bench.recipe(name, **{"train": TRAIN, **changes})
 
 
@@ -66,7 +66,9 @@ def cached(bench: Bench, name: str = "r", **changes: Any) -> Path:
 def filled(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Path:
-    """Return the folder of a whole cache of several shards for the recipe `cached`."""
+    """Return the folder of a complete cache of several shards for the recipe
+    `cached`.
+    """
     monkeypatch.setattr(cache_stage, "SHARD_BYTES", 20_000)
     assert main(["run", str(cached(bench)), "--only", "cache-teacher"]) == 0
     capfd.readouterr()
@@ -111,7 +113,7 @@ def test_all_back_ends_give_the_same_loss_and_gradient_on_the_same_batch(
             strict=True,
         )
         written = write_shard(folder, known, list(parts))
-        # for whom the umask says
+        # for those whom the umask allows
         assert written.stat().st_mode == (folder / "teacher.json").stat().st_mode
     places = [
         place
@@ -170,7 +172,7 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
     assert main(["distill", str(live(bench))]) == 0
     assert main(["distill", str(cached(bench, "r"))]) == 0
     assert losses(bench, "r") == pytest.approx(losses(bench, "live"), rel=1e-5)
-    # The back-end is no part of what a stage was made from.
+    # The backend is not among the inputs of a stage.
     assert main(["distill", str(live(bench, "r"))]) == 0
     monkeypatch.setattr(
         "fcsd.training.teachers.load.load_for_launch",
@@ -220,8 +222,8 @@ def test_of_a_stream_the_rows_that_the_longest_training_reads_are_kept(
         )
         == 0
     )
-    # 17 steps of 4 rows: more than the stream's 60, whose second epoch comes in another
-    # order but the same rows
+    # 17 steps of 4 rows are more than the stream's 60 rows, whose second epoch has the
+    # same rows in another order
     assert read_json(bench.folder / "cache" / "cache.json")["rows"] >= 60
     assert main(["distill", str(path)]) == 0
 
@@ -460,7 +462,7 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     )
     assert main([*fill, "--verify"]) == 0  # removed, its rows computed again
     assert read_json(filled / "cache.json")["rows"] == 60
-    # The same length, another content: what is read is compared.
+    # The same length, but different content: what is read is compared.
     shard = sorted(filled.glob("hidden-*"))[0]
     damaged = bytearray(shard.read_bytes())
     begin = len(damaged) // 2
@@ -508,8 +510,8 @@ def test_a_folder_that_is_no_cache_is_named(
         in error_of(["distill", path], capfd)
     )
     (bench.folder / "cache").mkdir()
-    # What a kill leaves while the first file is written, and what a system leaves, is
-    # nobody's.
+    # Files that a kill leaves while the first file is written, and files of the system,
+    # belong to nobody.
     for name in (".teacher.json.0a1b2c3d-17-0123abcd.tmp", ".DS_Store"):
         (bench.folder / "cache" / name).touch()
     assert main(["run", path, "--only", "cache-teacher"]) == 0
@@ -565,7 +567,7 @@ def test_another_checkpoint_may_be_the_teacher_of_any_width_if_its_tokenizer_is_
         "teacher"
         in read_json(bench.folder / "r" / "distill" / "manifest.json")["inputs"]
     )
-    # A stage that was distilled from another teacher is another stage.
+    # A stage that was distilled from another teacher is a different stage.
     error = error_of(["distill", str(live(bench, "r"))], capfd)
     assert re.search(
         r'was made with other settings \(teacher: "\w+\.\.\. -> null;'
