@@ -10,6 +10,7 @@ matplotlib.use("Agg")  # files only; no display is needed
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from fcsd.base.errors import UserError
 
@@ -39,6 +40,20 @@ def set_title(axis: Any, title: str, note: str = "") -> None:
             "textcoords": "offset points",
         }
         axis.annotate(note, ha="center", fontsize="small", color="tab:red", **position)
+
+
+def set_log_scale(axis: Any) -> None:
+    """Make the value axis logarithmic, with ticks as plain numbers; call it when all
+    values are drawn.
+    """
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    # Three ticks per decade are too dense over many decades, and one is too few over
+    # two.
+    ticks = (1, 2, 5) if high < 200 * low else (1,)
+    axis.yaxis.set_major_locator(LogLocator(subs=ticks))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, position: f"{value:g}"))
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def legend_beside(axis: Any) -> None:

@@ -17,6 +17,7 @@ from fcsd.report.figure import (
     Colours,
     legend_beside,
     save_figure,
+    set_log_scale,
     set_title,
 )
 from fcsd.training.losses.objectives import MEASURES
@@ -54,7 +55,8 @@ def plot_losses(
     for axis, ((title, unit), lines) in zip(axes[0], panels.items(), strict=False):
         for name, series in lines.items():
             axis.plot(*zip(*series, strict=True), color=colours[name], label=name)
-        axis.set(ylabel=unit, yscale="log")
+        axis.set_ylabel(unit)
+        set_log_scale(axis)
         set_title(axis, title)
         _token_axis(axis)
         axis.legend()
@@ -100,7 +102,8 @@ def plot_scores(
         )
         lowest = min(lowest, *low)
     if by_kl:
-        axis.set(ylabel="nats per token", yscale="log")
+        axis.set_ylabel("nats per token")
+        set_log_scale(axis)
         set_title(axis, "KL to the original on held-out text, while training")
     else:
         name = metric.partition(",")[0]

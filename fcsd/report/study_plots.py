@@ -7,7 +7,7 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from fcsd.report.figure import GREY, SIZE, save_figure, set_title
+from fcsd.report.figure import GREY, SIZE, save_figure, set_log_scale, set_title
 
 
 def plot_timelines(
@@ -172,7 +172,8 @@ def _finish_layers(
     set_title(axis, f"{name}: {title}")
     # A KL spans orders of magnitude.
     if metric["better"] == "lower":
-        axis.set(ylabel=metric["unit"], yscale="log")
+        axis.set_ylabel(metric["unit"])
+        set_log_scale(axis)
     else:
         axis.set(ylabel=f"{metric['unit']} (per cent)", ylim=(-2, 102))
     axis.grid(alpha=0.3, axis=grid)
@@ -224,7 +225,7 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     )
     unit = ""
     if rows[0]["metric"] == "KL":
-        axis.set_yscale("log")
+        set_log_scale(axis)
         unit = ", nats per token"
     axis.set(
         xlabel="planned speed-up",

@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.colors import to_hex
 
 from fcsd.report import plots, study_plots
-from fcsd.report.figure import model_colours
+from fcsd.report.figure import model_colours, set_log_scale
 
 COLOURS = model_colours(["original", "converted", "fcsd", "one", "other"])
 
@@ -259,3 +259,21 @@ def test_on_logarithmic_axes_there_are_points_and_no_bars(
         and len(axis.containers) == 2
     )
     assert axis.get_title() == "KL to the original: one layer at a time, untrained"
+
+
+@pytest.mark.parametrize("values", [(0.151, 0.178), (0.02, 1.6), (0.0004, 7.0)])
+def test_a_logarithmic_axis_has_plain_numbers_however_wide_it_is(
+    values: tuple[float, float],
+) -> None:
+    figure, axis = plt.subplots()
+    axis.plot([0, 1], values)
+    set_log_scale(axis)
+    figure.canvas.draw()
+    low, high = axis.get_ylim()
+    ticks = axis.yaxis.get_ticklabels()
+    shown = [tick for tick in ticks if low <= tick.get_position()[1] <= high]
+    plt.close(figure)
+    assert 2 <= len(shown) <= 9
+    assert [float(tick.get_text()) for tick in shown] == pytest.approx(
+        [tick.get_position()[1] for tick in shown]
+    )
