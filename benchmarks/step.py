@@ -204,7 +204,7 @@ def train_with_fcsd(
             super().__init__(model, args, **others)
             self.add_callback(watcher)
 
-    from fcsd.parallel.launch import join_launch
+    from fcsd.parallel.join import join_launch
 
     run = product.TrainingRun(
         launch=join_launch(),
@@ -245,7 +245,7 @@ def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> An
     """
     import copy
 
-    from fcsd.parallel.launch import join_launch
+    from fcsd.parallel.join import join_launch
     from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
     from fcsd.training.teachers.cache_fill import fill_cache
 

@@ -19,10 +19,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fcsd.data.batches import next_token_targets
-from fcsd.data.config import RowsConfig
-from fcsd.model.config import AdapterConfig
+from fcsd.data.rows_config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.trace import Setting
 from fcsd.training.arguments import TrainingRun
@@ -30,6 +29,7 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig
 from fcsd.training.run import train
 from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.config import AdapterConfig
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
 from tests.reference.ranks import run_ranks
 from tests.support import ROOT, end_if_it_hangs

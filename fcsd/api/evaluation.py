@@ -20,7 +20,8 @@ from fcsd.evaluation.store import TaskStore
 from fcsd.model.load import tokenizer_of
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import Launch
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def _check_kinds(suite: Any, launch: Any) -> None:
         "the name or path of a suite, or a SuiteConfig(…),",
     )
     check_kind(
-        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
+        "launch", launch, Launch | None, "what fcsd.parallel.join.join_launch gives"
     )
 
 

@@ -12,7 +12,7 @@ from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.base.files import release_folders
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.recipe import layout
 from fcsd.recipe.load_recipe import check_recipe
 from fcsd.recipe.load_recipe import load_recipe as load_file

@@ -25,7 +25,8 @@ from fcsd.base.errors import UserError
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
 from fcsd.parallel.failure import stop_watching
-from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import Launch
 from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint
 from fcsd.training.export import replace_model
@@ -100,7 +101,7 @@ class FCSDTrainer(ReadyTrainer):
         self.inputs = TrainerInputs(args, launch)
         with self.at_work():
             sections = self.inputs.sections
-            record = begin(args, sections.train, launch, of_recipe=False)
+            record = begin(args, sections, launch, of_recipe=False)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
             ready = self.inputs.ready(

@@ -26,7 +26,8 @@ from fcsd.data.rows import PackedRows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_config
-from fcsd.model.connectivity.spec import changed_by, field_text
+from fcsd.model.connectivity.marks import changed_by
+from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
@@ -42,6 +43,7 @@ from fcsd.training.fcsd_config import FCSDConfig, is_loss
 from fcsd.training.prepare import Ready
 from fcsd.training.python_words import python_words
 from fcsd.training.record import RECORD_FILE
+from fcsd.training.row_order import step_rows
 from fcsd.training.teachers.base import Teacher
 
 _SAMPLED = 1024  # values of a parameter in its fingerprint
@@ -298,7 +300,7 @@ class TrainerInputs:
                 raise UserError(
                     "train_dataset: a stream does not say where it ends; set max_steps"
                 )
-            num_rows = args.max_steps * args.rows_of_a_step(self.launch)
+            num_rows = args.max_steps * step_rows(args, self.launch.ranks.size)
         rows = given_rows(
             data,
             self._tokenizer,
@@ -412,7 +414,7 @@ def check_kinds(
         "a function of logits and labels",
     )
     check_kind(
-        "launch", launch, Launch | None, "what fcsd.parallel.launch.join_launch gives"
+        "launch", launch, Launch | None, "what fcsd.parallel.join.join_launch gives"
     )
 
 

@@ -14,11 +14,12 @@ import importlib.metadata
 import json
 import platform
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from fcsd.base.differences import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
@@ -39,12 +40,6 @@ SCHEMA_VERSION = 8
 # of a pre-training held-out text; 7: objective had clip, l2_points and
 # router_kl_coefficient, and held-out text a weight.
 
-# The ends of differences that do not count: folders of a former fcsd may have the keys.
-_SAY_NOTHING = (
-    ".streaming: false -> null",
-    '.l2_points: "blocks" -> null',
-    "heldout.weight: 1.0 -> null",
-)
 _SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
 _RESULTS = (".json", ".jsonl", ".safetensors")
@@ -316,39 +311,6 @@ def without_hash(fingerprint: Any) -> Any:
     if not isinstance(fingerprint, dict):
         return fingerprint
     return {key: value for key, value in fingerprint.items() if key != "sha256"}
-
-
-def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:
-    """List the settings that have changed though they may not, as `differences`."""
-    return [
-        change
-        for change in differences(old, new)
-        if change.split(":")[0] not in may_change and not change.endswith(_SAY_NOTHING)
-    ]
-
-
-def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
-    """List the dotted keys that differ between two values, as `train.learning_rate:
-    2e-05 -> 4e-05`. Absent keys count as null.
-    """
-    # Lists of records (sources, tasks) are compared item by item, so that the message
-    # names the one key that differs and not two long lists.
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        items = [*old, *new]
-        if items and all(isinstance(item, dict) for item in items):
-            old, new = dict(enumerate(old)), dict(enumerate(new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        changes = []
-        for key in sorted(set(old) | set(new)):
-            dotted = f"{prefix}.{key}" if prefix else str(key)
-            changes += differences(old.get(key), new.get(key), dotted)
-        return changes
-    return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def command_record(command: str, **facts: Any) -> dict[str, Any]:

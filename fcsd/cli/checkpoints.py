@@ -66,7 +66,7 @@ def _calibrate(arguments: Namespace) -> None:
         "the calibration",
     )
     quiet_transformers()
-    from fcsd.parallel.launch import join_launch
+    from fcsd.parallel.join import join_launch
     from fcsd.pipeline.calibrate import calibrate_folder
 
     launch = join_launch()

@@ -183,7 +183,7 @@ def expert_parallel_argument(parser: ArgumentParser) -> None:
 
 def launch_of(arguments: argparse.Namespace) -> Launch:
     """Join the launch with the options of `expert_parallel_argument`, if any."""
-    from fcsd.parallel.launch import join_launch
+    from fcsd.parallel.join import join_launch
 
     options = {
         name: value
@@ -210,7 +210,7 @@ def connectivity_arguments(parser: ArgumentParser, layers: str | None = None) ->
     layers: the default of --layers; None where an absent option must be told from
     `all` (see `connectivity_of`).
     """
-    from fcsd.model.config import ConnectivityConfig
+    from fcsd.model.connectivity.config import ConnectivityConfig
 
     help = (
         "layers to rewire: all | moe | none | first:8 | first:50%% | last:90%% | 0,2,5"

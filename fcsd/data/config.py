@@ -3,12 +3,13 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from fcsd.base.strict import Strict, like, option, parse_yaml, validate
 from fcsd.data.columns import Column, check_meanings
+from fcsd.data.rows_config import RowsConfig
 from fcsd.model.config import ModelConfig
 
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
@@ -85,23 +86,6 @@ class DecontaminateConfig(Strict):
 
     suite: str  # name in eval/suites, or a path: the items of its tasks
     ngram: int = Field(13, ge=5)
-
-
-class RowsConfig(Strict):
-    """The rows of tokens that a text becomes; `fcsd.FCSDConfig` also has these keys."""
-
-    max_length: int = option(4096, "tokens in one row of the text", gt=1)
-    packing: bool = option(
-        True, "several examples share a row; they do not attend to each other"
-    )
-    on_bad_row: Literal["error", "skip"] = option(
-        "error",
-        "for an example that cannot be tokenized: error ends the run, skip leaves it"
-        " out, up to 1 %, and ten in any case",
-    )
-    loss_on: Literal["response", "all"] = option(
-        "response", "tokens that the loss is computed on: response or all"
-    )
 
 
 class TrainingDataConfig(RowsConfig):

@@ -37,6 +37,7 @@ from fcsd.evaluation.suites import dataset_location, definition_folder
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
+from fcsd.parallel.stages import begin_stage, finish_stage
 
 FINISHED_TASKS = "finished-tasks"
 _DEFINITION = ", its definition"
@@ -270,7 +271,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
             (stage.folder / "manifest.json").unlink()
 
     launch.ranks.from_first(take_back)
-    return launch.begin(stage)
+    return begin_stage(stage, launch)
 
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
@@ -299,7 +300,7 @@ def _leave(
         write_result(result, samples, stage.folder)
         with new_folder(stage.folder / "lm_eval") as new:
             write_lm_eval(result, samples, new)
-    launch.finish(stage, {"mean": result["mean"]})
+    finish_stage(stage, launch, {"mean": result["mean"]})
     _drop_finished_tasks(stage, launch)
 
 

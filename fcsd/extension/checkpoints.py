@@ -10,7 +10,8 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
     read_checkpoint_json,
 )
-from fcsd.model.connectivity.spec import TRAINED, Connectivity, resolve_layers
+from fcsd.model.connectivity.marks import TRAINED
+from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.model.families import PREFIX, base_model_type
 from fcsd.model.inspect.checkpoint import find_source
 

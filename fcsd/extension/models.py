@@ -10,10 +10,12 @@ from fcsd.model.families.choices import Routed, recording
 from fcsd.model.families.routers import Router, find_routers
 from fcsd.model.families.structure import unwrapped
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
-from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import Launch
 from fcsd.parallel.overlap.transport import AllToAll, SendReceive, Transport
 from fcsd.parallel.place import check_device_map, load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.training.calibration.shards import write_changed
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Router",
     "SendReceive",
     "Transport",
+    "begin_stage",
     "capacity",
     "carry_over",
     "check_device_map",
@@ -35,6 +38,7 @@ __all__ = [
     "expert_counts",
     "find_model",
     "find_routers",
+    "finish_stage",
     "free_memory",
     "input_device",
     "join_launch",

@@ -42,7 +42,7 @@ from torch.distributed.fsdp import (
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.dtypes import kept_in_float32, kept_routers
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import head_and_body

@@ -28,6 +28,7 @@ from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.recipe.layout import MAIN
@@ -60,13 +61,13 @@ def calibrate(
         _stage(calibrated_run, run.layout.calibration(variant or MAIN)),
     )
     partial, model = stage.folder / "partial", stage.folder / "model"
-    if launch.begin(stage) != "finished":
+    if begin_stage(stage, launch) != "finished":
         note = launch.ranks.from_first(lambda: _whole(partial, model))
         if note is None:
             results = _solve(calibrated_run, stage, on_bad_row)
             note = launch.ranks.from_first(lambda: _note_whole(partial, results))
         launch.ranks.from_first(lambda: _rename(partial, model))
-        launch.finish(stage, note["results"], outputs=note["outputs"])
+        finish_stage(stage, launch, note["results"], outputs=note["outputs"])
         if launch.first:
             results = note["results"]
             extent = f"{results['tokens']:,} tokens, {len(results['layers'])} layers"

@@ -19,7 +19,7 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import named_tasks
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers

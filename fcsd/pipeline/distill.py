@@ -8,7 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from fcsd.base.artifact import Stage, differences, read_manifest
+from fcsd.base.artifact import Stage, read_manifest
+from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
@@ -20,6 +21,7 @@ from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.calibrate import calibrated_start
 from fcsd.pipeline.checks import check_overlap, check_training
 from fcsd.pipeline.context import Run
@@ -50,7 +52,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     }
     inputs = launch.ranks.from_first(lambda: _training_inputs(run))
     stage = Stage(folder, "sweep", settings, inputs, may_change(recipe.train))
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         _tell_choice(read_manifest(folder)["results"], launch)
         return stage
     check_training(run, recipe.sweep.batch_size_tokens)
@@ -85,7 +87,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     if launch.first:
         write_ready_recipe(recipe, result, folder)
         plot_sweep(result, folder)
-    launch.finish(stage, result | exclusions(rows, folder, launch))
+    finish_stage(stage, launch, result | exclusions(rows, folder, launch))
     _tell_choice(result, launch)
     return stage
 
@@ -116,7 +118,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     stage = Stage(
         folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train)
     )
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         remove_checkpoints(folder, launch)
         return stage
     check_training(run)
@@ -124,8 +126,8 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     start = calibrated_start(main_run, variant)
     # Zero steps leave the weights that a training would start from, for comparison.
     if not recipe.train.max_steps:
-        launch.finish(
-            stage, _leave_start(run, start, folder / "model"), folder / "model"
+        finish_stage(
+            stage, launch, _leave_start(run, start, folder / "model"), folder / "model"
         )
         return stage
     rows = training_rows(recipe.data, run.tokenizer, run)
@@ -135,7 +137,9 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     )
     with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
-    launch.finish(stage, results | exclusions(rows, folder, launch), folder / "model")
+    finish_stage(
+        stage, launch, results | exclusions(rows, folder, launch), folder / "model"
+    )
     remove_checkpoints(folder, launch)
     return stage
 

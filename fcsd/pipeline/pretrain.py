@@ -18,6 +18,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.checkpoint import find_folder
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.load import load_tokenizer
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, pretraining_rows
@@ -55,7 +56,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
 
     inputs = launch.ranks.from_first(read)
     stage = Stage(folder, "pretrain", settings, inputs, may_change(section.train))
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         remove_checkpoints(folder, launch)
         return stage
     check_settings(section.train, section.data, launch, "pretrain.")
@@ -90,7 +91,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
         remaining=run.progress.left if run.progress is not None else None,
     )
     results = train(training) | exclusions(rows, folder, launch)
-    launch.finish(stage, results, folder / "model")
+    finish_stage(stage, launch, results, folder / "model")
     remove_checkpoints(folder, launch)
     return stage
 

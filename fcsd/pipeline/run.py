@@ -19,6 +19,7 @@ from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.parallel.place import load_for_evaluation
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
@@ -51,15 +52,16 @@ def convert(run: Run) -> Stage:
     settings = {"connectivity": recipe.connectivity.model_dump(mode="json")}
     inputs = launch.ranks.from_first(lambda: original.fingerprints("original"))
     stage = Stage(run.layout.convert, "convert", settings, inputs)
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         return stage
     model = run.layout.model("converted")
     # A run may have been killed between the conversion and its manifest.
     if launch.first and not model.is_dir():
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
-    launch.finish(
+    finish_stage(
         stage,
+        launch,
         {"model": {"path": recipe.model_path, "revision": recipe.model.revision}},
         model,
     )

@@ -32,13 +32,8 @@ from fcsd.evaluation.config import (
     TaskConfig,
     named_tasks,
 )
-from fcsd.model.config import (
-    AdapterConfig,
-    ConnectivityConfig,
-    ModelConfig,
-    ShardedTeacherConfig,
-    TeacherConfig,
-)
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import (
     CalibrationConfig,
@@ -47,6 +42,11 @@ from fcsd.training.config import (
     TrainConfig,
 )
 from fcsd.training.losses.objectives import KLObjectiveConfig, ObjectiveConfig
+from fcsd.training.teachers.config import (
+    AdapterConfig,
+    ShardedTeacherConfig,
+    TeacherConfig,
+)
 
 _VARIANT_SECTIONS = (
     "connectivity", "calibration", "data", "objective", "teacher", "lora", "train", "early_stopping", "seed",

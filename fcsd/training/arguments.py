@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
-from fcsd.data.config import RowsConfig
+from fcsd.data.rows_config import RowsConfig
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
 from fcsd.training.config import SafetyConfig, Sections, TrainConfig

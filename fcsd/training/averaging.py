@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from fcsd.model.connectivity.spec import changed_by
+from fcsd.model.connectivity.marks import changed_by
 from fcsd.parallel.parts import Part, compute_with, parts_of
 from fcsd.parallel.state import read_average
 

@@ -7,7 +7,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import Strict, option
-from fcsd.data.config import RowsConfig
+from fcsd.data.rows_config import RowsConfig
 from fcsd.model.config import check_capacity
 from fcsd.training.losses.objectives import ObjectiveConfig
 

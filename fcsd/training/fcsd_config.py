@@ -15,17 +15,16 @@ from transformers import TrainingArguments
 
 from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.strict import Strict, validate
-from fcsd.data.config import RowsConfig
-from fcsd.model.config import ConnectivityConfig, ModelConfig
+from fcsd.data.rows_config import RowsConfig
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, connectivity_of
-from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
 from fcsd.training.config import (
     ScheduleConfig,
     Sections,
     TrainConfig,
     UpdateConfig,
-    micro_batches,
 )
 from fcsd.training.losses.objectives import OBJECTIVES, KLObjectiveConfig
 from fcsd.training.python_words import python_words, with_known_names
@@ -351,37 +350,6 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
         for name, section in (("train", UpdateConfig), ("data", RowsConfig)):
             raw[name] = {key: getattr(self, key) for key in section.model_fields}
         return validate(Sections, raw, "FCSDConfig")
-
-    def fit_to_engine(self, train: UpdateConfig, launch: Launch) -> None:
-        """Set the fields that depend on the engine and on the batch of a step; train:
-        the arguments as a section.
-        """
-        # The batch is given in tokens: rows and micro-batches follow from it.
-        if self.batch_size_tokens is not None:
-            self.per_device_train_batch_size, self.gradient_accumulation_steps = (
-                micro_batches(train, self.max_length, launch.ranks.size)
-            )
-        if launch.engine.shards:
-            # A sharded model is computed in bfloat16 by its parameters, not by
-            # autocast.
-            self.bf16, self.mixed_precision = False, "no"
-        # Without this FSDP2 would keep unsharded gradients between the micro-batches of
-        # a step.
-        accumulation = {"sync_each_batch": launch.engine.has_dtensors}
-        self.accelerator_config.gradient_accumulation_kwargs = accumulation  # type: ignore[union-attr]
-        # The re-entrant variant passes gradients only through tensors of flat outputs.
-        if (
-            self.activation_checkpointing
-            and self.activation_checkpointing_kwargs is None
-        ):
-            self.activation_checkpointing_kwargs = {"use_reentrant": False}
-
-    def rows_of_a_step(self, launch: Launch) -> int:
-        return (
-            self.per_device_train_batch_size
-            * self.gradient_accumulation_steps
-            * launch.ranks.size
-        )
 
     def connectivity(self) -> Connectivity | None:
         """Return the connectivity to give a model; None where `layers` is not set."""

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from fcsd.model.autocast import float32_routers
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
 from fcsd.training.checkpoints import restore_if_complete
-from fcsd.training.config import Sections, UpdateConfig
-from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.config import Sections, micro_batches
 from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
 from fcsd.training.prepare import (
@@ -33,35 +32,52 @@ from fcsd.training.prepare import (
     prepare_student,
 )
 from fcsd.training.record import TrainingRecord
-from fcsd.training.row_order import EpochRows, ReadsWholeSteps
+from fcsd.training.row_order import EpochRows, ReadsWholeSteps, step_rows
 from fcsd.training.trainer import DistillTrainer
 
 
 def begin(
-    args: FCSDConfig, train: UpdateConfig, launch: Launch, *, of_recipe: bool
+    args: TrainingArguments, sections: Sections, launch: Launch, *, of_recipe: bool
 ) -> TrainingRecord:
     """Seed the random generators, and fit the arguments to the launch; return the
     record of those that were given.
     """
     set_seed(args.seed)
-    record = TrainingRecord(args, train, launch, of_recipe=of_recipe)
-    args.fit_to_engine(train, launch)
+    record = TrainingRecord(args, sections, launch, of_recipe=of_recipe)
+    fit_to_engine(args, sections, launch)
     return record
+
+
+def fit_to_engine(args: TrainingArguments, sections: Sections, launch: Launch) -> None:
+    """Set the arguments that depend on the engine and on the batch of a step."""
+    # The batch is given in tokens: rows and micro-batches follow from it.
+    if sections.train.batch_size_tokens is not None:
+        args.per_device_train_batch_size, args.gradient_accumulation_steps = (
+            micro_batches(sections.train, sections.data.max_length, launch.ranks.size)
+        )
+    if launch.engine.shards:
+        # A sharded model is computed in bfloat16 by its parameters, not by autocast.
+        args.bf16, args.mixed_precision = False, "no"
+    # Without this FSDP2 would keep unsharded gradients between the micro-batches of a
+    # step.
+    accumulation = {"sync_each_batch": launch.engine.has_dtensors}
+    args.accelerator_config.gradient_accumulation_kwargs = accumulation  # type: ignore[union-attr]
+    # The re-entrant variant passes gradients only through tensors of flat outputs.
+    if args.activation_checkpointing and args.activation_checkpointing_kwargs is None:
+        args.activation_checkpointing_kwargs = {"use_reentrant": False}
 
 
 class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
-    ready: models and rows. sections: a recipe's own, or those of `args`. record: from
-    `begin`. compared: the teacher, also where the objective has none.
+    ready: models and rows. args, record: from `begin`. sections: a recipe's own, or
+    those of an `FCSDConfig`. compared: the teacher, also where the objective has none.
     """
-
-    args: FCSDConfig
 
     def __init__(
         self,
         ready: Ready,
-        args: FCSDConfig,
+        args: TrainingArguments,
         *,
         sections: Sections,
         record: TrainingRecord,
@@ -77,8 +93,9 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
             student,
             under_autocast=args.bf16 and not launch.engine.shards,
         )
+        self.max_length = sections.data.max_length
         self.row_order = EpochRows.of(
-            ready.rows, args.rows_of_a_step(launch), args.max_length
+            ready.rows, step_rows(args, launch.ranks.size), self.max_length
         )
         finish_zero_settings(args, train, launch.engine)
         super().__init__(
@@ -117,9 +134,12 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
         """Train from a checkpoint that is known to be intact; None: from the beginning."""
         if checkpoint is not None:
             self.record.refuse_another(checkpoint)
-        length, device = self.args.max_length, self.launch.device
         explained = explain_oom(
-            self.plain_model, self.teacher, self.settings, length, device
+            self.plain_model,
+            self.teacher,
+            self.settings,
+            self.max_length,
+            self.launch.device,
         )
         with self.with_loss_head(), explained:
             # A run that was killed after its last step has nothing left to train.

@@ -17,15 +17,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import changed_settings, differences
+from transformers import TrainingArguments
+
+from fcsd.base.differences import changed_settings, differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.fingerprints import write_sealed
 from fcsd.data.dates import NOTED
 from fcsd.parallel.launch import Launch
 from fcsd.training.argument_rules import MAY_CHANGE_ARGUMENTS
-from fcsd.training.config import UpdateConfig
-from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.config import Sections
+from fcsd.training.row_order import step_rows
 
 RECORD_FILE = "record.json"  # in each checkpoint
 
@@ -48,7 +50,7 @@ _LEFT_OUT = {
 }
 
 
-def _given_settings(args: FCSDConfig) -> dict[str, Any]:
+def _given_settings(args: TrainingArguments) -> dict[str, Any]:
     """Return the arguments that the weights depend on."""
     settings = {
         name: value
@@ -65,16 +67,15 @@ def _given_settings(args: FCSDConfig) -> dict[str, Any]:
 
 
 def _cut_settings(
-    args: FCSDConfig, train: UpdateConfig, launch: Launch
+    args: TrainingArguments, sections: Sections, launch: Launch
 ) -> dict[str, Any]:
     """Return the tokens of a step, and how they are divided if the weights depend on
     that.
 
     args: after `fit_to_engine`.
     """
-    settings: dict[str, Any] = {
-        "batch_size_tokens": args.rows_of_a_step(launch) * args.max_length
-    }
+    rows, train = step_rows(args, launch.ranks.size), sections.train
+    settings: dict[str, Any] = {"batch_size_tokens": rows * sections.data.max_length}
     # A capacity is one of a forward pass.
     if train.capacity_factor is not None:
         settings["per_device_train_batch_size"] = args.per_device_train_batch_size
@@ -93,10 +94,15 @@ class TrainingRecord:
     """
 
     def __init__(
-        self, args: FCSDConfig, train: UpdateConfig, launch: Launch, *, of_recipe: bool
+        self,
+        args: TrainingArguments,
+        sections: Sections,
+        launch: Launch,
+        *,
+        of_recipe: bool,
     ):
         self.args = args
-        self.train = train
+        self.sections = sections
         self.launch = launch
         self.of_recipe = of_recipe
         self._given = self._fit = _given_settings(args)
@@ -125,7 +131,7 @@ class TrainingRecord:
         """The settings with which the training runs, including arguments that were set
         after the trainer was made.
         """
-        cut = _cut_settings(self.args, self.train, self.launch)
+        cut = _cut_settings(self.args, self.sections, self.launch)
         # The stage of a recipe has recorded and compared everything else.
         if self.of_recipe:
             return cut

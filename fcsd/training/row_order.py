@@ -16,11 +16,18 @@ from torch.utils.data import RandomSampler, Sampler, Subset
 from fcsd.base.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import Trainer, TrainingArguments
 else:
     Trainer = object
 
 _WARNED = 0.05  # share of the rows
+
+
+def step_rows(args: "TrainingArguments", num_ranks: int) -> int:
+    """Return the rows of one optimiser step, over all ranks."""
+    return (
+        args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
+    )
 
 
 class EpochRows(Sampler[int]):

@@ -32,7 +32,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import STEPS_BAR, nats, progress_bar
-from fcsd.data.config import RowsConfig
+from fcsd.data.rows_config import RowsConfig
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
 from fcsd.parallel.engine import checkpoints_activations, engine_environment
@@ -83,7 +83,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     stopping, bar = None, ProgressBar(run.description, run.remaining)
     try:
         args = _arguments(run)
-        record = begin(args, run.train, run.launch, of_recipe=True)
+        record = begin(args, run.sections, run.launch, of_recipe=True)
         # Read before the student is cast to the dtype of the training.
         dtypes = run.launch.ranks.from_first(partial(saved_dtypes, run.student))
         trainer = ReadyTrainer(

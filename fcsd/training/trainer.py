@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
-from fcsd.model.connectivity.spec import TRAINED
+from fcsd.model.connectivity.marks import TRAINED
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.parts import begin_in_float32

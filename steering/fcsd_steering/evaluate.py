@@ -23,7 +23,13 @@ from fcsd.extension.evaluation import (
     configuration_fingerprint,
     test_set_fingerprints,
 )
-from fcsd.extension.models import Launch, ModelFolder, load_tokenizer
+from fcsd.extension.models import (
+    Launch,
+    ModelFolder,
+    begin_stage,
+    finish_stage,
+    load_tokenizer,
+)
 from fcsd_steering.routing.bias import BiasTables, router_bias
 
 FINISHED_TASKS = "finished-tasks"
@@ -107,7 +113,7 @@ class SteeredEvaluation:
             }
         )
         stage = Stage(folder, "steer", settings, inputs)
-        if launch.begin(stage) != "finished":
+        if begin_stage(stage, launch) != "finished":
             self._evaluate(stage, launch, load(), measure)
         # A kill may have left finished tasks after the stage had finished.
         if launch.first:
@@ -163,7 +169,7 @@ class SteeredEvaluation:
             result |= measure(self.tables)
         if launch.first:
             result.save(stage.folder)
-        launch.finish(stage, {"mean": result["mean"]})
+        finish_stage(stage, launch, {"mean": result["mean"]})
 
 
 def model_inputs(model: ModelFolder, name: str = "model") -> dict[str, str]:

@@ -27,8 +27,10 @@ from fcsd.extension.evaluation import (
 )
 from fcsd.extension.models import (
     Launch,
+    begin_stage,
     expert_counts,
     find_routers,
+    finish_stage,
     free_memory,
     load_for_evaluation,
     row_width,
@@ -200,7 +202,7 @@ class _SteeredModel:
             }
         )
         stage = Stage(tables_folder(self.folder, self.name), "steer", settings, inputs)
-        if self.launch.begin(stage) == "finished":
+        if begin_stage(stage, self.launch) == "finished":
             return
         table_files = {name: self._place(name) for name in self.names}
         # A stage that was interrupted makes only the tables that it has not written.
@@ -212,7 +214,7 @@ class _SteeredModel:
             if self.launch.first:
                 write_tables(table_files[name], tables)
         self.launch.wait()
-        self.launch.finish(stage, {"unbiased": self.sweep.unbiased()})
+        finish_stage(stage, self.launch, {"unbiased": self.sweep.unbiased()})
 
     def evaluate(self, name: str) -> None:
         """Evaluate the model under the bias `name`, unless that is finished."""

@@ -20,7 +20,7 @@ from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd_steering.cli import main

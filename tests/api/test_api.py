@@ -460,7 +460,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "evaluate_model",
         {"model": "BASE", "launch": 3},
-        "launch: an int; what fcsd.parallel.launch.join_launch",
+        "launch: an int; what fcsd.parallel.join.join_launch",
     ),
     (
         "compare",

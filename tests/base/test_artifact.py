@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.artifact import Stage, differences
+from fcsd.base.artifact import Stage
+from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_file_place,

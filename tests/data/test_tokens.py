@@ -29,7 +29,7 @@ from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import _folder_names as folder_names
 from fcsd.pipeline.rows import training_rows

@@ -29,7 +29,7 @@ from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
 from fcsd.evaluation.stage import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.model.config import ModelConfig
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer

@@ -20,7 +20,7 @@ from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line

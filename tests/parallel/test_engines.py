@@ -32,7 +32,8 @@ from fcsd.parallel.engine import (
     requested_engine,
 )
 from fcsd.parallel.gathered import gathered_once
-from fcsd.parallel.launch import Launch, join_launch
+from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import Launch
 from fcsd.parallel.parts import first_row
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.ranks import is_sharded

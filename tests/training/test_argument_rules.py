@@ -12,9 +12,10 @@ from transformers import TrainingArguments
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import TrainerInputs
 from fcsd.base.errors import UserError
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
+from fcsd.training.fcsd_trainer import fit_to_engine
 from tests.reference.tiny import tiny_model
 
 
@@ -149,7 +150,7 @@ def test_a_batch_in_tokens_and_the_same_one_in_rows_agree(tmp_path: Path) -> Non
     args, launch = FCSDConfig(str(tmp_path), max_length=32, **values), join_launch()
     for _ in range(2):  # as of two trainers with the same arguments
         TrainerInputs(args, launch)
-        args.fit_to_engine(args.sections().train, launch)
+        fit_to_engine(args, args.sections(), launch)
         assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (
             2,
             4,

@@ -28,7 +28,7 @@ from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.positions import num_positions
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 
 _HELP = """\

@@ -39,10 +39,10 @@ from fcsd.model.families import (
 from fcsd.model.families.refused import REFUSED
 from fcsd.model.quantised.methods import (
     Quantisation,
-    is_left_over,
     said_quantisation,
     without_quantisation,
 )
+from fcsd.model.quantised.tensors import is_left_over
 
 CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code

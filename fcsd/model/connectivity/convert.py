@@ -15,6 +15,7 @@ from fcsd.model.connectivity.modeling import (
     without_farskip,
 )
 from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import Family, family_of, moe_mask
 
 
@@ -83,9 +84,7 @@ def unconvert_model(model: Any) -> None:
 def farskip_layers(model: nn.Module) -> list[int]:
     """Return the indices of the layers that are rewired now, read from the layers
     themselves; [] for a regular model."""
-    return list(
-        rewire.rewired_layers(rewire.decoder_layers(model, family_of(model.config)))
-    )
+    return list(rewire.rewired_layers(decoder_layers(model, family_of(model.config))))
 
 
 def pipeline_cuts(model: nn.Module) -> list[int]:
@@ -95,7 +94,7 @@ def pipeline_cuts(model: nn.Module) -> list[int]:
     Before any other layer the stream is the pair (o, o - routed): two tensors of the
     same shape.
     """
-    return rewire.pipeline_cuts(rewire.decoder_layers(model, family_of(model.config)))
+    return rewire.pipeline_cuts(decoder_layers(model, family_of(model.config)))
 
 
 def _family(model: Any) -> Family:
@@ -126,10 +125,10 @@ def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
     not stay in flight.
     """
     for k, (layer, moe) in enumerate(
-        zip(rewire.decoder_layers(model, family), mask, strict=True)
+        zip(decoder_layers(model, family), mask, strict=True)
     ):
         block: Any = getattr(layer, family.moe)
-        if moe and not rewire.is_one_of(block, family.moe_block):
+        if moe and not is_one_of(block, family.moe_block):
             raise ValueError(
                 f"layer {k}: `{family.moe}` is a {type(block).__name__}, not"
                 f" {family.moe_block}; convert the model before it is wrapped or"

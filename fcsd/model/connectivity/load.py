@@ -32,12 +32,11 @@ from fcsd.model.connectivity.modeling import (
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.dtypes import PLAIN
 from fcsd.model.families import Family, family_of, moe_mask
-from fcsd.model.quantised.methods import (
+from fcsd.model.quantised.methods import why_not_loaded, without_quantisation_fields
+from fcsd.model.quantised.tensors import (
     missing_tensors,
     quantised_tensors,
     quantised_without_word,
-    why_not_loaded,
-    without_quantisation_fields,
 )
 
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")

@@ -2,7 +2,7 @@
 source as a module of fcsd. A multimodal wrapper's class is
 `FarSkip<Family>ForConditionalGeneration`.
 
-One text a family: `layer.py` and `rewire.py`, the family's names as a literal, and
+One text a family: `stack.py`, `layer.py` and `rewire.py`, the family's names as a literal, and
 static classes; before these the family's own (`fcsd.model.connectivity.classes`) where
 transformers has none. fcsd imports it as
 `fcsd.model.connectivity.generated.<model_type>`; `save_pretrained` writes it as
@@ -165,8 +165,10 @@ def _embedded(file: str) -> str:
 
 
 def rewiring_source() -> str:
-    """Return the text of `layer.py` and `rewire.py` as one module, which imports torch only."""
-    return "\n\n".join(map(_embedded, ("layer.py", "rewire.py")))
+    """Return the text of `stack.py`, `layer.py` and `rewire.py` as one module, which
+    imports torch only.
+    """
+    return "\n\n".join(map(_embedded, ("stack.py", "layer.py", "rewire.py")))
 
 
 def modeling_source(family: Family) -> str:

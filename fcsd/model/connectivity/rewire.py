@@ -1,5 +1,5 @@
-"""The rewiring of a model's decoder layers. Self-contained with `layer`: both are
-shipped in checkpoints, as one text.
+"""The rewiring of a model's decoder layers. Self-contained with `stack` and `layer`: they
+are shipped in checkpoints, as one text.
 
     o_k = o_{k-1} + attn_k(a) + shared_k(m) + routed_k(m)
 
@@ -17,6 +17,7 @@ from typing import Any, cast
 from torch import nn
 
 from fcsd.model.connectivity.layer import LayerPlan, block_class, layer_class
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 
 _OWN_FORWARD = (
     "has its own `forward` (from device_map, accelerate hooks or kernels), which would"
@@ -31,33 +32,6 @@ def _edit_streams(model: Any, method: str, hidden_states: Any, *args: Any) -> An
     if isinstance(hidden_states, tuple):
         return tuple(edit(model, stream, *args) for stream in hidden_states)
     return edit(model, hidden_states, *args)
-
-
-def is_one_of(module: nn.Module, names: Any) -> bool:
-    """Return whether a module's class has one of these names, or was made from such a
-    class (FSDP2, the rewiring).
-    """
-    names = names if isinstance(names, tuple) else (names,)
-    return any(cls.__name__ in names for cls in type(module).__mro__)
-
-
-def decoder_layers(model: nn.Module, family: Any) -> nn.ModuleList:
-    """Return the one ModuleList of the family's decoder layers (`get_decoder()` is not
-    reliable: Llama4ForCausalLM)."""
-    stacks = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(is_one_of(layer, family.decoder_layer) for layer in module)
-    ]
-    if len(stacks) != 1:
-        raise ValueError(
-            f"{type(model).__name__}: {len(stacks)} stacks of {family.decoder_layer}"
-            f" found, one is needed, as in transformers' {family.upstream}; rewire"
-            " before anything wraps layers"
-        )
-    return stacks[0]
 
 
 def rewired_layers(stack: nn.ModuleList) -> Iterator[int]:

@@ -19,11 +19,6 @@ or a selection."""
 VERSION = 1
 """Version of the `farskip` field in a checkpoint's config."""
 
-CALIBRATED, TRAINED = "farskip_calibration", "farskip_trained"
-"""Keys of a config: what has changed its weights since they were the original's. They
-stay when it is unconverted.
-"""
-
 _ALLOWED = (
     "all, moe, none, first:N, last:N, first:P%, last:P%, or layer indices such as 0,2,5"
     " or 1-5"
@@ -437,16 +432,3 @@ def field_text(field: Mapping[str, Any]) -> str:
     return (
         f"layers {field['layers']}, attention {field['attention']}, mlp {field['mlp']}"
     )
-
-
-def changed_by(config: Any) -> str | None:
-    """Return "trained" or "calibrated" where a config, or its dictionary, says that the
-    weights are not the original's.
-
-    None: nothing is recorded; a training outside fcsd records nothing.
-    """
-    values = config if isinstance(config, Mapping) else vars(config)
-    # A calibrated model may have been trained since, and then has both keys.
-    if TRAINED in values:
-        return "trained"
-    return "calibrated" if CALIBRATED in values else None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import Family
 from fcsd.model.inspect.table import PARTS
 

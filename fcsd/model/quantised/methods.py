@@ -1,23 +1,20 @@
-"""A checkpoint's quantisation fields, whether its tensors agree with them, and whether
-transformers can load it.
+"""A checkpoint's quantisation fields, and whether weights with them can be loaded and
+trained.
 
 The fields are in `quantization_config` of the config or of its `text_config`; NVIDIA's
 ModelOpt writes them to `hf_quant_config.json` beside it. The fields may be left over:
 weights that somebody has dequantised, or a conversion.
 
-Not covered: the numbers; a method names and packs its tensors as it likes.
+Not covered: the tensors (`fcsd.model.quantised.tensors`).
 """
 
 import copy
-import re
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import one_line
 from fcsd.base.files import read_json
-from fcsd.base.weights import CONFIG
 
 FIELD = "quantization_config"
 DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
@@ -25,20 +22,6 @@ DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 _TRAINED = ("mxfp4",)
 """Methods whose weights transformers loads in bfloat16, and saves so."""
 MODELOPT = "hf_quant_config.json"
-_INTEGERS = ("U8", "I8")
-_OWN_NAMES = re.compile(
-    r".*(\.weight_(scale|scale_inv|scale_2|packed|global_scale|shape|zero_point)|_scale_inv|_weight_scale\w*"
-    r"|[._]input_(scale|global_scale)|\.(qweight|qzeros|scales|[kv]_scale|weight\.absmax)|_proj_(blocks|scales))"
-)
-"""Names that quantisation gives its tensors."""
-_EXPERT = re.compile(
-    r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>down|gate_up|gate|up)_proj\..+"
-)
-_SCALE = re.compile(r"(.+?)_(scale\w*|scales)")
-_SCALES = re.compile(
-    r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale"
-)
-"""What stands behind a module's name and holds none of its weights."""
 _NOT_LOADED = {
     "nvfp4": (
         "transformers creates it from plain weights, and cannot load NVFP4 weights"
@@ -46,15 +29,12 @@ _NOT_LOADED = {
 }
 
 
-_PACKING = frozenset({
+PACKING = frozenset({
     "auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8", "nvfp4",
 })  # fmt: skip
 """Methods whose checkpoints hold tensors that `quantised_tensor` knows. Others quantise
 plain ones when they load.
 """
-
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Quantisation(NamedTuple):
@@ -135,24 +115,6 @@ def without_quantisation_fields(config: Any) -> Any:
     return config
 
 
-def quantised_tensors(dtypes: Mapping[str, str]) -> list[str]:
-    """Return the names of tensors that are quantised, or exist because others are."""
-    return [
-        name
-        for name, dtype in dtypes.items()
-        if dtype.startswith(("F8", "F4", "F6"))
-        or dtype in _INTEGERS
-        or _OWN_NAMES.fullmatch(name)
-    ]
-
-
-def is_left_over(quantisation: Quantisation, dtypes: Mapping[str, str]) -> bool:
-    """Return whether tensors are plain that would be quantised according to the
-    fields.
-    """
-    return quantisation.method in _PACKING and not quantised_tensors(dtypes)
-
-
 def why_not_loaded(quantisation: Quantisation) -> str | None:
     """Return why no transformers of this version loads such weights, where it is known
     before they are read.
@@ -188,7 +150,7 @@ def why_not_trained(quantisation: Quantisation | None) -> str | None:
     """
     if (
         quantisation is None
-        or quantisation.method not in _PACKING
+        or quantisation.method not in PACKING
         or quantisation.method in _TRAINED
     ):
         return None
@@ -218,58 +180,3 @@ def why_not_here(config: Mapping[str, Any]) -> str | None:
     except Exception as error:  # each method has its own kinds
         return one_line(error)
     return None
-
-
-def missing_tensors(
-    expected: Shapes, dtypes: Mapping[str, str], tied: Collection[str]
-) -> list[str]:
-    """Return a plain model's tensors that no tensor of a quantised checkpoint could
-    hold.
-
-    A method may rename a tensor and add others, but their names begin with that of the
-    module (`x.weight` -> `x.weight_packed`, `x.qweight`) or of the parameter
-    (`down_proj` -> `down_proj_blocks`). It may give each expert a module where the
-    family has one tensor for all. FP8 needs its scales, too.
-    """
-    held: set[str] = set()
-    experts: dict[str, set[str]] = defaultdict(set)
-    for name in dtypes:
-        module, _, last = name.rpartition(".")
-        held.add(name)
-        # A scale belongs to a weight; alone it holds nothing.
-        if _SCALES.fullmatch(last) or _SCALE.fullmatch(name):
-            continue
-        held.add(re.sub(r"_(blocks|packed)$", "", name))
-        # Whatever else a module has (`qweight`, `weight_packed`) may be its weight; a
-        # bias may not.
-        if last != "bias":
-            held.add(f"{module}.weight")
-            if match := _EXPERT.fullmatch(name):
-                experts[f"{match['experts']}.{match['part']}_proj"].add(match["index"])
-    # A family's one tensor for all experts may be a module for each in the files. It is
-    # there when they are as many as its first dimension.
-    for name, shape in expected.items():
-        parts = [name]
-        if "gate_up" in name:
-            parts += [name.replace("gate_up", part) for part in ("gate", "up")]
-        counts = [len(experts[part]) for part in parts]
-        if shape and shape[0] in (counts[0], min(counts[1:], default=0)):
-            held.add(name)
-    # Without its scales an FP8 tensor is not the weight.
-    scaled = {match[1] for name in dtypes if (match := _SCALE.fullmatch(name))}
-    lacking = [
-        f"{name}_scale_inv"
-        for name, dtype in dtypes.items()
-        if dtype.startswith("F8") and name not in scaled and not _SCALE.fullmatch(name)
-    ]
-    return [
-        name for name in expected if name not in held and name not in tied
-    ] + lacking
-
-
-def quantised_without_word(folder: Path, name: str, dtype: str) -> UserError:
-    """Return the error of quantised weights of which no file says how to read them."""
-    return UserError(
-        f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither"
-        f" {FIELD} in {CONFIG} nor {MODELOPT} says how; fetch the config again"
-    )

@@ -29,7 +29,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint_json,
 )
 from fcsd.model.connectivity.load import check_tensors, config_and_class
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.quantised.copy import (
     CHUNK_VALUES,
     SHARD_BYTES,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import family_of
 from fcsd.model.families.family import Family
 from fcsd.parallel.overlap.attention import asks_registry, wrap_registry

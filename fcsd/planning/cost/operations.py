@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.rewire import decoder_layers, is_one_of
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import (
     Family,
     expert_counts,

@@ -12,10 +12,9 @@ import torch
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
-from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_config_class, base_model_class
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import EXPERTS, Family, family_of
 from fcsd.model.inspect import inspect_model
@@ -29,6 +28,7 @@ from fcsd.planning.cost.trace import Setting, Trace, trace_step
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig, ObjectiveConfig
+from fcsd.training.teachers.config import AdapterConfig
 from fcsd.training.teachers.lora import add_adapters
 
 

@@ -15,7 +15,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     named_tasks,
 )
-from fcsd.model.config import ConnectivityConfig
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig
 

@@ -47,13 +47,14 @@ from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.load import load_config
-from fcsd.model.connectivity.rewire import decoder_layers
-from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.connectivity.marks import CALIBRATED
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer, to_device
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.settings import KL, Study, metrics, selections, suite_of
 from fcsd.training.calibration.checkpoint import take_rows
@@ -173,7 +174,7 @@ def study_layers(
     mask = layer_mask(model)
     points = selections(study, len(mask))
     stage = ranks.from_first(lambda: layers_stage(study, model, folder))
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         return stage
     path = folder / "layers.json"
     # Only the first rank reads the points of a killed study, because all ranks must
@@ -230,7 +231,7 @@ def study_layers(
                 add(*remaining)
     if ranks.first:
         draw(result, folder / "layers.png")
-    launch.finish(stage, {})
+    finish_stage(stage, launch, {})
     return stage
 
 

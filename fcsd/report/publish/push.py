@@ -22,12 +22,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from fcsd.base.artifact import (
-    differences,
-    model_outputs,
-    read_manifest,
-    without_hash,
-)
+from fcsd.base.artifact import model_outputs, read_manifest, without_hash
+from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed

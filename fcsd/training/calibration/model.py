@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fcsd.base.errors import UserError, check_kind
 from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
-from fcsd.model.connectivity.spec import CALIBRATED
+from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk

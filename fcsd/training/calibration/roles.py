@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fcsd.model.connectivity.rewire import is_one_of
+from fcsd.model.connectivity.stack import is_one_of
 from fcsd.model.families import Family
 from fcsd.model.families.folding import READS, WRITES, Folding
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fcsd.data.batches import Batch
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import Family
 from fcsd.training.losses.head import body_hidden
 

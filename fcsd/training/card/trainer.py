@@ -13,8 +13,8 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_text
 from fcsd.base.text import nats
+from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.modeling import auto_map
-from fcsd.model.connectivity.spec import changed_by
 from fcsd.model.families import family_of
 from fcsd.training.card.card import card_of, public_name
 from fcsd.training.card.facts import (
@@ -28,6 +28,7 @@ from fcsd.training.card.facts import (
     recorded_origin,
     with_linked_licence,
 )
+from fcsd.training.row_order import step_rows
 
 TAGS = ("farskip", "fcsd")
 """Tags of a model on the Hub."""
@@ -213,7 +214,7 @@ def _training(trainer: Any, inputs: Given, data: list[str]) -> dict[str, Any] | 
             "objective": {"name": objective.name},
             "train": {
                 "batch_size_tokens": (
-                    args.rows_of_a_step(trainer.launch) * args.max_length
+                    step_rows(args, trainer.launch.ranks.size) * args.max_length
                 ),
                 "learning_rate": args.learning_rate,
             },

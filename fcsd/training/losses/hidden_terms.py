@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.base.hooks import first_tensor, hooked
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of
 from fcsd.model.families.structure import unwrapped
 from fcsd.training.losses.head import kept

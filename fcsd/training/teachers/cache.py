@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fcsd.base.artifact import differences, versions
+from fcsd.base.artifact import versions
+from fcsd.base.differences import differences
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import read_json, safetensors_header, writing
 from fcsd.base.fingerprints import read_sealed, write_sealed

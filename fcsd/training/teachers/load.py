@@ -19,10 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import NOT_COMPUTED
 from fcsd.base.memory import free_memory
-from fcsd.model.config import CachedTeacherConfig, TeacherConfig
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
 from fcsd.model.connectivity.load import config_and_class
-from fcsd.model.connectivity.spec import changed_by
+from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.model.load import ModelFolder, load_tokenizer
@@ -38,6 +37,7 @@ from fcsd.training.teachers.cache_fill import (
     spot_check,
     verify_cache,
 )
+from fcsd.training.teachers.config import CachedTeacherConfig, TeacherConfig
 
 # Fields of a configuration that change no hidden state; `identity` has the dtype
 # itself.

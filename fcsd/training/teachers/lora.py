@@ -21,11 +21,11 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.batches import Batch, next_token_targets
-from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families.structure import has_adapters, is_adapter, output_head
 from fcsd.training.losses.head import body_hidden
 from fcsd.training.teachers.base import LiveTeacher
+from fcsd.training.teachers.config import AdapterConfig
 
 
 def add_adapters(

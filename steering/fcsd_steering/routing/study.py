@@ -17,9 +17,11 @@ from fcsd.extension.evaluation import NO_LOSS, heldout_rows
 from fcsd.extension.models import (
     Launch,
     ModelFolder,
+    begin_stage,
     check_device_map,
     expert_counts,
     find_model,
+    finish_stage,
     free_memory,
     load_for_evaluation,
     load_tokenizer,
@@ -85,7 +87,7 @@ def study_routing(
         return Stage(folder, "routing", settings, fingerprints)
 
     stage = launch.ranks.from_first(begun)
-    if launch.begin(stage) == "finished":
+    if begin_stage(stage, launch) == "finished":
         return dict(read_json(folder / "routing.json"))
     batches = batches_of(study, models, prompts, network.num_endpoints)
     by_model: list[Routes] = []
@@ -105,7 +107,7 @@ def study_routing(
         write_json(folder / "routing.json", result)
         write_text(folder / "routing.md", report(result))
         draw(result, folder)
-    launch.finish(stage, {})
+    finish_stage(stage, launch, {})
     return result
 
 

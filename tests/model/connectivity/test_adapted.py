@@ -18,6 +18,7 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS, adapted_forward, adapted_streams
@@ -316,9 +317,12 @@ def test_copies_and_pickles_compute_the_same(name):
     convert_model(model, Connectivity("all"))
     expected = logits(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert list(
-            rewire.rewired_layers(rewire.decoder_layers(other, FAMILIES[name]))
-        ) == [0, 1, 2, 3]
+        assert list(rewire.rewired_layers(decoder_layers(other, FAMILIES[name]))) == [
+            0,
+            1,
+            2,
+            3,
+        ]
         assert torch.equal(logits(other), expected)
 
 

@@ -20,7 +20,7 @@ from fcsd.model.connectivity import (
     unconvert_checkpoint,
 )
 from fcsd.model.connectivity.export import export_checkpoint
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.training.export import write_model
 from tests.reference.tiny import tiny_model
 

@@ -14,6 +14,7 @@ from fcsd.model.connectivity import (
     rewire,
     unconvert_model,
 )
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES, UNAVAILABLE, moe_mask
 from tests.float64 import BOUND, error
 from tests.reference.adapted import LAYERS
@@ -96,7 +97,7 @@ def resolved(model, selection):
 
 
 def stack_of(model):
-    return rewire.decoder_layers(
+    return decoder_layers(
         model, FAMILIES[model.config.model_type.removeprefix("farskip_")]
     )
 

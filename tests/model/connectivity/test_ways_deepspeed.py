@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers, rewire
+from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
@@ -83,7 +84,7 @@ def zero3(rank, cases):
             if checkpointing:
                 model.activation_checkpointing_enable({"use_reentrant": False})
             if leaf:
-                stack = rewire.decoder_layers(model, FAMILIES[family])
+                stack = decoder_layers(model, FAMILIES[family])
                 set_z3_leaf_modules(
                     model, [type(getattr(stack[-1], FAMILIES[family].moe))]
                 )

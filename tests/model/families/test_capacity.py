@@ -207,7 +207,7 @@ def test_experts_with_adapters_drop_in_training_and_the_teacher_inside_them_does
     None
 ):
     pytest.importorskip("peft")
-    from fcsd.model.config import AdapterConfig
+    from fcsd.training.teachers.config import AdapterConfig
     from fcsd.training.teachers.lora import add_adapters, as_original
 
     model = tiny_model("qwen3_moe", num_hidden_layers=1)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import register
 from fcsd.model.connectivity.modeling import modeling_module, modeling_source
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import (
     EXPERTS,
     EXPERTS_PER_TOKEN,

@@ -18,7 +18,7 @@ from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.modeling import base_model_class
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
-from fcsd.model.quantised.methods import missing_tensors, quantised_tensors
+from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import few
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_config_class, base_model_class
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES, Family, family_of, moe_mask
 from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object

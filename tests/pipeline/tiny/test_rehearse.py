@@ -28,7 +28,7 @@ from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
-from fcsd.parallel.launch import join_launch
+from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline import distill, pretrain, run
 from fcsd.pipeline.reference import Reference

@@ -20,9 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fcsd.base.errors import UserError
 from fcsd.base.text import size
 from fcsd.cli.main import main
-from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model
-from fcsd.model.connectivity.rewire import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.estimate import estimate
 from fcsd.planning.cost.hardware import GPUS
@@ -34,6 +33,7 @@ from fcsd.planning.cost.tracker import PERSISTENT
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.config import TrainConfig, micro_batches
 from fcsd.training.losses.head import attach_loss_head, final_hidden
+from fcsd.training.teachers.config import AdapterConfig
 from fcsd.training.teachers.lora import add_adapters
 from tests.losses import objective_of
 from tests.memory import (

@@ -25,7 +25,6 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, heldout_rows
 from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.model.config import ConnectivityConfig
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -33,6 +32,7 @@ from fcsd.model.connectivity import (
     load_model,
     parse_selection,
 )
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import selection_text
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer

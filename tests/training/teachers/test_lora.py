@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
-from fcsd.model.config import AdapterConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.teachers.base import ModelTeacher
+from fcsd.training.teachers.config import AdapterConfig
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters, as_original
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.ranks import run_ranks
