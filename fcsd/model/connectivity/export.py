@@ -2,6 +2,8 @@
 are never loaded; tokenizer, processor, generation defaults and licence are carried
 over."""
 
+import contextlib
+import filecmp
 import json
 import os
 import re
@@ -16,7 +18,8 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.artifact import command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, write_json
+from fcsd.base.files import new_folder, read_json, write_json, writing
+from fcsd.base.temporary import beside
 from fcsd.base.weights import CONFIG_ONLY
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
@@ -85,7 +88,8 @@ def convert_checkpoint(
             `manifest.json` says that there are none.
         alone: no stage's folder is around `destination`. A `manifest.json` beside the
             weights says where they come from (`fcsd push` cannot see it from them), and
-            a line on stderr how to keep first layers regular.
+            a line on stderr how to keep first layers regular. A folder that this very
+            conversion has left is found, not refused.
 
     Returns:
         The indices of the rewired layers.
@@ -118,16 +122,28 @@ def convert_checkpoint(
         "farskip": field,
         "auto_map": auto_map(family),
     }
+    record = None
+    if alone or config_only:
+        record = command_record(
+            "convert",
+            settings={"model": {"path": str(source), "revision": revision}},
+            results={"layers": field["layers"]},
+            **({CONFIG_ONLY: True} if config_only else {}),
+        )
+        if _is_recorded(Path(destination), record):
+            # Without the weights, which may be large: they are compared where they are.
+            with writing(Path(destination)), beside(Path(destination)) as folder:
+                write_code(checkpoint.folder, family, folder)
+                _write_beside_weights(source, checkpoint, folder, config)
+                if _holds(Path(destination), folder, checkpoint):
+                    print(
+                        f"convert: finished before, in {destination}", file=sys.stderr
+                    )
+                    return field["layers"]
     with new_folder(Path(destination), replaces=False) as folder:
         write_code(checkpoint.folder, family, folder)
         _write(source, checkpoint, folder, config)
-        if alone or config_only:
-            record = command_record(
-                "convert",
-                settings={"model": {"path": str(source), "revision": revision}},
-                results={"layers": field["layers"]},
-                **({CONFIG_ONLY: True} if config_only else {}),
-            )
+        if record is not None:
             write_json(folder / "manifest.json", record)
     # A model without weights is timed and never scored.
     if alone and not config_only:
@@ -244,12 +260,48 @@ def _write(
 ) -> None:
     for name in checkpoint.weight_files:
         link_or_copy(checkpoint.folder / name, folder / name)
+    _write_beside_weights(source, checkpoint, folder, config)
+
+
+def _write_beside_weights(
+    source: str | Path, checkpoint: Checkpoint, folder: Path, config: dict[str, Any]
+) -> None:
     if checkpoint.index is not None:
         shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
     hub = not Path(source).expanduser().is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
+
+
+def _is_recorded(destination: Path, record: dict[str, Any]) -> bool:
+    """Return whether the manifest in a folder says the same as a record, but for the
+    versions of packages.
+    """
+    found: Any = None
+    with contextlib.suppress(UserError, OSError):  # not a record of fcsd
+        found = read_json(destination / "manifest.json", keys=())
+    return isinstance(found, dict) and {**found, "versions": None} == {
+        **record,
+        "versions": None,
+    }
+
+
+def _holds(destination: Path, folder: Path, checkpoint: Checkpoint) -> bool:
+    """Return whether a folder holds the files of another one and the weights of a
+    checkpoint, byte for byte.
+    """
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    pairs = [(file, destination / file.relative_to(folder)) for file in files]
+    pairs += [
+        (checkpoint.folder / name, destination / name)
+        for name in checkpoint.weight_files
+    ]
+    return all(
+        copy.is_file()
+        and (copy.samefile(file) or filecmp.cmp(file, copy, shallow=False))
+        for file, copy in pairs
     )
 
 

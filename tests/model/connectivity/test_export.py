@@ -380,6 +380,44 @@ def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_
     assert farskip_layers(load_model(tmp_path / "empty")) == [0, 1, 2, 3]
 
 
+def test_the_same_conversion_again_was_finished_before_and_another_is_refused(
+    tmp_path, capsys
+):
+    base, far = tmp_path / "base", tmp_path / "far"
+    tiny_model("mixtral").save_pretrained(base)
+
+    def convert(layers="all", **options):
+        return convert_checkpoint(
+            base, far, Connectivity(layers), alone=True, **options
+        )
+
+    layers = convert()
+    config, times = (far / "config.json").read_bytes(), (far / "config.json").stat()
+    capsys.readouterr()
+    assert convert() == layers
+    assert capsys.readouterr().err == f"convert: finished before, in {far}\n"
+    assert (far / "config.json").stat() == times
+    weights = far / "model.safetensors"
+    copied = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(copied)  # as where the file system cannot link
+    assert convert() == layers
+    for change in (
+        lambda: convert("last:1"),
+        lambda: convert(config_only=True),
+        lambda: ((far / "config.json").write_bytes(config[:-1] + b" \n"), convert()),
+        lambda: (
+            (far / "config.json").write_bytes(config),
+            weights.write_bytes(copied[:-1] + bytes([copied[-1] ^ 1])),
+            convert(),
+        ),
+        lambda: (weights.unlink(), convert()),
+    ):
+        with pytest.raises(UserError, match="far: exists and is not empty"):
+            change()
+    assert {path.name for path in tmp_path.iterdir()} == {"base", "far"}
+
+
 def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(
     tmp_path, monkeypatch
 ):
