@@ -1,7 +1,9 @@
 """Objectives by their names, and the fused loss of plain tensors."""
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fcsd.base.strict import validate
@@ -11,6 +13,25 @@ from fcsd.training.losses.objectives import ObjectiveConfig
 
 def objective_of(name: str = "kl", **settings: Any) -> Any:
     return validate(ObjectiveConfig, {"name": name, **settings}, "objective")
+
+
+def reference_divergence(student: Tensor, teacher: Tensor, by: Any) -> Tensor:
+    """Return for each token, from full logits, the sum over the vocabulary as it stands
+    in the papers.
+    """
+    s, t = ((logits / by.temperature).log_softmax(-1) for logits in (student, teacher))
+
+    def kl(p: Tensor, q: Tensor) -> Tensor:
+        return (p.exp() * (p - q)).sum(-1)
+
+    if by.name == "kl":
+        return kl(t, s)
+    if by.name == "reverse_kl":
+        return kl(s, t)
+    assert by.name == "jsd"
+    beta = by.jsd_beta
+    m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
+    return beta * kl(t, m) + (1 - beta) * kl(s, m)
 
 
 def fused_divergence(

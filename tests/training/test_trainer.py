@@ -33,6 +33,7 @@ from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.trainer import DistillTrainer
+from tests.losses import reference_divergence
 from tests.reference.tiny import tiny_model
 
 LENGTH = 16
@@ -545,23 +546,19 @@ def token_figures(
         "entropy": [],
         "agreement": [],
     }
-    t = objective.temperature or 1.0
     for ids, labels in examples(rows):
         keep = labels[0, 1:] != -100
-        s, q = (
-            (model(ids, use_cache=False).logits[0, :-1][keep].detach() / t).softmax(-1)
+        logits, teacher_logits = (
+            model(ids, use_cache=False).logits[0, :-1][keep].detach()
             for model in (student, teacher)
         )
-        beta = getattr(objective, "jsd_beta", 0.5)
-        m = (1 - beta) * s + beta * q
-        per_token = {
-            "kl": q * (q / s).log(),
-            "reverse_kl": s * (s / q).log(),
-            "jsd": beta * q * (q / m).log() + (1 - beta) * s * (s / m).log(),
-        }
-        figures["divergence"].append(per_token[objective.name].sum(-1))
+        q = (teacher_logits / objective.temperature).softmax(-1)
+        agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
+        figures["divergence"].append(
+            reference_divergence(logits, teacher_logits, objective)
+        )
         figures["entropy"].append(-(q * q.log()).sum(-1))
-        figures["agreement"].append((s.argmax(-1) == q.argmax(-1)).double())
+        figures["agreement"].append(agreement.double())
     return {name: torch.cat(values) for name, values in figures.items()}
 
 

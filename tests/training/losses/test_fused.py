@@ -17,7 +17,13 @@ from fcsd.training.losses import fused as losses
 from fcsd.training.losses.fused import KERNELS, Kernels
 from fcsd.training.losses.head import Target, attach_loss_head
 from tests.float64 import ROUNDINGS
-from tests.losses import fused_cross_entropy, fused_divergence, fused_kl, objective_of
+from tests.losses import (
+    fused_cross_entropy,
+    fused_divergence,
+    fused_kl,
+    objective_of,
+    reference_divergence,
+)
 from tests.reference.tiny import tiny_model
 from tests.support import few
 
@@ -360,23 +366,6 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 # ---- the other divergences, temperature, padding, statistics
 
 
-def reference_divergence(student, teacher, name, temperature=1.0, beta=0.5):
-    """Return for each token, from full logits, the sums over the vocabulary as written
-    in the papers.
-    """
-    p_s, p_t = (student / temperature).softmax(-1), (teacher / temperature).softmax(-1)
-
-    def kl(p, q):
-        return (p * (p.log() - q.log())).sum(-1)
-
-    m = (1 - beta) * p_s + beta * p_t
-    return {
-        "kl": lambda: kl(p_t, p_s),
-        "reverse_kl": lambda: kl(p_s, p_t),
-        "jsd": lambda: beta * kl(p_t, m) + (1 - beta) * kl(p_s, m),
-    }[name]()
-
-
 DIVERGENCES = {
     "kl at 2": {"name": "kl", "temperature": 2.0},
     "reverse_kl": {"name": "reverse_kl"},
@@ -402,9 +391,7 @@ def test_divergences_and_their_gradients_equal_float64_autograd(
     per_token = reference_divergence(
         reference_logits(h, w, bias, *scaling),
         reference_logits(th, tw, teacher_bias, *teacher_scaling),
-        by.name,
-        by.temperature,
-        getattr(by, "jsd_beta", 0.5),
+        by,
     )
     expected = per_token.sum()
     expected_grads = torch.autograd.grad(expected * 0.25, leaves)
@@ -435,9 +422,7 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
     expected = reference_divergence(
         reference_logits(h, w, b, 0.5, 2.0),
         reference_logits(th, tw, tb, 0.7, 3.0),
-        by.name,
-        by.temperature,
-        getattr(by, "jsd_beta", 0.5),
+        by,
     ).sum()
     options = {
         "bias": b,
@@ -507,9 +492,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     assert 0 < agreement.sum() < N
     assert torch.equal(statistics.top1_agreement, agreement)
     assert_equal_equations(statistics.teacher_entropy, -(p * p.log()).sum(-1))
-    expected = reference_divergence(
-        student, teacher, by.name, by.temperature, getattr(by, "jsd_beta", 0.5)
-    )
+    expected = reference_divergence(student, teacher, by)
     assert_equal_equations(statistics.divergence, expected)
     assert not any(rows.requires_grad for rows in statistics)
 
@@ -714,9 +697,7 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
             reference_logits(h, w, **student, dtype=dtype),
             reference_logits(th, tw, **teacher, dtype=dtype),
         )
-        total = reference_divergence(
-            *logits, by.name, by.temperature, getattr(by, "jsd_beta", 0.5)
-        ).sum()
+        total = reference_divergence(*logits, by).sum()
         return total.detach(), *torch.autograd.grad(total, leaves)
 
     actual, _ = fused_divergence(
@@ -738,14 +719,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = (h * 200).requires_grad_(), th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
-    s, t = (z.log_softmax(-1) for z in logits)
-    if name == "kl":
-        expected = (t.exp() * (t - s)).sum()
-    elif name == "reverse_kl":
-        expected = (s.exp() * (s - t)).sum()
-    else:
-        m = torch.logaddexp(s, t) - math.log(2)
-        expected = 0.5 * (t.exp() * (t - m)).sum() + 0.5 * (s.exp() * (s - m)).sum()
+    expected = reference_divergence(*logits, objective_of(name)).sum()
     expected_grad = torch.autograd.grad(expected, h)[0]
     loss, _ = fused_divergence(
         h, w, th, tw, divergence=objective_of(name), statistics=True
