@@ -121,9 +121,19 @@ def check_models(
         _check_loading(candidate, args, "teacher" if is_teacher else "model")
         if isinstance(candidate, str | Path):
             source = find_model(args.model_config(str(candidate), teacher=is_teacher))
-            check_positions(source, args.max_length, tell=launch.first)
+            source.check_positions(args.max_length, tell=launch.first)
         elif isinstance(candidate, PreTrainedModel):
-            check_positions(candidate, args.max_length, tell=launch.first)
+            shapes = [
+                (name, tuple(parameter.shape))
+                for name, parameter in candidate.named_parameters()
+            ]
+            check_positions(
+                type(candidate).__name__,
+                candidate.config,
+                shapes,
+                args.max_length,
+                tell=launch.first,
+            )
     if teacher is None and has_teacher:
         _check_own_teacher(model, args)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,8 +22,8 @@ from fcsd.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from fcsd.evaluation.config import ServerConfig, SuiteConfig
-    from fcsd.evaluation.stage import Evaluation
+    from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
+    from fcsd.model.config import ModelConfig
 
 
 def _evaluate(arguments: Namespace) -> None:
@@ -49,20 +48,25 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.evaluation.stage import run_evaluation
-    from fcsd.parallel.place import (
-        check_device_map,
-        check_overlap_of,
-        load_for_evaluation,
-    )
+    from fcsd.evaluation.models import EvaluatedFolder
+    from fcsd.evaluation.stage import Evaluation, run_evaluation
+    from fcsd.model.load import find_model
+    from fcsd.parallel.place import check_device_map, check_overlap_of
     from fcsd.report.table import result_table
 
     quiet_transformers()
-    evaluation, device_map = _evaluation(arguments, suite), arguments.device_map
-    check_device_map(device_map, launch)
-    check_overlap_of(evaluation.checkpoint, launch)
-    load = partial(load_for_evaluation, device_map=device_map)
-    run_evaluation(evaluation, arguments.output, launch, load)
+    model, config = _model_and_config(arguments)
+    check_device_map(arguments.device_map, launch)
+    checkpoint = find_model(model)
+    check_overlap_of(checkpoint, launch)
+    evaluation = Evaluation(
+        name=arguments.model,
+        model=EvaluatedFolder(checkpoint, arguments.device_map),
+        suite=suite,
+        config=config,
+        server_check=not arguments.no_server_check,
+    )
+    run_evaluation(evaluation, arguments.output, launch)
     if not launch.first:
         return
     if arguments.json:
@@ -82,10 +86,9 @@ _FOR_SAMPLES = frozenset(
 )
 
 
-def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
-    """Return the evaluation that the options describe."""
+def _model_and_config(arguments: Namespace) -> tuple[ModelConfig, EvaluationConfig]:
+    """Return the model and the settings that the options describe."""
     from fcsd.evaluation.config import EvaluationConfig
-    from fcsd.evaluation.stage import Evaluation
     from fcsd.model.config import ModelConfig
 
     options = vars(arguments)
@@ -93,16 +96,11 @@ def _evaluation(arguments: Namespace, suite: SuiteConfig) -> Evaluation:
         "data_root": arguments.fetch or arguments.data_root,
         "cache": arguments.cache,
     }
-    return Evaluation(
-        name=arguments.model,
-        model=ModelConfig.from_options(options, path=arguments.model),
-        suite=suite,
-        config=EvaluationConfig.from_options(
-            options,
-            server=_server(arguments),
-            **{name: str(path) for name, path in places.items() if path is not None},
-        ),
-        server_check=not arguments.no_server_check,
+    model = ModelConfig.from_options(options, path=arguments.model)
+    return model, EvaluationConfig.from_options(
+        options,
+        server=_server(arguments),
+        **{name: str(path) for name, path in places.items() if path is not None},
     )
 
 

@@ -1,16 +1,12 @@
 """Schema of training data, held-out text, and test items that must not be in them."""
 
-import re
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.strict import Strict, like, option, parse_yaml, validate
+from fcsd.base.strict import Strict, option, parse_yaml, validate
 from fcsd.data.columns import Column, check_meanings
 from fcsd.data.rows_config import RowsConfig
-from fcsd.model.config import ModelConfig
 
 _MESSAGES: dict[Column, str] = {"messages": "messages"}
 
@@ -43,25 +39,6 @@ class SourceConfig(TextConfig):
 
     weight: float = Field(1.0, gt=0)  # share in the mixture
     max_examples: int | None = Field(None, gt=0)
-
-
-def making_of(*locations: str | None) -> str:
-    """Return a hint at the command that makes the data of recipes/tiny, if the first of
-    `locations` is one of them; "" for other data.
-
-    locations: the path or the id of a data set, and folders that may hold it.
-    """
-    folders = [
-        part[0]
-        for location in locations
-        if (part := re.match(r".*?tiny-data(?=/|$)", location or ""))
-    ]
-    # A data set of another name may be looked for in that folder, too; the command does
-    # not make it.
-    data_set = locations[0] or ""
-    if not (data_set.startswith("fcsd/tiny-") or "tiny-data" in Path(data_set).parts):
-        return ""
-    return f"; `fcsd tiny-data {folders[0] if folders else 'OUT'}` makes it"
 
 
 def source_option(text: str | None, option: str) -> dict[str, Any] | None:
@@ -100,36 +77,3 @@ class DataConfig(TrainingDataConfig):
 
     heldout: TextConfig | None = None
     heldout_examples: int = option(256, "number of examples of the text", gt=0)
-
-
-class ModelStudy(Strict):
-    """A model on text, on tasks of a suite, or on both."""
-
-    model: ModelConfig
-    text: SourceConfig | None = None
-    text_examples: int = like(DataConfig, "heldout_examples")
-    max_length: int = like(DataConfig, "max_length")
-    suite: str = option(
-        "tiny", "name of a shipped suite (eval/suites), or a path to a suite file"
-    )
-    tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = option(
-        None, "folder in hub layout (owner/name/…) (default: the Hub)"
-    )
-    limit: int | None = option(
-        None,
-        "evaluate only the first items of every task, for a quick look; every table"
-        " marks it",
-        gt=0,
-    )
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], **extra_fields: Any) -> Self:
-        """Build a study from the options of a command: MODEL, --text, --task, and those
-        with the names of its fields.
-        """
-        model = ModelConfig.from_options(options, path=options["model"])
-        text = source_option(options["text"], "--text")
-        return super().from_options(
-            options, model=model, text=text, tasks=options["task"], **extra_fields
-        )

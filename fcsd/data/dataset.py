@@ -30,7 +30,7 @@ from fcsd.data.batches import ROW_FEATURES
 from fcsd.data.columns import check_meanings, column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.dates import TEMPLATE_DATE
-from fcsd.data.local import scratch
+from fcsd.data.local import data_fingerprint, scratch
 from fcsd.data.messages import BadExample
 from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing, token_ids
@@ -302,3 +302,10 @@ def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> 
 
 
 _ROWS_AT_A_TIME = 1024
+
+
+def heldout_fingerprint(heldout: TextConfig | None) -> dict[str, str]:
+    """Return the fingerprint of a held-out text, as an input of a stage; {} for none."""
+    if heldout is None:
+        return {}
+    return {"data.heldout": data_fingerprint(heldout.path, heldout.revision)}

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,3 +101,22 @@ def _folder() -> Path:
     until_the_end = contextlib.ExitStack()
     atexit.register(until_the_end.close)
     return until_the_end.enter_context(scratch_folder("fcsd-data"))
+
+
+def making_of(*locations: str | None) -> str:
+    """Return a hint at the command that makes the data of recipes/tiny, if the first of
+    `locations` is one of them; "" for other data.
+
+    locations: the path or the id of a data set, and folders that may hold it.
+    """
+    folders = [
+        part[0]
+        for location in locations
+        if (part := re.match(r".*?tiny-data(?=/|$)", location or ""))
+    ]
+    # A data set of another name may be looked for in that folder, too; the command does
+    # not make it.
+    data_set = locations[0] or ""
+    if not (data_set.startswith("fcsd/tiny-") or "tiny-data" in Path(data_set).parts):
+        return ""
+    return f"; `fcsd tiny-data {folders[0] if folders else 'OUT'}` makes it"

@@ -13,8 +13,8 @@ import datasets
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.columns import column_meanings
-from fcsd.data.config import SourceConfig, TextConfig, making_of
-from fcsd.data.local import check_data, fresh_cache
+from fcsd.data.config import SourceConfig, TextConfig
+from fcsd.data.local import check_data, fresh_cache, making_of
 
 
 @dataclass(frozen=True)

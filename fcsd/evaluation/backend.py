@@ -126,6 +126,20 @@ class Backend(Protocol):
         """Return the facts about the model that a result records."""
 
 
+class Served(Backend, Protocol):
+    """A model that a server answers for (`fcsd.evaluation.served`)."""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The engine and its configuration, which the answers depend on."""
+
+    def check(self, evaluation: Any) -> None:
+        """Refuse a task of a `PreparedEvaluation` that the server cannot answer."""
+
+    def identify(self, load: Callable[[], PreTrainedModel]) -> None:
+        """Check that the server serves this model, which `load` loads into memory."""
+
+
 @dataclass(frozen=True)
 class Batches:
     """A hook that runs before each batch, given the batch's number in its task, and the

@@ -22,7 +22,6 @@ from fcsd.base.strict import (
     validate,
 )
 from fcsd.base.unions import one_of
-from fcsd.data.config import ModelStudy
 from fcsd.model.config import check_capacity
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
@@ -318,12 +317,21 @@ class LayerStudyConfig(Strict):
 class EvaluationConfig(Strict):
     """How every model of the run is evaluated."""
 
-    suite: str = like(ModelStudy, "suite")
-    data_root: str | None = like(ModelStudy, "data_root")
+    suite: str = option(
+        "tiny", "name of a shipped suite (eval/suites), or a path to a suite file"
+    )
+    data_root: str | None = option(
+        None, "folder in hub layout (owner/name/…) (default: the Hub)"
+    )
     batch_size: PositiveInt | Literal["auto"] = option(
         16, "sequences per forward pass; auto: as many as fit in memory"
     )
-    limit: int | None = like(ModelStudy, "limit")
+    limit: int | None = option(
+        None,
+        "evaluate only the first items of every task, for a quick look; every table"
+        " marks it",
+        gt=0,
+    )
     # null: one in each evaluation
     cache: str | None = option(
         None,

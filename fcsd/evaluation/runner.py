@@ -11,7 +11,8 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,12 @@ from fcsd.evaluation.results import (
     whole_result,
 )
 from fcsd.evaluation.store import Journal, TaskStore
-from fcsd.model.families.capacity import dropping
 from fcsd.parallel.ranks import ALONE, Ranks
+
+Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
+"""`fcsd.model.families.capacity.dropping`: within its context a model's experts drop
+what is above a capacity.
+"""
 
 
 @contextlib.contextmanager
@@ -194,15 +199,25 @@ class PreparedEvaluation:
     progress: bool
 
     def __call__(
-        self, model: PreTrainedModel, name: str, batches: Batches | None = None
+        self,
+        model: PreTrainedModel,
+        name: str,
+        batches: Batches | None = None,
+        *,
+        dropping: Dropping | None = None,
     ) -> tuple[dict[str, Any], Samples]:
-        """Return result and samples of a model in memory, both JSON-able."""
+        """Return result and samples of a model in memory, both JSON-able.
+
+        dropping: gives its experts the capacity of the settings, if they have one.
+        """
         size = self.config.batch_size
         backend = InMemoryBackend(
             model, self.tokenizer, size, self.ranks, batches, progress=self.progress
         )
         if self.config.capacity_factor is None:
             return self.ask(backend, name)
+        if dropping is None:
+            raise TypeError("capacity_factor: needs `dropping`")
         with dropping(
             model, self.config.capacity_factor, self.config.capacity_drop or "order"
         ) as counts:

@@ -22,8 +22,8 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
+from fcsd.evaluation.members import Sample, by_member
 
-Sample = Mapping[str, Any]
 # Keys on which two rows must agree: those of a task in the result, and those of its
 # suite, where both results record them.
 _SAME_ROW = ("metric", "num_fewshot", "chat_template")
@@ -130,23 +130,6 @@ def _by_item(samples: Sequence[Sample], task: str) -> dict[tuple[Any, str], Samp
     if len(items) != len(samples):
         raise UserError(f"{task}: an item is listed twice; the sample file is damaged")
     return items
-
-
-def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
-    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is
-    no group.
-
-    Items of a group are named `member/number`; so are problems of code tasks
-    (`Mbpp/2`), which have no members.
-    """
-    members: dict[str, list[Sample]] = {}
-    for sample in samples:
-        # Either all items of a task have a member in their names, or none has.
-        member, slash, _ = str(sample["doc_id"]).rpartition("/")
-        if not slash or kind == "code":
-            return {}
-        members.setdefault(member, []).append(sample)
-    return members
 
 
 def compare(

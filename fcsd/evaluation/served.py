@@ -56,6 +56,11 @@ class ServedBackend:
         self._journal = Journal()
         self.at_limit: set[str] = set()
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The engine and its configuration, which the answers depend on."""
+        return self.server.facts
+
     def check(self, evaluation: PreparedEvaluation) -> None:
         """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short
         context). It is not asked.

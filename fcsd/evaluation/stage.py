@@ -1,11 +1,11 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
 server, with or without a recipe.
 
-    stage = run_evaluation(Evaluation("path/of/MODEL", model, load_suite("tiny"),
-    config), folder, launch, load_for_evaluation)
+    evaluation = Evaluation("MODEL", EvaluatedFolder(model), load_suite("tiny"), config)
+    stage = run_evaluation(evaluation, folder, launch)
 
-Not covered: loading and distributing a model (`fcsd.parallel.place`), and its
-measurements other than scores (`fcsd.pipeline.reference`).
+Not covered: loading, distributing and serving a model (`fcsd.evaluation.models`), and
+its measurements other than scores (`fcsd.pipeline.reference`).
 """
 
 import contextlib
@@ -13,40 +13,57 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.base.memory import free_memory
-from fcsd.data.config import TextConfig
-from fcsd.data.local import data_fingerprint
-from fcsd.evaluation.backend import check_batch_size
+from fcsd.evaluation.backend import Served, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
-from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.served import ServedBackend
-from fcsd.evaluation.server import Server
+from fcsd.evaluation.runner import Dropping, prepare_evaluation
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
-from fcsd.evaluation.suites import dataset_location, definition_folder
+from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
-from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.stages import begin_stage, finish_stage
 
 FINISHED_TASKS = "finished-tasks"
-_DEFINITION = ", its definition"
 Measure = Callable[[PreTrainedModel], dict[str, Any]]
 """Measures a model beside its scores, for its result."""
 
 
-Load = Callable[[ModelFolder, Launch], PreTrainedModel]
-"""Loads a checkpoint in eval mode, as a rank of the launch holds it."""
+class EvaluatedModel(Protocol):
+    """The model of an evaluation (`fcsd.evaluation.models.EvaluatedFolder`)."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def folder(self) -> Path: ...
+
+    def fingerprints(self, name: str) -> dict[str, Any]:
+        """Return the fingerprints that identify it as an input of a stage."""
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load its tokenizer."""
+
+    def load(self, launch: Launch) -> PreTrainedModel:
+        """Load it in eval mode, as a rank of the launch holds it."""
+
+    def served(
+        self, server: ServerConfig, tokenizer: PreTrainedTokenizerBase
+    ) -> Served:
+        """Return the server that answers for it."""
+
+    @property
+    def dropping(self) -> Dropping:
+        """Gives a loaded model's experts a capacity."""
 
 
 class Reference(Protocol):
@@ -70,24 +87,17 @@ class Reference(Protocol):
 class Evaluation:
     """One model on one suite.
 
-    name: the model's name in the result. model: its folder, or a `model` section.
-    config: batch size, limit, data root, cache, server and sandbox. reference: of a
-    model of a recipe. server_check: first check which model is served.
+    name: the model's name in the result. config: batch size, limit, data root, cache,
+    server and sandbox. reference: of a model of a recipe. server_check: first check
+    which model is served.
     """
 
     name: str
-    model: ModelFolder | ModelConfig
+    model: EvaluatedModel
     suite: SuiteConfig
     config: EvaluationConfig
     reference: Reference | None = None
     server_check: bool = True
-
-    @cached_property
-    def checkpoint(self) -> ModelFolder:
-        """The model's folder; missing files of a hub id are fetched."""
-        if isinstance(self.model, ModelFolder):
-            return self.model
-        return find_model(self.model)
 
     @property
     def data_root(self) -> Path | None:
@@ -116,18 +126,17 @@ class Evaluation:
             "evaluation": self.config.model_dump(mode="json", exclude=left_out),
             **suite,
             **self.reference.settings(),
-            "model": {"dtype": self.checkpoint.config.dtype},
+            "model": {"dtype": self.model.config.dtype},
             **self.answered_by,
         }
 
     def inputs(self) -> dict[str, Any]:
         """Return the fingerprints of all inputs, without paths."""
-        model = self.checkpoint
         # Weights do not show it: a converted checkpoint has the same as its original.
         fingerprints = {
-            **model.fingerprints("model"),
+            **self.model.fingerprints("model"),
             "connectivity": str(
-                read_json(model.folder / "config.json").get("farskip", "regular")
+                read_json(self.model.folder / "config.json").get("farskip", "regular")
             ),
         }
         if self.reference is not None:
@@ -135,11 +144,9 @@ class Evaluation:
         return fingerprints | test_set_fingerprints(self.suite, self.data_root)
 
 
-def run_evaluation(
-    evaluation: Evaluation, folder: Path, launch: Launch, load: Load
-) -> Stage:
+def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
     """Evaluate a model on its suite, and what its reference measures beside; the result
-    is in `folder`. load: how models are loaded, those of the reference too.
+    is in `folder`.
 
     A finished evaluation is not run again, one that was cut off continues with the next
     task. All ranks call this.
@@ -152,7 +159,7 @@ def run_evaluation(
     check_server(config.server, launch)
     launch = launch.for_evaluation()
     check_batch_size(config.batch_size, launch.ranks)
-    model = evaluation.checkpoint
+    model = evaluation.model
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,
@@ -164,14 +171,10 @@ def run_evaluation(
         _drop_finished_tasks(stage, launch)
         return stage
     free_memory()  # of the trainings before
-    tokenizer = load_tokenizer(
-        model.folder, trust_remote_code=model.config.trust_remote_code
-    )
+    tokenizer = model.tokenizer()
     backend = None  # the model is in memory
     if config.server is not None:
-        server = Server(config.server.url, concurrency=config.server.concurrency)
-        server.look(model.config.path)
-        backend = ServedBackend(server, model, tokenizer)
+        backend = model.served(config.server, tokenizer)
     store = _store(evaluation, stage, backend)
     # A mistake in tasks or data shows before the weights are read.
     with prepare_evaluation(
@@ -181,17 +184,17 @@ def run_evaluation(
         if backend is not None:
             backend.check(prepared)
             if evaluation.server_check:
-                backend.identify(lambda: load(model, launch))
+                backend.identify(lambda: model.load(launch))
         # The original is read before the model is loaded: a device may not hold both.
         if evaluation.reference is not None:
             measure = evaluation.reference.measure(tokenizer, launch)
         if backend is not None:
             result, samples = prepared.ask(backend, evaluation.name)
             if measure is not None:
-                result |= measure(load(model, launch))
+                result |= measure(model.load(launch))
         else:
-            loaded = load(model, launch)
-            result, samples = prepared(loaded, evaluation.name)
+            loaded = model.load(launch)
+            result, samples = prepared(loaded, evaluation.name, dropping=model.dropping)
             if measure is not None:
                 result |= measure(loaded)
     _leave(stage, result, samples, launch)
@@ -209,7 +212,7 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
 
 
 def _store(
-    evaluation: Evaluation, stage: Stage, backend: ServedBackend | None = None
+    evaluation: Evaluation, stage: Stage, backend: Served | None = None
 ) -> TaskStore:
     """Return the store of finished tasks, keyed by the fingerprints of the model and
     its settings, never by a path.
@@ -220,17 +223,15 @@ def _store(
     if evaluation.reference is not None:
         # A recipe may load its models in another precision or with other kernels.
         loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
-        loading = evaluation.checkpoint.config.model_dump(include=loading_keys)
+        loading = evaluation.model.config.model_dump(include=loading_keys)
     if backend:
         # Another engine, or another configuration of it, rounds differently.
-        served = {
-            "server": {**backend.server.facts, "checked": evaluation.server_check}
-        }
+        served = {"server": {**backend.facts, "checked": evaluation.server_check}}
     else:
         served = {}
     identity = {
         **{name: stage.inputs[name] for name in ("model", "connectivity")},
-        "configuration": configuration_fingerprint(evaluation.checkpoint.folder),
+        "configuration": configuration_fingerprint(evaluation.model.folder),
         "loading": loading,
         **served,
         **config.capacity,
@@ -245,7 +246,7 @@ def _store(
     data = {}
     for row in evaluation.suite.tasks:
         items = stage.inputs.get(f"task {row.task}", "")
-        data[row.task] = items + stage.inputs.get(f"task {row.task}{_DEFINITION}", "")
+        data[row.task] = items + stage.inputs.get(f"task {row.task}{DEFINITION}", "")
     return TaskStore(
         Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS,
         identity,
@@ -309,27 +310,3 @@ def _drop_finished_tasks(stage: Stage, launch: Launch) -> None:
         # The samples are in separate files; a kill may have left some after the stage
         # had finished.
         shutil.rmtree(stage.folder / FINISHED_TASKS, ignore_errors=True)
-
-
-def test_set_fingerprints(
-    suite: SuiteConfig | None,
-    data_root: Path | None,
-    heldout: TextConfig | None = None,
-) -> dict[str, str]:
-    """Return fingerprints of the test sets' items and of the lm-eval files that define
-    their prompts: a score is never reused for others.
-    """
-    fingerprints: dict[str, str] = {}
-    for row in suite.tasks if suite is not None else ():
-        location = dataset_location(row, data_root)
-        fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = None
-        if suite is not None and row.kind != "code":
-            folder = definition_folder(row, suite)
-        if folder is not None:
-            fingerprints[f"task {row.task}{_DEFINITION}"] = data_fingerprint(
-                str(folder)
-            )
-    if heldout is not None:
-        fingerprints["data.heldout"] = data_fingerprint(heldout.path, heldout.revision)
-    return fingerprints

@@ -25,8 +25,8 @@ from fcsd.base.files import (
     write_json,
     writing,
 )
-from fcsd.data.config import making_of
 from fcsd.data.dates import dated_options
+from fcsd.data.local import data_fingerprint, making_of
 from fcsd.data.thoughts import thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
@@ -35,6 +35,9 @@ MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of th
 # Loading scripts are dead since datasets 4, and one that lies in the folder makes the
 # folder unreadable.
 _IGNORED = ["*.py", ".gitattributes", "*.zip"]
+
+DEFINITION = ", its definition"
+"""Ends the name of a fingerprint of the files that define a task's prompts."""
 
 
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
@@ -269,3 +272,21 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         f" {suggestion}; run the same command again to continue after the files fetched"
         " so far"
     )
+
+
+def test_set_fingerprints(
+    suite: SuiteConfig | None, data_root: Path | None
+) -> dict[str, str]:
+    """Return fingerprints of the test sets' items and of the lm-eval files that define
+    their prompts: a score is never reused for others.
+    """
+    fingerprints: dict[str, str] = {}
+    for row in suite.tasks if suite is not None else ():
+        location = dataset_location(row, data_root)
+        fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
+        folder = None
+        if suite is not None and row.kind != "code":
+            folder = definition_folder(row, suite)
+        if folder is not None:
+            fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
+    return fingerprints

@@ -28,7 +28,7 @@ from fcsd.base.strict import (
 )
 from fcsd.base.temporary import file_beside, scratch_folder
 from fcsd.base.text import markdown, nats, progress_bar
-from fcsd.data.config import ModelStudy
+from fcsd.evaluation.study import ModelStudy
 from fcsd.model.config import ModelConfig
 
 __all__ = [

@@ -25,6 +25,7 @@ from fcsd.model.connectivity.load import load_config, load_model
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
+from fcsd.model.positions import check_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -94,6 +95,24 @@ class ModelFolder:
 
         return AutoConfig.from_pretrained(
             self.folder, trust_remote_code=self.config.trust_remote_code
+        )
+
+    def check_positions(
+        self, max_length: int, *, key: str = "max_length", tell: bool = True
+    ) -> None:
+        """Compare the length of rows with its positions; as `check_positions`."""
+        checkpoint = read_checkpoint(self.folder, any_family=True)
+        try:
+            config = self.load_config(any_family=True)
+        except (OSError, ValueError):  # loading the model reports why
+            return
+        check_positions(
+            self.config.path,
+            config,
+            checkpoint.shapes.items(),
+            max_length,
+            key=key,
+            tell=tell,
         )
 
 

@@ -2,20 +2,11 @@
 trained on.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedConfig
+from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.model.connectivity.checkpoint import read_checkpoint
-from fcsd.model.load import ModelFolder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Names of learned position embeddings in transformers' text models; image encoders use
 # the same ones.
@@ -34,32 +25,25 @@ def num_positions(config: Any) -> int | None:
 
 
 def check_positions(
-    model: ModelFolder | PreTrainedModel | PreTrainedConfig,
+    name: str,
+    config: Any,
+    tensors: Iterable[tuple[str, tuple[int, ...]]],
     max_length: int,
     *,
     key: str = "max_length",
     tell: bool = True,
 ) -> None:
-    """Warn on stderr, if `tell`, when rows of `max_length` tokens are longer than the
+    """Warn on stderr, if `tell`, when rows of `max_length` tokens are longer than a
     model's positions.
 
-    model: or the config of a model that is not built yet. key: the user's name for
-    max_length.
+    name: of the model, in messages. tensors: their names and shapes; none for a model
+    that is not built yet. key: the user's name for max_length.
 
     Raises:
         UserError: rows are longer, and the positions are a table (learned embeddings)
             with no rows beyond them.
     """
-    shapes: Iterable[tuple[str, tuple[int, ...]]] = ()
-    if isinstance(model, ModelFolder):
-        name = model.config.path
-        config, shapes = _of_folder(model)
-    elif isinstance(model, PreTrainedConfig):
-        name, config = f"a {model.model_type}", model
-    else:
-        name, config = type(model).__name__, model.config
-        shapes = ((tensor, tuple(p.shape)) for tensor, p in model.named_parameters())
-    positions = num_positions(config) if config is not None else None
+    positions = num_positions(config)
     if positions is None or max_length <= positions:
         return
     text = (
@@ -67,7 +51,7 @@ def check_positions(
     )
     # Rotary positions are computed for any length; a table ends.
     table = next(
-        (tensor for tensor, shape in shapes if _is_table(tensor, shape, positions)),
+        (tensor for tensor, shape in tensors if _is_table(tensor, shape, positions)),
         None,
     )
     if table is not None:
@@ -81,17 +65,6 @@ def check_positions(
             " fit",
             file=sys.stderr,
         )
-
-
-def _of_folder(model: ModelFolder) -> tuple[Any, Iterable[tuple[str, tuple[int, ...]]]]:
-    """Return the config, or None if transformers cannot read it, and the names and
-    shapes of the tensors.
-    """
-    checkpoint = read_checkpoint(model.folder, any_family=True)
-    try:
-        return model.load_config(any_family=True), checkpoint.shapes.items()
-    except (OSError, ValueError):  # loading the model reports why
-        return None, ()
 
 
 def _is_table(tensor: str, shape: tuple[int, ...], positions: int) -> bool:

@@ -169,10 +169,16 @@ def check_rows_fit(
     is the beginning of the key.
     """
     key = f"{where}data.max_length"
-    run.once(
-        ("positions", key, model_key, max_length),
-        lambda: check_positions(model, max_length, key=key, tell=run.launch.first),
-    )
+    options: dict[str, Any] = {"key": key, "tell": run.launch.first}
+
+    def check() -> None:
+        if isinstance(model, ModelFolder):
+            model.check_positions(max_length, **options)
+        else:
+            name = f"a {model.model_type}"
+            check_positions(name, model, (), max_length, **options)
+
+    run.once(("positions", key, model_key, max_length), check)
 
 
 def check_overlap(run: Run) -> None:

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from fcsd.base.memory import free_memory
 from fcsd.data.config import DataConfig
 from fcsd.data.counts import tell_examples
-from fcsd.data.dataset import heldout_rows
+from fcsd.data.dataset import heldout_fingerprint, heldout_rows
 from fcsd.data.rows import PackedRows
-from fcsd.evaluation.stage import Measure, test_set_fingerprints
+from fcsd.evaluation.stage import Measure
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
@@ -44,7 +44,7 @@ class Reference:
 
     def inputs(self) -> dict[str, Any]:
         """Return the fingerprints of the original and of the held-out text."""
-        heldout = test_set_fingerprints(None, None, self.data.heldout)
+        heldout = heldout_fingerprint(self.data.heldout)
         return self.original.fingerprints("original") | heldout
 
     def measure(self, tokenizer: Any, launch: Launch) -> Measure | None:

@@ -22,7 +22,7 @@ from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
 from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.items import suite_items
-from fcsd.evaluation.stage import test_set_fingerprints
+from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch

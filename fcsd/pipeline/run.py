@@ -16,9 +16,9 @@ from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
-from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
@@ -250,9 +250,10 @@ def evaluate_models(run: Run) -> None:
     )
     for name in run.models():
         run.begin(evaluation(name))
-        model_evaluation = Evaluation(name, run.model(name), suite, config, reference)
+        model = EvaluatedFolder(run.model(name))
+        model_evaluation = Evaluation(name, model, suite, config, reference)
         folder = run.layout.evaluation(name)
-        run_evaluation(model_evaluation, folder, run.launch, load_for_evaluation)
+        run_evaluation(model_evaluation, folder, run.launch)
 
 
 def layers(run: Run) -> Stage:

@@ -13,8 +13,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
+from fcsd.data.dataset import heldout_fingerprint
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.stage import test_set_fingerprints
+from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
@@ -93,7 +94,7 @@ def scored_data(run: Run) -> dict[str, str]:
         return {}
     if isinstance(rule, HeldoutKLStoppingConfig):
         assert recipe.data.heldout is not None  # the recipe has checked it
-        return test_set_fingerprints(None, None, recipe.data.heldout)
+        return heldout_fingerprint(recipe.data.heldout)
     return test_set_fingerprints(rule.scored, run.data_root)
 
 

@@ -20,10 +20,10 @@ from fcsd.extension.base import (
 from fcsd.extension.evaluation import (
     Original,
     Reference,
+    heldout_fingerprint,
     heldout_of,
     in_batches,
     real_tokens,
-    test_set_fingerprints,
 )
 from fcsd.extension.models import (
     Launch,
@@ -198,7 +198,7 @@ class _SteeredModel:
             lambda: {
                 **self._fingerprints(),
                 **data_inputs(recipe.data, self.run),
-                **test_set_fingerprints(None, None, recipe.data.heldout),
+                **heldout_fingerprint(recipe.data.heldout),
             }
         )
         stage = Stage(tables_folder(self.folder, self.name), "steer", settings, inputs)
@@ -237,7 +237,7 @@ class _SteeredModel:
             inputs=self.launch.ranks.from_first(
                 lambda: {
                     **self._fingerprints(),
-                    **test_set_fingerprints(None, None, heldout),
+                    **heldout_fingerprint(heldout),
                 }
             ),
         )

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fcsd.base.artifact import model_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
-from fcsd.evaluation import stage
+from fcsd.evaluation import models, stage
 from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.store import configuration_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
@@ -37,12 +38,7 @@ from tests.support import Bench
 __all__ = ["place"]  # a fixture
 
 
-def evaluated(
-    recipe: Path,
-    name: str,
-    folder: Path,
-    load: stage.Load = placed.load_for_evaluation,
-) -> None:
+def evaluated(recipe: Path, name: str, folder: Path) -> None:
     """Evaluate a model of a run; the original of the recipe is the same folder."""
     plan = load_recipe(recipe)
     model = ModelFolder(plan.model, folder)
@@ -50,9 +46,11 @@ def evaluated(
         load_suite(plan.evaluation.suite),
         reference.Reference(model, plan.data),
     )
-    evaluation = stage.Evaluation(name, model, suite, plan.evaluation, original)
+    evaluation = stage.Evaluation(
+        name, EvaluatedFolder(model), suite, plan.evaluation, original
+    )
     output = plan.folder / "evaluate" / name
-    stage.run_evaluation(evaluation, output, join_launch(), load)
+    stage.run_evaluation(evaluation, output, join_launch())
 
 
 @pytest.fixture
@@ -64,7 +62,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     @contextlib.contextmanager
     def prepare_evaluation(tokenizer: Any, *args: Any, **options: Any) -> Iterator[Any]:
-        yield lambda model, name: (
+        yield lambda model, name, **_: (
             {"name": name, "vocabulary": len(tokenizer)},
             {},
         )
@@ -87,7 +85,7 @@ def test_a_model_is_judged_on_the_accelerator_of_the_process(
 
     @contextlib.contextmanager
     def prepare_evaluation(*args: Any, **options: Any) -> Iterator[Any]:
-        def stop(model: Any, name: str) -> None:
+        def stop(model: Any, name: str, **_: Any) -> None:
             seen.append({parameter.device.type for parameter in model.parameters()})
             raise KeyboardInterrupt
 
@@ -189,15 +187,14 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(reference, "load_for_evaluation", seen)
+    for module in (reference, models):
+        monkeypatch.setattr(module, "load_for_evaluation", seen)
     data = {
         "train": [{"path": str(bench.rows)}],
         "heldout": {"path": str(bench.rows)},
         "heldout_examples": 4,
     }
-    evaluated(
-        bench.recipe(data=data | {"max_length": 32}), "original", bench.base, seen
-    )
+    evaluated(bench.recipe(data=data | {"max_length": 32}), "original", bench.base)
     assert len(loaded) == 2
     kl = left[0]["kl_to_original"]
     assert kl["kl"] == pytest.approx(0, abs=1e-6) and kl["num_tokens"] > 0
@@ -233,11 +230,9 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
 
     def evaluate(name: str, model: ModelFolder, against: stage.Reference) -> None:
         one = stage.Evaluation(
-            name, model, load_suite("tiny"), plan.evaluation, against
+            name, EvaluatedFolder(model), load_suite("tiny"), plan.evaluation, against
         )
-        stage.run_evaluation(
-            one, bench.folder / name, join_launch(), placed.load_for_evaluation
-        )
+        stage.run_evaluation(one, bench.folder / name, join_launch())
 
     for name, model in (
         ("one", original),

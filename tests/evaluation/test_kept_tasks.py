@@ -24,13 +24,14 @@ from fcsd.evaluation import runner
 from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
-from fcsd.evaluation.stage import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.store import Journal, TaskStore
+from fcsd.evaluation.suites import test_set_fingerprints as fingerprints_of
 from fcsd.model.config import ModelConfig
+from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch
-from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
@@ -86,13 +87,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def judge(place: Path, output: Path, **changes: Any) -> Any:
     config = ModelConfig(path=str(changes.pop("model", place / "model")))
+    model = EvaluatedFolder(find_model(config))
     settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
     run_evaluation(
-        Evaluation("model", config, suite, EvaluationConfig(**settings)),
+        Evaluation("model", model, suite, EvaluationConfig(**settings)),
         output,
         join_launch(),
-        load_for_evaluation,
     )
     return {
         task: row["value"]

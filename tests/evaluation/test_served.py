@@ -21,16 +21,16 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
 from fcsd.evaluation.store import Journal
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import Connectivity
-from fcsd.model.load import ModelFolder
+from fcsd.model.load import ModelFolder, find_model
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -112,9 +112,9 @@ def evaluated(
         "suite": load_suite("tiny"),
         "config": config_of(place, **changes),
     }
-    model = ModelConfig(path=str(place / "model"))
-    evaluation = Evaluation("model", model, **(options | own))
-    run_evaluation(evaluation, output, join_launch(), load_for_evaluation)
+    model = find_model(ModelConfig(path=str(place / "model")))
+    evaluation = Evaluation("model", EvaluatedFolder(model), **(options | own))
+    run_evaluation(evaluation, output, join_launch())
     return {
         path.stem.removeprefix("samples_"): [
             json.loads(line) for line in path.read_text().splitlines()
@@ -286,9 +286,9 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     short.context = longest - 2
     with serving(short) as address:
         server = config_of(place, server=ServerConfig(url=address))
-        model_of = ModelConfig(path=str(folder))
+        model_of = EvaluatedFolder(find_model(ModelConfig(path=str(folder))))
         evaluation = Evaluation("short", model_of, only("likelihood"), server)
-        run_evaluation(evaluation, tmp_path / "cut", join_launch(), load_for_evaluation)
+        run_evaluation(evaluation, tmp_path / "cut", join_launch())
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
     assert (
         read_json(tmp_path / "cut" / "results.json")["tasks"]["tiny_choice"][
@@ -441,13 +441,16 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
             recipe.model.model_copy(update={"path": str(place / "base")}),
             place / "base",
         )
-        model = ModelFolder(
-            recipe.model.model_copy(update={"path": str(place / name)}), place / name
+        model = EvaluatedFolder(
+            ModelFolder(
+                recipe.model.model_copy(update={"path": str(place / name)}),
+                place / name,
+            )
         )
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)
         evaluation = Evaluation(name, model, load_suite("tiny"), config, reference)
-        stage = run_evaluation(evaluation, tmp_path / name, launch, load_for_evaluation)
+        stage = run_evaluation(evaluation, tmp_path / name, launch)
         return dict(read_json(stage.folder / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()

@@ -16,12 +16,13 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
+from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch
-from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
@@ -215,12 +216,12 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
         )
         asked = Evaluation(
             "model",
-            ModelConfig(path=str(tmp_path / "model")),
+            EvaluatedFolder(find_model(ModelConfig(path=str(tmp_path / "model")))),
             suite=sums(place),
             config=config,
             server_check=False,
         )
-        run_evaluation(asked, tmp_path / "out", join_launch(), load_for_evaluation)
+        run_evaluation(asked, tmp_path / "out", join_launch())
     result, samples = read_result(tmp_path / "out")
     _, expected = in_memory(place, kind)
     assert [each["completion"] for each in samples["sums"]] == [

@@ -30,8 +30,8 @@ from fcsd.data.config import (
     DecontaminateConfig,
     TextConfig,
     TrainingDataConfig,
-    making_of,
 )
+from fcsd.data.local import making_of
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import like, option
-from fcsd.data.config import DataConfig, ModelStudy, SourceConfig, source_option
+from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
     EvaluationConfig,
     LayerStudyConfig,
@@ -15,6 +15,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     named_tasks,
 )
+from fcsd.evaluation.study import ModelStudy
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig

@@ -37,12 +37,12 @@ from fcsd.base.stats import ratio, standard_error
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.counts import tell_examples
-from fcsd.data.dataset import build_dataset, heldout_rows
+from fcsd.data.dataset import build_dataset, heldout_fingerprint, heldout_rows
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.stage import test_set_fingerprints
+from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers
@@ -306,7 +306,8 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     data_root = Path(study.data_root) if study.data_root is not None else None
     inputs = {
         **model.fingerprints("original"),
-        **test_set_fingerprints(suite, data_root, study.text),
+        **test_set_fingerprints(suite, data_root),
+        **heldout_fingerprint(study.text),
     }
     if study.calibrated is not None:
         inputs["calibrated"] = data_fingerprint(

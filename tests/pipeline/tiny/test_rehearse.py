@@ -21,15 +21,15 @@ from transformers import AutoConfig
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, read_json
 from fcsd.cli.main import build_parser, main
-from fcsd.data.config import making_of
 from fcsd.data.dataset import build_dataset
+from fcsd.data.local import making_of
 from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.stage import Evaluation, run_evaluation
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch
-from fcsd.parallel.place import load_for_evaluation
 from fcsd.pipeline import distill, pretrain, run
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
@@ -318,10 +318,10 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)
     suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
-    evaluation = Evaluation("original", model, suite, small.evaluation, reference)
-    stage = run_evaluation(
-        evaluation, tmp_path / "out", join_launch(), load_for_evaluation
+    evaluation = Evaluation(
+        "original", EvaluatedFolder(model), suite, small.evaluation, reference
     )
+    stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
     result = read_json(stage.folder / "results.json")
     assert result["tasks"].keys() == {row.task for row in load_suite("paper11").tasks}
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
