@@ -1,14 +1,15 @@
-"""What a calibration costs on the shapes of a large model with few layers, and what it
-does on every family.
+"""The cost of a calibration on the shapes of a large model with few layers, and its
+effect on every family.
 
     python -m benchmarks.calibration layers [--num-layers 2] [--shrink 1]
                                             [--tokens 8192] [--device cuda]
     python -m benchmarks.calibration families
 
-`layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a small vocabulary) is calibrated
-from folder to folder. Seconds per layer, the operations per second that this is (`fcsd.planning.cost.estimate`), and by
-how much the process grew. `families`: KL(original || converted) of each family's tiny random model on random tokens,
-before and after.
+`layers`: a random checkpoint of Qwen3-30B-A3B's shapes (widths divided by --shrink, a
+small vocabulary) is calibrated from folder to folder. Printed are seconds per layer,
+operations per second (`fcsd.planning.cost.estimate`), and the growth of the process.
+`families`: KL(original || converted) of each family's tiny random model on random
+tokens, before and after.
 """
 
 import argparse
@@ -39,7 +40,9 @@ LENGTH = 512
 
 
 def write_checkpoint(folder: Path, num_layers: int, shrink: int) -> None:
-    """Random weights in bfloat16, experts one by one in shards of a layer's size."""
+    """Write random weights in bfloat16, experts one by one, in shards of the size of a
+    layer.
+    """
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=2048 // shrink, intermediate_size=6144 // shrink, moe_intermediate_size=768 // shrink,
         num_experts=128 // shrink, num_experts_per_tok=8, num_attention_heads=32 // shrink, num_key_value_heads=4,
@@ -52,7 +55,7 @@ def write_checkpoint(folder: Path, num_layers: int, shrink: int) -> None:
 
 
 def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, float]:
-    """Measure one calibration; every process measures one."""
+    """Measure one calibration; each process measures only one."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_checkpoint(folder / "base", num_layers, shrink)
@@ -63,7 +66,8 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
             for row in ids
         ]
         before = Path("/proc/self/clear_refs")
-        before.write_text("5")  # forget the peak: writing the checkpoint held all of it
+        # Reset the peak: the whole checkpoint was in memory while it was written.
+        before.write_text("5")
         start = _peak_mib()
         calibration = calibrate_checkpoint(
             find_model(ModelConfig(path=str(folder / "base"))),
@@ -108,7 +112,7 @@ def layers(num_layers: int, shrink: int, tokens: int, device: str) -> dict[str, 
 
 
 def _peak_mib() -> float:
-    """The peak of resident memory since it was forgotten."""
+    """Return the peak of resident memory since the reset."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
@@ -117,7 +121,7 @@ def _peak_mib() -> float:
 
 @torch.no_grad()
 def kl(teacher: torch.nn.Module, student: torch.nn.Module, ids: torch.Tensor) -> float:
-    """KL(teacher || student), nats a token."""
+    """Return KL(teacher || student) in nats per token."""
     p, q = (
         m(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
         for m in (teacher, student)
@@ -126,7 +130,7 @@ def kl(teacher: torch.nn.Module, student: torch.nn.Module, ids: torch.Tensor) ->
 
 
 def families() -> None:
-    """Print a line a family, worst first in the end."""
+    """Print a line per family, and at the end those that got worse."""
     from tests.reference.tiny import tiny_model
 
     ids = torch.randint(3, 90, (160, 32), generator=torch.Generator().manual_seed(0))
@@ -148,7 +152,7 @@ def families() -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
+    """Return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.calibration", description=__doc__
     )

@@ -1,5 +1,5 @@
-"""What a checkpoint costs a training beside its steps: written while it waits, and in
-the background.
+"""The cost of a checkpoint to a training: written while the training waits, and in the
+background.
 
     python benchmarks/checkpoints.py [--experts 56] [--checkpoints 6] [--every 16]
                                      [--json OUT]
@@ -8,25 +8,26 @@ the background.
 One process trains a Qwen3-MoE with random weights by `fcsd.training.run.train`
 (cross-entropy, AdamW, float32; a token uses one expert, so that steps are cheap for the
 size of the checkpoint: 2.0 GiB with 56 experts). Every second checkpoint is written
-while the training waits, the others in the background, so that a busy machine is busy
-for both.
+while the training waits, the others in the background, so that a busy machine affects
+both.
 
-    blocked    time of the training's thread in all that belongs to the checkpoint
-    slowed     by how much the steps that run beside a writing, or removing, thread take longer than the median of those
-               that do not; summed up
-    delay      both; of the first checkpoint in the background apart: it maps the memory that later ones use again
+    blocked    time that the training's thread spends on the checkpoint
+    slowed     additional time of the steps that run beside a thread that writes or
+               removes, over the median of all others; summed
+    delay      the sum of both; separately for the first checkpoint in the background,
+               which maps the memory that later ones reuse
 
-The share is the median delay in the background over the median time blocked of the
+The share is the median delay in the background over the median blocked time of the
 other kind. Times are processor time of the training's thread, which a busy machine does
-not change: without the waiting for the disk, which only the training that waits has to
-do, so that the share is too large. Wall time of what blocked stands beside.
+not change. They exclude waiting for the disk, which only a waiting training has to do,
+so that the share is too large. The wall time of the blocking part is printed beside it.
 
---kills: the training is ended with SIGKILL at a random moment between the begin of its
-first checkpoint and its end, run again, and its weights are compared with those of one
-that was left alone; all checkpoints in the background.
+--kills: the training is killed with SIGKILL at a random moment between the start of its
+first checkpoint and its end, and run again; its weights are compared with those of an
+undisturbed one. All checkpoints are written in the background.
 
-glibc keeps what the steps free: they would else map their gradients anew in each, which
-no GPU does.
+glibc keeps the memory that the steps free: otherwise each step would map its gradients
+anew, which no GPU does.
 """
 
 import argparse
@@ -104,7 +105,7 @@ def make_model(num_experts: int) -> Any:
 
 
 def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
-    """The trained model; a training that was ended goes on."""
+    """Return the trained model; an interrupted training continues."""
     model = make_model(num_experts)
     run = product.TrainingRun(
         launch=join_launch(),
@@ -135,8 +136,8 @@ def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
 
 
 class Watch(TrainerCallback):
-    """Notes of each step its seconds and whether a thread was at work, of each
-    checkpoint what blocked the training.
+    """Records for each step its seconds and whether a thread was at work, and for each
+    checkpoint how long it blocked the training.
     """
 
     def __init__(self, options: argparse.Namespace):
@@ -176,7 +177,7 @@ class Watch(TrainerCallback):
         }
 
     def settle(self) -> None:
-        """Note what has blocked since the last checkpoint began."""
+        """Record the blocked time since the last checkpoint began."""
         if self.number:
             row = self.checkpoints[self.number]
             spent = [
@@ -306,7 +307,7 @@ def begin(options: argparse.Namespace, folder: Path) -> subprocess.Popen:
 
 
 def ended(process: subprocess.Popen) -> str:
-    """The hash that it printed last."""
+    """Return the last hash that it printed."""
     output, errors = process.communicate()
     if process.returncode:
         sys.exit(errors[-3000:])

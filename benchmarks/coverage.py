@@ -1,17 +1,17 @@
-"""How often the 95 % interval of the mean holds the true mean of the differences, by
-simulation.
+"""Simulate how often the 95 % interval of the mean contains the true mean of the
+differences.
 
     python benchmarks/coverage.py [--draws 4000] [--json OUT]
 
 A case is a number of tasks, their numbers of items, and the shares of items gained and
 lost; an item is gained, lost or unchanged independently of the others. Grid: 1 to 30
 tasks of 1 to 2,000 items, equally large or of all sizes at once, true differences of 0
-to -95 points, 0 to 20 % of items gained beside those lost. Per size the least coverage,
-the case that has it, and half the width of the interval in points, at -5 points without
-gains.
+to -95 points, 0 to 20 % of items gained beside those lost. For each size it prints the
+least coverage, the case that has it, and half the width of the interval in points, at
+-5 points without gains.
 
-A case below 94 % is drawn again with ten times the draws, so that the least of
-thousands is not the unluckiest.
+A case below 94 % is simulated again with ten times the draws, so that the least of
+thousands is not just the unluckiest.
 """
 
 import argparse
@@ -48,7 +48,9 @@ def _known(gained: int, lost: int, count: int) -> Interval:
 def coverage(
     sizes: Sequence[int], gained: float, lost: float, draws: int, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the share of draws whose interval holds lost - gained, and half its mean width."""
+    """Return the share of draws whose interval contains lost - gained, and half its
+    mean width.
+    """
     rng = numpy.random.default_rng(seed)
     unchanged = max(0.0, 1 - gained - lost)
     drawn = [
@@ -71,7 +73,7 @@ def coverage(
 
 
 def cases() -> list[tuple[str, tuple[int, ...], float, float]]:
-    """List name of the sizes, sizes, shares gained and lost."""
+    """List the name of the sizes, the sizes, and the shares gained and lost."""
     shapes = [
         (str(size), (size,) * number) for size in SIZES for number in NUM_TASKS
     ] + [("mixed", MIXED)]

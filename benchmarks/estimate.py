@@ -1,15 +1,15 @@
-"""`fcsd estimate` against real steps of a real run on this GPU.
+"""Compare `fcsd estimate` with real steps of a real run on this GPU.
 
     python benchmarks/estimate.py --gpu h100 [--cases qwen3 deepseek …] [--steps 8]
     [--json OUT]
 
-What is measured: `fcsd distill` of a published configuration at its real widths with
-few layers and random weights, so that a whole training state fits on one device: the
-peak of allocated and of reserved memory, and tokens per second as the run reports them
-(the median of the steps after the third). `fcsd estimate` says beforehand what it
-expects of the same recipe. Each run is a process of its own. Speed depends on the share
-of the published peak that is reached, which `fcsd estimate` takes as a range; the share
-that gives the measured speed is printed.
+The benchmark runs `fcsd distill` of a published configuration at its real widths, with
+few layers and random weights so that a whole training state fits on one device. It
+measures the peaks of allocated and of reserved memory, and the tokens per second that
+the run reports (the median of the steps after the third). Before that, `fcsd estimate`
+predicts them from the same recipe. Each run is a separate process. Speed depends on the
+share of the published peak that is reached, for which `fcsd estimate` assumes a range;
+the share that gives the measured speed is printed.
 """
 
 import argparse
@@ -52,13 +52,15 @@ FSDP2 = {
         "fsdp_reshard_after_forward": True,
     },
 }
-"""One rank, for the cases whose name ends in fsdp2: weights are cast where they are
-gathered, those of experts too.
+"""One rank, for the cases whose name ends in fsdp2: weights, including those of
+experts, are cast where they are gathered.
 """
 
 
 def write_checkpoint(folder: Path, config: str, changes: dict[str, Any]) -> None:
-    """Random weights in bfloat16 at the configuration's widths, and a small tokenizer."""
+    """Write random weights in bfloat16 at the configuration's widths, and a small
+    tokenizer.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -122,7 +124,7 @@ def write_recipe(
 
 
 def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
-    """One run; writes what was measured to FOLDER/measured.json."""
+    """Run once, and write the measurements to FOLDER/measured.json."""
     import torch
 
     from fcsd.cli.main import main as fcsd
@@ -135,8 +137,8 @@ def worker(case: str, folder: Path, options: argparse.Namespace) -> None:
     recipe = write_recipe(folder, options, train)
 
     def end(*_: Any) -> None:
-        # what is kept after the last step is no part of it; sharded, it would have to
-        # be gathered
+        # the memory kept after the last step does not count; if sharded, it would have
+        # to be gathered
         raise SystemExit
 
     DistillTrainer._save_checkpoint = lambda *_, **__: None  # type: ignore[method-assign]

@@ -1,13 +1,13 @@
-"""Time of a rewired model's forward pass, as a ratio to the original's.
+"""Measure the time of a rewired model's forward pass as a ratio to the original's.
 
     python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds
     60] [--limit 1.02] python benchmarks/forward.py --device cuda --dtype bfloat16
     --layers 16 --tokens 4096 \\
         --config tests/files/configs/Qwen3-30B-A3B.json
 
-What is measured: forward passes without gradient of two models with the same weights,
-on one device, without any communication: the price of the rewiring itself. Overlap is
-not measured here.
+The benchmark times forward passes without gradients of two models with the same
+weights, on one device and without any communication: the cost of the rewiring itself.
+It does not measure overlap.
 
     control    a second copy of the original, the noise of this run
     farskip    all layers rewired
@@ -16,8 +16,8 @@ not measured here.
     decode     one token after a cache of at least --tokens tokens; launching operators dominates here on
                small models
 
-The models share their weights in memory, so that it plays no part where a copy lies.
-They take turns in a random order, so that a busy machine is busy for all, and no model
+The models share their weights in memory, so that the location of a copy plays no role.
+They take turns in a random order, so that a busy machine affects all, and no model
 always runs after the same other one. A ratio is the median over rounds of (time here /
 time of the original in the same round), with its 95 % interval (from the order of the
 rounds' ratios); the second ratio is that of the minima. On a CPU time is processor time
@@ -41,11 +41,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 VOCABULARY = 1024
-"""Small, so that the head, which is the same in both models, does not thin the ratio out."""
+"""Small, so that the head, which is the same in both models, does not dilute the
+ratio.
+"""
 
 
 def tiny(family: str, layers: int, dim: int) -> Any:
-    """A model of the family's tiny shape, widened to `dim`, with `layers` layers."""
+    """Return a model of the family's tiny shape, widened to `dim`, with `layers`
+    layers.
+    """
     from tests.reference.tiny import TINY, tiny_model
 
     overrides = {
@@ -70,8 +74,8 @@ def tiny(family: str, layers: int, dim: int) -> Any:
 
 
 def published(config: Path, layers: int, device: str, dtype: str) -> Any:
-    """The first `layers` layers of a published configuration with a small vocabulary,
-    freshly initialised.
+    """Return the first `layers` layers of a published configuration with a small
+    vocabulary, freshly initialised.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,11 +98,11 @@ def published(config: Path, layers: int, device: str, dtype: str) -> Any:
 
 
 def build(family: str, options: argparse.Namespace) -> Any:
-    """The original.
+    """Return the original.
 
-    Attention and MoE blocks end in zero matrices: the work is the same, but both models
-    then route every token alike. With other weights their experts' loads differ, and so
-    would the time.
+    Attention and MoE blocks end in zero matrices: the work is the same, and both models
+    route every token alike. With other weights the loads of their experts would differ,
+    and so would the time.
     """
     import torch
 
@@ -114,7 +118,7 @@ def build(family: str, options: argparse.Namespace) -> Any:
 
 
 def twin(model: Any) -> Any:
-    """A copy with the same parameters in memory."""
+    """Return a copy with the same parameters in memory."""
     return copy.deepcopy(
         model, {id(parameter): parameter for parameter in model.parameters()}
     )
@@ -141,7 +145,9 @@ def decode(model: Any, ids: Any, repeats: int) -> Callable[[], None]:
 
 
 def seconds(run: Callable[[], None], device: str) -> float:
-    """Processor time on a CPU, wall time up to the last kernel on a GPU."""
+    """Return the processor time on a CPU, or the wall time up to the last kernel on a
+    GPU.
+    """
     import torch
 
     if device == "cpu":
@@ -158,7 +164,9 @@ def seconds(run: Callable[[], None], device: str) -> float:
 def interleaved(
     runs: dict[str, Callable[[], None]], rounds: int, device: str
 ) -> dict[str, list[float]]:
-    """Times of every run, one a round; the order is drawn anew in every round."""
+    """Return the times of every run, one per round; the order is drawn anew in every
+    round.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for run in runs.values():
@@ -177,9 +185,10 @@ def interleaved(
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """95 % interval of the median: the widest pair of order statistics x_(k+1), x_(n-k)
-    whose ranks leave at most 2.5 % of Binomial(n, 1/2) on either side; the extremes
-    where n is below 6."""
+    """Return the 95 % interval of the median: the widest pair of order statistics
+    x_(k+1), x_(n-k) whose ranks leave at most 2.5 % of Binomial(n, 1/2) on either side;
+    the extremes where n is below 6.
+    """
     ordered, n = sorted(values), len(values)
     k, tail = 0, 0.5**n
     while k < n // 2 and tail + math.comb(n, k + 1) * 0.5**n <= 0.025:
@@ -189,7 +198,7 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 
 def measure(family: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row a phase and variant."""
+    """Return one row per phase and variant."""
     import torch
 
     from fcsd.model.connectivity import Connectivity, convert_model

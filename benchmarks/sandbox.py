@@ -1,22 +1,22 @@
-"""What the sandbox costs: time of a trivial program, and of all canonical programs of
-MBPP+ and HumanEval+.
+"""Measure the cost of the sandbox: the time of a trivial program, and of all canonical
+programs of MBPP+ and HumanEval+.
 
     python benchmarks/sandbox.py [--data-root ROOT] [--workers N --jobs 50 --rounds 10]
     [--json OUT]
 
-Overhead: milliseconds of wall time a program that does nothing, median over rounds; all
-take turns.
+Overhead: milliseconds of wall time per program that does nothing, median over rounds;
+all variants take turns.
 
-    two forks      the least that two processes a program can cost: fork, end, wait, from an interpreter that has
-                   loaded numpy, without any isolation
-    interpreter    `python -I -c pass`: a fresh interpreter a program, without any isolation
+    two forks      the minimum for two processes per program: fork, end, wait, from an
+                   interpreter that has loaded numpy, without any isolation
+    interpreter    `python -I -c pass`: a fresh interpreter per program, without any isolation
     one worker     the sandbox: two processes in namespaces, Landlock, seccomp, limits, own folder; killed and cleaned
     all workers    the same on all workers: wall time over number of programs
 
 Canonical programs: wall time of the correct solutions of all problems, base and plus
-tests, on all workers; every one must pass. They are the slowest programs there are: a
-wrong one ends at its first wrong answer. ROOT is a folder in hub layout (`fcsd evaluate
---fetch ROOT`); without it this part is left out.
+tests, on all workers; every one must pass. They are the slowest programs: a wrong one
+ends at its first wrong answer. ROOT is a folder in hub layout (`fcsd evaluate --fetch
+ROOT`); without it this part is left out.
 """
 
 import argparse
@@ -41,7 +41,9 @@ from fcsd.evaluation.code.problems import Problem, read_problems  # noqa: E402
 from fcsd.evaluation.code.scorer import CodeScorer, default_num_workers  # noqa: E402
 
 OVERHEAD_MS, MBPP_S = 10.0, 75.0
-"""Targets: a job's overhead on any number of workers; all canonical MBPP+ programs on two cores."""
+"""Targets: the overhead per job on any number of workers; all canonical MBPP+ programs
+on two cores.
+"""
 
 _FORKS = """
 import os, sys
@@ -68,7 +70,7 @@ def trivial(number: int) -> list[Problem]:
 
 
 def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]]:
-    """Milliseconds a program, one number a round."""
+    """Return milliseconds per program, one number per round."""
     problems = trivial(options.jobs)
     programs = {problem.task_id: problem.canonical for problem in problems}
     forks = subprocess.Popen(
@@ -124,8 +126,8 @@ def overhead(options: argparse.Namespace, workers: int) -> dict[str, list[float]
 
 
 def canonical(root: Path, name: str, workers: int) -> dict[str, Any]:
-    """Wall seconds of all canonical programs of a data set, each of which passes; the
-    slowest three.
+    """Return the wall seconds of all canonical programs of a data set, each of which
+    must pass, and the slowest three.
     """
     problems = read_problems(root / "evalplus" / name)
     with CodeScorer(num_workers=workers) as scorer:
@@ -152,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--data-root", type=Path, help="data sets in hub layout")
     parser.add_argument(
-        "--workers", type=int, help="by default one a core, as far as memory allows"
+        "--workers", type=int, help="by default one per core, as far as memory allows"
     )
     parser.add_argument("--jobs", type=int, default=50, help="programs in one timing")
     parser.add_argument("--rounds", type=int, default=10)

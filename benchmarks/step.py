@@ -1,12 +1,12 @@
-"""Time of a whole optimiser step, ours and TRL's, as ratios measured in one run.
+"""Measure the time of a whole optimiser step, ours and TRL's, as ratios in one run.
 
     python benchmarks/step.py [--lengths equal mixed] [--rounds 5] [--json OUT] [--dim
     384 --layers 10 …]
 
-What is measured: the optimiser steps of real training loops over one and the same
-batch: fetching, teacher, student, loss, backward pass, clipping, AdamW, logging. The
-model is a Qwen3-MoE with random weights, its student rewired in all layers; the head's
-share of an SFT step's products is printed, in Qwen3-30B-A3B it is a tenth.
+The benchmark times the optimiser steps of real training loops over the same batch:
+fetching, teacher, student, loss, backward pass, clipping, AdamW, logging. The model is
+a Qwen3-MoE with random weights, its student rewired in all layers. The head's share of
+the matmuls of an SFT step is printed; in Qwen3-30B-A3B it is a tenth.
 
     sft         `FCSDTrainer` with objective sft: cross-entropy, no teacher
     control     the same once more: the noise of this run
@@ -22,13 +22,13 @@ share of an SFT step's products is printed, in Qwen3-30B-A3B it is a tenth.
     --lengths mixed   lengths are log-normal (sigma 0.9), an eighth of a row in the mean. fcsd packs them into rows, its
                       default; GKDTrainer cannot pack
 
-A quarter of every example is its prompt and carries no loss. Each variant is a process
-of its own; all of them stay alive and take turns, in an order that changes every round.
-A ratio is the median over rounds of (time here / time of sft in the same round);
-seconds are those of the fastest round; tokens are those of the examples, without
-padding. On a CPU time is processor time of one thread, memory the peak of resident
-memory over what was resident before the models were made. The losses of `kl` and `gkd`
-at every step are compared before anything is printed.
+A quarter of every example is its prompt and carries no loss. Each variant is a separate
+process; all of them stay alive and take turns, in an order that changes every round. A
+ratio is the median over rounds of (time here / time of sft in the same round); seconds
+are those of the fastest round; tokens are those of the examples, without padding. On a
+CPU, time is processor time of one thread, and memory is the peak of resident memory
+over that before the models were made. The losses of `kl` and `gkd` at every step are
+compared before anything is printed.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from turns import load_average, reset_peak, resident, take_turns  # noqa: E402
 VARIANTS = ("sft", "control", "kl", "kl cached", "gkd", "gkd sorted")
 TARGETS = {"kl / sft": 1.40, "kl cached / sft": 1.08, "tokens/s, kl / gkd": 1.30}
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.1}
-"""Relative, between the losses of `kl` and `gkd`."""
+"""Largest relative difference between the losses of `kl` and `gkd`."""
 LEARNING_RATE = 1e-4
 NO_LOSS = -100
 
@@ -62,8 +62,8 @@ NO_LOSS = -100
 
 
 def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
-    """Tokens of each example of the batch; log-normal ones at equidistant quantiles, in
-    a mixed order.
+    """Return the number of tokens of each example of the batch; log-normal lengths are
+    at equidistant quantiles, in a mixed order.
     """
     if lengths == "equal":
         return [options.length] * options.rows
@@ -75,7 +75,9 @@ def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
 
 
 def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]:
-    """{"input_ids", "loss_mask"} of each example, as `fcsd.data.rows.pack` takes them."""
+    """Return {"input_ids", "loss_mask"} of each example, as `fcsd.data.rows.pack` takes
+    them.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +119,7 @@ class Repeated:
 
 
 def make_model(options: argparse.Namespace, rewired: bool) -> Any:
-    """The same weights at every call."""
+    """Return a model with the same weights at every call."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -154,7 +156,7 @@ def head_share(model: Any) -> float:
     """Return the head's share of the matmuls of an SFT step, without attention's
     scores.
 
-    It is head / (head + what a token uses of the layers).
+    It is head / (head + the part of the layers that a token uses).
     """
     config = model.config
     head = model.lm_head.weight.numel()
@@ -240,8 +242,8 @@ def train_with_fcsd(
 
 
 def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> Any:
-    """A cache on disk of these rows, filled by the teacher, of which only the head
-    stays in memory.
+    """Return a cache of these rows on disk, filled by the teacher; only the teacher's
+    head stays in memory.
     """
     import copy
 
@@ -281,7 +283,7 @@ def train_with_gkd(
 
     if variant == "gkd sorted":
         batch = sorted(batch, key=lambda example: len(example["input_ids"]))
-    # One micro-batch of padded examples of mixed lengths would be several times as
+    # A single micro-batch of padded examples of mixed lengths would be several times as
     # large as the packed rows.
     micro_batches = 1 if len(batch) == options.rows else options.micro_batches
     records = [
@@ -342,7 +344,7 @@ def train_variant(
     num_steps: int,
     watcher: Any,
 ) -> None:
-    """Train for some steps under the eyes of `watcher`, a callback of transformers' Trainer."""
+    """Train for some steps with `watcher`, a callback of transformers' Trainer."""
     train = train_with_gkd if variant.startswith("gkd") else train_with_fcsd
     train(variant, options, examples(options, lengths), folder, num_steps, watcher)
 
@@ -351,11 +353,11 @@ def train_variant(
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Answers each line on stdin with one optimiser step's measurement as JSON."""
+    """Answer each line on stdin with the measurement of one optimiser step as JSON."""
     import torch
     from transformers import TrainerCallback
 
-    # whatever a library prints is no answer
+    # the output of libraries is not an answer
     answers, sys.stdout = sys.stdout, sys.stderr
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     cuda = options.device == "cuda"
@@ -450,7 +452,9 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
 
 
 def ratios(results: dict[str, Any]) -> dict[str, float]:
-    """What the targets are about; of tokens per second the median over rounds."""
+    """Yield the figures that have targets; for tokens per second, the median over
+    rounds.
+    """
     figures = {
         "kl / sft": results["kl"]["time_ratio"],
         "kl cached / sft": results["kl cached"]["time_ratio"],
@@ -465,8 +469,8 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_difference(results: dict[str, Any]) -> dict[str, float]:
-    """Relative difference of the losses at the same step, the largest over steps: `kl`
-    against each of the others.
+    """Return the relative difference of the losses at the same step, the largest over
+    steps, of `kl` against each of the others.
     """
     ours = results["kl"]["losses"]
     return {

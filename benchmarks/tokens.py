@@ -1,12 +1,12 @@
-"""How fast data are tokenized to disk, what memory it takes, and how long a training
-waits for a row far into them.
+"""Measure how fast data are tokenized to disk, how much memory that takes, and how long
+a training waits for a row far into them.
 
     python benchmarks/tokens.py [--tokens 100_000_000] [--kind text] [--workers 2]
 
-Texts (or conversations of four turns) of random words, written by a seed into JSON
-lines. The peer is the tokenizer alone, on batches of texts in memory in one process;
-speeds are given by the wall and, for machines with other work, by the processor time of
-the workers.
+The data are texts (or conversations of four turns) of random words from a seed, written
+as JSON lines. The peer is the tokenizer alone, on batches of texts in memory in one
+process. Speeds are given by wall time and, for machines with other work, by the
+processor time of the workers.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def texts(chooser: random.Random) -> Iterator[str]:
 
 
 def lines(kind: str) -> Iterator[str]:
-    """Rows of a file, without end."""
+    """Yield the rows of a file, endlessly."""
     said = texts(random.Random(0))
     while True:
         turns = (
@@ -67,7 +67,7 @@ def lines(kind: str) -> Iterator[str]:
 
 
 def tokenizer_speed(tokenizer: Any) -> float:
-    """Tokens a second of processor time, of batches of texts in memory."""
+    """Return the tokens per second of processor time for batches of texts in memory."""
     batch = list(islice(texts(random.Random(1)), 4000))
     number, begin = 0, time.process_time()
     for start in range(0, len(batch), 256):

@@ -1,7 +1,7 @@
-"""Processes that take turns, so that a busy machine is busy for all of them, and what
-they report of themselves.
+"""Run processes that take turns, so that a busy machine affects all of them, and read
+what they report about themselves.
 
-A benchmark starts itself once a variant (`--worker NAME`); each process answers every
+A benchmark starts itself once per variant (`--worker NAME`); each process answers every
 line on its input with one measurement as JSON.
 """
 
@@ -16,7 +16,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def resident(key: str) -> int:
-    """Bytes of this process: `VmRSS` now, `VmHWM` at most since `reset_peak`."""
+    """Return the memory of this process in bytes: `VmRSS` is the current value, `VmHWM`
+    the peak since `reset_peak`.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
@@ -51,15 +53,15 @@ def ask(name: str, process: subprocess.Popen) -> dict[str, Any]:
 def take_turns(
     names: list[str], rounds: int, script: str, arguments: list[str]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The answers of every process: a first one, for which they are started one after
-    the other, and one a round.
+    """Return the answers of every process: a first one, for which the processes are
+    started one after another, and one per round.
 
     The order rotates from round to round.
     """
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     processes: dict[str, subprocess.Popen] = {}
     try:
-        # one after the other: their preparation would disturb each other
+        # one after another, because their preparations would disturb each other
         for name in names:
             processes[name] = start(script, name, arguments)
             measured[name].append(ask(name, processes[name]))
@@ -74,7 +76,7 @@ def take_turns(
 
 
 def load_average() -> float:
-    """Return the load of the last minute: above the benchmark's own processes, times
-    are those of a busy machine.
+    """Return the load of the last minute: if it exceeds the benchmark's own processes,
+    times are those of a busy machine.
     """
     return os.getloadavg()[0]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Distil a FarSkip model in Python
 #
-# A small MoE with random weights is given FarSkip connectivity and trained back to what
-# it said before, on one CPU core in under a minute. A real model
+# A small MoE with random weights gets FarSkip connectivity and is trained back to its
+# earlier outputs, on one CPU core in under a minute. A real model
 # (`fcsd.load("Qwen/Qwen3-30B-A3B")`) needs lower rates and more steps.
 
 # %% The original: a transformers model and its tokenizer
@@ -65,11 +65,11 @@ before = trainer.evaluate()["eval_kl"]
 trainer.train()
 after = trainer.evaluate()["eval_kl"]
 
-# %% What is left loads without fcsd
+# %% The saved model loads without fcsd
 trainer.save_model()
 loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-# %% What came of it
+# %% The result
 agreement = [
     entry["top1_agreement"]
     for entry in trainer.state.log_history

@@ -54,8 +54,8 @@ def parser() -> argparse.ArgumentParser:
         help="of a CPU's emulated link: one exchange",
     )
     made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--rows", type=int, help="sequences a rank")
-    made.add_argument("--length", type=int, help="tokens a sequence")
+    made.add_argument("--rows", type=int, help="sequences per rank")
+    made.add_argument("--length", type=int, help="tokens per sequence")
     for name in ("layers", "dim", "expert-dim", "experts", "top-k", "heads"):
         made.add_argument(f"--{name}", type=int)
     # a process that --link netns has started
@@ -87,7 +87,7 @@ _SIZES = {
     "cuda": (6, 2048, 1408, 8, 6, 16, 4, 4096),
 }
 """By name. cuda: the layer of DeepSeek-V2-Lite as one of 8 ranks computes it: 8 of its
-64 experts, and as many rows.
+64 experts, and the corresponding rows.
 """
 
 

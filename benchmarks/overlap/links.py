@@ -1,5 +1,5 @@
-"""What carries the rows in the benchmark: a thread or a stream that is busy for bytes /
-rate, or network namespaces.
+"""Links that carry the rows in the benchmark: a thread or a stream that is busy for
+bytes / rate, or network namespaces.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 
 class Link:
-    """A link between CPU ranks: one exchange after the other, each busy for the bytes
-    that leave this rank.
+    """A link between CPU ranks, which carries one exchange after another, each for as
+    long as the bytes that leave this rank take.
     """
 
     def __init__(self, seconds_per_byte: float):
@@ -63,7 +63,7 @@ class _OnLink:
 
 
 class _Work:
-    """One exchange; its own future, too."""
+    """One exchange, which is also its own future."""
 
     def __init__(self, exchange: Any, num_bytes: int):
         self.exchange, self.num_bytes = exchange, num_bytes
@@ -85,13 +85,13 @@ class _Work:
 
 
 class CudaLink:
-    """A link of one GPU to `ranks` - 1 others that are not there: rows are copied, and
-    the link's stream is busy.
+    """A link from one GPU to `ranks` - 1 virtual ones: rows are copied while the stream
+    of the link is busy.
     """
 
     def __init__(self, bytes_per_second: float, ranks: int):
         self.stream = torch.cuda.Stream(priority=-1)
-        # rows that one of this rank's stands for
+        # number of rows that one row of this rank stands for
         self.share, self.stands_for = (ranks - 1) / ranks, 1.0
         self.cycles_per_byte = _cycles_per_second() / bytes_per_second
 
@@ -131,7 +131,9 @@ def _cycles_per_second() -> float:
 
 @contextlib.contextmanager
 def namespaces(rate_bits: float) -> Iterator[list[str]]:
-    """Two network namespaces, whose interfaces towards each other are called as they are."""
+    """Create two network namespaces, whose interfaces to each other have the same names
+    as they.
+    """
     names = [f"fcsd{os.getpid() % 10000}-{end}" for end in (0, 1)]
 
     def run(*words: str) -> None:

@@ -1,5 +1,5 @@
-"""The benchmark's models: of a few layers, with their experts spread over all ranks,
-and sleeps in them.
+"""The benchmark's models, with a few layers, experts spread over all ranks, and sleeps
+in them.
 """
 
 import argparse
@@ -63,9 +63,7 @@ def config_of(options: argparse.Namespace) -> Any:
 
 
 def spread_experts(model: Any) -> None:
-    """Spread the experts of a model's MoE blocks (`mlp.experts`) over all ranks, and
-    nothing else of it.
-    """
+    """Spread only the experts of a model's MoE blocks (`mlp.experts`) over all ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -89,7 +87,9 @@ def spread_experts(model: Any) -> None:
 
 
 def spread_model(options: argparse.Namespace, rewired: bool) -> Any:
-    """The model with its experts spread over all ranks, everything else whole."""
+    """Return the model with its experts spread over all ranks, and everything else
+    whole.
+    """
     from transformers import AutoModelForCausalLM
 
     from fcsd.model.connectivity import Connectivity, convert_model
@@ -123,7 +123,9 @@ class InHalves(BlockRun):
 
 
 def in_steps(model: Any, transport: Any, mode: str) -> None:
-    """Let a regular model's blocks run in the runtime's steps, so that they use the same link."""
+    """Make a regular model's blocks run in the runtime's steps, so that they use the
+    same link.
+    """
     router, start, shared_expert, *experts, finish = schedule.BLOCK
     steps = {
         "beside": schedule.BLOCK,
@@ -154,8 +156,8 @@ def in_steps(model: Any, transport: Any, mode: str) -> None:
 
 @contextlib.contextmanager
 def a_row_for_each_expert(top_k: int) -> Iterator[None]:
-    """Let a token send each of its experts a row of its own while the context lasts, as
-    if it were so many tokens.
+    """Inside the context, make a token send a separate row to each of its experts, as
+    if it were that many tokens.
     """
     start, finish = OverlappedEP.start_dispatch, OverlappedEP.finish_combine
 
@@ -183,8 +185,9 @@ def a_row_for_each_expert(top_k: int) -> Iterator[None]:
 
 
 def add_sleeps(model: Any, num_tokens: int, clock: Any = time) -> None:
-    """Let parts of a layer sleep. num_tokens: of a batch; the shared expert of a part
-    of them sleeps for that part. clock: whose `sleep` is called.
+    """Make parts of a layer sleep. num_tokens: tokens of a batch; the shared expert
+    sleeps in proportion to the part of them that it gets. clock: the object whose
+    `sleep` is called.
     """
 
     class Sleep(torch.autograd.Function):

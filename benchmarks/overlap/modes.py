@@ -1,4 +1,4 @@
-"""Steps of one rank in every mode."""
+"""Run the steps of one rank in every mode."""
 
 import argparse
 import threading
@@ -32,8 +32,8 @@ ON_A_CPU = ("batons", "one-node")
 
 
 class Batons:
-    """Two threads of which one computes; each hands on when it waits, so the order is
-    the same on all ranks.
+    """Two threads, one of which computes at a time; each passes the baton when it
+    waits, so that the order is the same on all ranks.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _Handing:
 class Bench:
     """The models of one rank, and steps of them in every mode.
 
-    clock: of steps, exchanges and sleeps: the module `time`, or a simulated one.
+    clock: clock of steps, exchanges and sleeps: the module `time`, or a simulated one.
     """
 
     def __init__(self, options: argparse.Namespace, clock: Any = time):
@@ -152,7 +152,7 @@ class Bench:
         return model
 
     def step(self, mode: str) -> dict[str, Any]:
-        """Seconds of one step and of its parts."""
+        """Return the seconds of one step and of its parts."""
         from fcsd.parallel.overlap.measure import exchange_times
 
         model = self.prepare(mode)
@@ -176,13 +176,13 @@ class Bench:
         return measured
 
     def way(self, mode: str) -> Any:
-        """What the exchanges of a mode are made of instead of the runtime's own."""
+        """Use what a mode needs in place of the runtime's own exchanges."""
         if mode in EACH:
             return a_row_for_each_expert(self.options.top_k)
         return one_node() if mode == "one-node" else nullcontext()
 
     def passes(self, model: Any, mode: str, began: float) -> float:
-        """Forward and backward; when the latter began."""
+        """Run forward and backward pass; return when the latter began."""
         if mode == "batons":
             halves = self.ids.chunk(2, dim=0 if len(self.ids) > 1 else 1)
             SLEEPS_MS["share"] = 0.5
@@ -210,7 +210,7 @@ class Bench:
         return flat(measured)
 
     def traced(self, mode: str, path: Path) -> dict[str, float]:
-        """Return those of one step on a GPU, by the profiler's trace."""
+        """Return the seconds of one step on a GPU, from the profiler's trace."""
         from torch.profiler import ProfilerActivity, profile
 
         from fcsd.parallel.overlap.measure import from_trace
@@ -226,7 +226,7 @@ class Bench:
 def run_rank(
     number: int, options: argparse.Namespace, store: str, pipe: Any = None
 ) -> dict[str, Any]:
-    """Take all steps of one rank; seconds of each, by mode."""
+    """Run all steps of one rank; return the seconds of each, by mode."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -265,7 +265,9 @@ def run_rank(
 
 
 def exchanged_bytes(options: argparse.Namespace) -> float:
-    """What leaves a CPU rank in one exchange, on average, beside the pairs' words."""
+    """Return the mean bytes that leave a CPU rank in one exchange, besides the words of
+    the pairs.
+    """
     each = rows_per_token(options.experts, options.top_k, options.ranks)
     return (
         options.rows

@@ -1,16 +1,16 @@
-"""The paper's backward pass (its section 4): one autograd node an exchange, and
+"""The paper's backward pass (its section 4): one autograd node per exchange, and
 sequence numbers that are set.
 
-The node launches, in both passes, and gives a buffer that rows are yet to arrive in. In
-the forward pass the runtime waits where its schedule says. In the backward pass a hook
-on the node behind the exchange, which reads the gradients next, waits before it. By
-itself autograd would run that node at once: of the nodes that are ready it takes the
-one that was made last. So the exchange's node gets the number of the place where the
-forward pass has waited for it: it launches as early as it can, and what was made
-between launch and wait runs before the hook.
+The node launches the exchange, in both passes, and returns a buffer into which rows
+have yet to arrive. In the forward pass the runtime waits where its schedule says. In
+the backward pass a hook waits before the node after the exchange, which reads the
+gradients next. On its own, autograd would run that node at once: of the nodes that are
+ready it takes the one that was created last. The exchange's node therefore gets the
+number of the place where the forward pass waited for it: it launches as early as it
+can, and the nodes that were created between launch and wait run before the hook.
 
-For float32, without FSDP and without checkpointing: an unready buffer travels through
-autograd, where casts and hooks would read it.
+This works only for float32, without FSDP and without checkpointing: an incomplete
+buffer travels through autograd, where casts and hooks would read it.
 """
 
 import contextlib
@@ -69,7 +69,9 @@ def _finish(rows: torch.Tensor, exchange: Any) -> torch.Tensor:
 
 
 class _DispatchStart:
-    """As `fcsd.parallel.overlap.exchange.DispatchStart`; packed where autograd sees it."""
+    """Like `fcsd.parallel.overlap.exchange.DispatchStart`, but packed where autograd
+    sees it.
+    """
 
     @staticmethod
     def apply(
@@ -105,7 +107,9 @@ class _DispatchFinish:
 
 
 class _CombineStart:
-    """Weighs the outputs at the expert, where autograd has the weights' gradient."""
+    """Weights the outputs at the expert, where autograd has the gradient of the
+    weights.
+    """
 
     @staticmethod
     def apply(
@@ -135,7 +139,7 @@ class _CombineFinish:
 
 @contextlib.contextmanager
 def one_node() -> Iterator[None]:
-    """Let the exchanges of the runtime be of one node each while the context lasts."""
+    """Inside the context, make each exchange of the runtime a single node."""
     own = {name: getattr(runtime, name) for name in _NODES}
     vars(runtime).update(_NODES)
     try:

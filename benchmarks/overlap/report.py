@@ -1,4 +1,4 @@
-"""What a run has measured, as a table."""
+"""Format the measurements of a run as a table."""
 
 import statistics
 from typing import Any
@@ -15,8 +15,8 @@ def flat(measured: dict[str, Any]) -> dict[str, float]:
 def summary(
     measurements: dict[str, list[dict[str, Any]]],
 ) -> dict[str, dict[str, float]]:
-    """Return, for each mode, seconds of a step, its ratio to the first mode's, and what
-    was hidden of what was sent.
+    """Return for each mode the seconds of a step, their ratio to those of the first
+    mode, and how much of the communication was hidden.
     """
     first = next(iter(measurements))
     table = {}
@@ -48,7 +48,7 @@ def summary(
 
 
 def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
-    """Write what `fcsd plan --measured` reads: times of the blocking mode, and the
+    """Write the input of `fcsd plan --measured`: times of the blocking mode, and the
     configuration of its model.
     """
     from benchmarks.overlap.models import config_of
@@ -70,7 +70,7 @@ def write_blocking_times(options: Any, rounds: list[dict[str, Any]]) -> None:
             ExchangeTime(**each)
             for each in median_times([each["exchanges"] for each in rounds])
         ],
-        # sleeps lose nothing to what runs beside them
+        # sleeps are not slowed by what runs beside them
         slowdown=0.0 if options.compute == "sleeps" else None,
     )
     write_times(options.times / "times.json", times)

@@ -1,5 +1,5 @@
-"""Prepare what `examples/real/smollm2.yaml` reads: a pre-trained language model as two
-MoEs, and text.
+"""Prepare the input of `examples/real/smollm2.yaml`: a pre-trained language model as
+two MoEs, and text.
 
     python examples/real/prepare.py runs/real --model FOLDER_OR_HUB_ID
 
@@ -9,13 +9,14 @@ MoEs, and text.
     runs/real/data         train.jsonl, heldout.jsonl (conversations) and text.jsonl
     runs/real/code.jsonl   with --code: sources and documentation from a folder, for long trainings
 
-The routed experts are unlike each other from the start, without any training. The
-neurons of an MLP that add the most to its output become the shared expert. What the
-others read is clustered; the router points at the clusters, and each expert keeps the
-neurons that matter most in its own, with an output projection that least squares fit to
-what all of them would add there. As many neurons are active as in the dense model.
+The routed experts differ from each other from the start, without any training. The
+neurons of an MLP that add the most to its output become the shared expert. The inputs
+of the others are clustered; the router points at the clusters, and each expert keeps
+the neurons that matter most in its own cluster, with an output projection that is
+fitted by least squares to what all of them would add there. As many neurons are active
+as in the dense model.
 
-A folder that is there is not made again. Not covered: training, which is the recipe's.
+A folder that exists is not made again. Not covered: training, which the recipe does.
 """
 
 import argparse
@@ -50,7 +51,7 @@ from fcsd.base.text import progress_bar
 NUM_EXPERTS, NUM_ACTIVE = 8, 2
 EXPERT_SIZE = 192
 ROW = 256  # tokens
-SHARPNESS = 8.0  # of the router: logits of a token that lies at the centre of a cluster
+SHARPNESS = 8.0  # of the router: logits of a token at the centre of a cluster
 RIDGE = 0.02  # of the mean of the squared activations
 _KMEANS_STEPS, _BALANCE_STEPS = 12, 60
 
@@ -63,18 +64,18 @@ def main() -> None:
     parser.add_argument(
         "--model",
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        help="hub id, or a folder; of GGUF, too",
+        help="hub id or folder, also of GGUF files",
     )
     parser.add_argument(
         "--data",
         type=Path,
-        help="folder with `hub/` and `corpora/`; without it data come from the Hub",
+        help="folder with `hub/` and `corpora/` (default: data come from the Hub)",
     )
     parser.add_argument(
         "--tokens",
         type=int,
         default=24576,
-        help="tokens that the routed experts are fitted on",
+        help="tokens on which the routed experts are fitted",
     )
     parser.add_argument(
         "--layers",
@@ -84,10 +85,13 @@ def main() -> None:
     parser.add_argument(
         "--code",
         type=Path,
-        help="write what this folder has of sources and pages as text, too",
+        help="also write the sources and pages in this folder as text",
     )
     parser.add_argument(
-        "--code-bytes", type=int, default=200_000_000, help="of them, at most"
+        "--code-bytes",
+        type=int,
+        default=200_000_000,
+        help="maximum number of bytes from --code",
     )
     options = parser.parse_args()
     if options.code is not None and not (options.output / "code.jsonl").is_file():
@@ -109,7 +113,7 @@ def prepare(
     num_tokens: int,
     num_layers: int | None = None,
 ) -> None:
-    """Make what is not there of the four folders."""
+    """Make those of the four folders that do not exist."""
     if not (output / "data").is_dir():
         with new_folder(output / "data") as folder:
             write_data(folder, data)
@@ -175,7 +179,7 @@ def save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def shape_of(dense: LlamaForCausalLM) -> dict[str, Any]:
-    """Return what the config of a MoE takes over."""
+    """Return the settings that the config of an MoE takes over."""
     names = (
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "bos_token_id",
@@ -185,8 +189,8 @@ def shape_of(dense: LlamaForCausalLM) -> dict[str, Any]:
 
 
 def upcycled(dense: LlamaForCausalLM, num_experts: int = 4) -> MixtralForCausalLM:
-    """Copy each MLP into every expert. The weights of those that are chosen sum to 1,
-    so nothing changes.
+    """Copy each MLP into every expert. The weights of the chosen experts sum to 1, so
+    the output does not change.
     """
     config = MixtralConfig(
         **shape_of(dense),
@@ -268,7 +272,7 @@ def partitioned(dense: LlamaForCausalLM, rows: Tensor) -> Qwen2MoeForCausalLM:
 
 
 def shared_tensors(model: Any, dense: LlamaForCausalLM) -> dict[str, Tensor]:
-    """Return the tensors that a MoE has under the same names as the dense model."""
+    """Return the tensors that an MoE has under the same names as the dense model."""
     known = dense.state_dict()
     return {name: known[name].clone() for name in model.state_dict() if name in known}
 
@@ -285,7 +289,7 @@ def matrices(mlp: Any) -> tuple[Tensor, Tensor, Tensor]:
 @dataclass
 class Experts:
     """The experts of one layer. missed: share of the MLP's squared output that they
-    miss on text left out.
+    miss on held-out text.
     """
 
     router: Tensor
@@ -294,7 +298,7 @@ class Experts:
     missed: float
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return them under qwen2_moe's names."""
+        """Return the tensors under qwen2_moe's names."""
         gate, up, down = self.shared
         return {
             "gate.weight": self.router,
@@ -313,8 +317,8 @@ class Experts:
 def split_mlp(
     inputs: Tensor, gate: Tensor, up: Tensor, down: Tensor, shared_size: int
 ) -> Experts:
-    """Split an MLP by what its neurons add on inputs (N, D), of which every fourth is
-    left out of the fit.
+    """Split an MLP by what its neurons add on inputs (N, D); every fourth input is held
+    out of the fit.
     """
     activations = functional.silu(inputs @ gate.T) * (inputs @ up.T)
     strength = down.norm(dim=0).square()
@@ -363,8 +367,8 @@ def cluster_router(inputs: Tensor) -> Tensor:
         means = [unit[nearest == expert].sum(0) for expert in range(NUM_EXPERTS)]
         centres = functional.normalize(torch.stack(means), dim=-1)
     weights = centres * SHARPNESS / centred.norm(dim=-1).mean()
-    # A router has no bias. What the inputs have in common serves as one: this direction
-    # of theirs is 1 on average.
+    # A router has no bias. The common part of the inputs serves as one: in this
+    # direction they are 1 on average.
     gram = inputs.T @ inputs
     gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
     constant = torch.linalg.solve(gram, inputs.sum(0))
@@ -441,8 +445,8 @@ def articles(data: Path | None) -> list[str]:
 
 
 def write_code(file: Path, folder: Path, num_bytes: int) -> None:
-    """Write sources and pages, in the order of a draw, cut at line ends into pieces of
-    about a thousand tokens.
+    """Write sources and pages in random order, cut at line ends into pieces of about a
+    thousand tokens.
     """
     if not folder.is_dir():
         sys.exit(f"--code: {folder} is no folder; name one with .py, .md or .rst files")
@@ -477,7 +481,7 @@ def write_code(file: Path, folder: Path, num_bytes: int) -> None:
 
 
 def rows_of_text(folder: Path, tokenizer: Any, num_tokens: int) -> Tensor:
-    """Return (B, T) tokens, of articles and conversations in equal parts."""
+    """Return (B, T) tokens from articles and conversations in equal parts."""
     parts = []
     for name in ("text", "train"):
         ids: list[int] = []

@@ -225,8 +225,8 @@ def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
 
 
 class Watched(TrainerCallback):
-    """Record the biases of the first layer around every step, and those in its
-    checkpoint; a step in `skip` gets none.
+    """Record how the biases of the first layer move in every step, whether they stay
+    untouched between steps, and whether checkpoints hold them.
     """
 
     def __init__(self, folder: Path):
