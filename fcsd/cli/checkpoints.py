@@ -187,8 +187,8 @@ def _unconvert_options(parser: ArgumentParser) -> None:
 
 COMMANDS = {
     "inspect": Command(
-        "Show a checkpoint's family, the layers that would be rewired, and the memory"
-        " that this needs. It loads no weights.",
+        "Show a checkpoint's family, the layers that conversion would rewire, and the"
+        " memory that it needs. It loads no weights.",
         _inspect_options,
         _inspect,
         "It fetches only config.json from the Hub.",
@@ -201,8 +201,8 @@ COMMANDS = {
         " trust_remote_code=True), without fcsd.",
     ),
     "calibrate": Command(
-        "Rewire a checkpoint and fold closed-form maps into its weights that bring its"
-        " outputs closer to the original's, without gradients or new parameters.",
+        "Rewire a checkpoint, and bring its outputs closer to the original's by folding"
+        " closed-form maps into its weights, without gradients or new parameters.",
         _calibrate_options,
         _calibrate,
         "It holds one layer's weights in memory at a time. The same command continues"
@@ -210,8 +210,8 @@ COMMANDS = {
         " launch -m fcsd calibrate …",
     ),
     "dequantize": Command(
-        "Write a quantised checkpoint in bfloat16, which can be converted, calibrated"
-        " and trained.",
+        "Write a quantised checkpoint in bfloat16, so that it can be converted,"
+        " calibrated and trained.",
         _copy_options,
         _dequantize,
         "It reads FP8 (block, row, tensor), INT8, packed integers, MXFP4 and NVFP4,"

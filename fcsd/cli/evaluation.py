@@ -374,7 +374,7 @@ COMMANDS = {
         _compare_options,
         _compare,
         "The table has the difference and its 95 % interval, items gained and lost, the"
-        " exact McNemar p, and a verdict in words. Results may come from different"
-        " times; fcsd refuses different items, prompts, shots or data.",
+        " exact McNemar p, and a verdict in words. Results may have been measured at"
+        " different times; fcsd refuses different items, prompts, shots or data.",
     ),
 }

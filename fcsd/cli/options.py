@@ -294,7 +294,7 @@ def recipe_arguments(parser: ArgumentParser, *, with_variant: bool = False) -> N
     if with_variant:
         parser.add_argument(
             "--variant",
-            help=("use this variant of the recipe instead of its main distillation"),
+            help="use this variant of the recipe instead of its main training",
         )
 
 

@@ -303,7 +303,7 @@ def _layers_options(parser: ArgumentParser) -> None:
         "--calibrated",
         metavar="TEXT",
         help=(
-            "measure every selection also with weights calibrated (`fcsd calibrate`) on"
+            "also measure every selection with weights calibrated (`fcsd calibrate`) on"
             " this text, in the format of --text; it must differ from the measured text"
         ),
     )
@@ -354,7 +354,7 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
         type=float,
         metavar="X",
         help=(
-            "print instead how many layers from either end can be rewired without"
+            "instead, print how many layers from either end can be rewired without"
             " training at this KL, or at this loss of a task's score"
         ),
     )

@@ -289,7 +289,7 @@ COMMANDS = {
         " the evaluation of every model, the layer study, report and publish, as far"
         " as the recipe has them. Each writes a folder in the recipe's output_dir."
         " fcsd skips finished stages, continues interrupted ones, and refuses a stage"
-        " whose settings changed, with the difference. --only tokenize writes the"
+        " whose settings changed and shows the difference. --only tokenize writes the"
         " tokens of all trainings in advance, without a GPU. --only cache-teacher"
         " stores the teacher's hidden states on disk, for trainings with `teacher:"
         " {backend: cache, cache: FOLDER}` (docs/distil.md)."

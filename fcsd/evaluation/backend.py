@@ -1,4 +1,4 @@
-"""The back ends that answer the questions of an evaluation: a model in memory, or one
+"""The backends that answer the questions of an evaluation: a model in memory, or one
 behind a server (`fcsd.evaluation.served`).
 """
 

@@ -177,8 +177,8 @@ class PublicationConfig(Strict):
     repo_id: str | None = None
     license: str | None = option(
         None,
-        "for a checkpoint without README.md: licence, instead of the one on the"
-        " original's card",
+        "for a checkpoint without README.md: licence, in place of the one on"
+        " the original's card",
     )
     base_model: str | None = option(
         None, "for a checkpoint without README.md: hub id or folder of the original"

@@ -317,11 +317,13 @@ class CalibrationConfig(Strict):
     """
 
     # of data.train
-    tokens: int = option(262_144, "tokens of the text to fit the maps on", gt=0)
+    tokens: int = option(
+        262_144, "number of tokens of the text on which to fit the maps", gt=0
+    )
     ridge: float = option(
         1e-3,
         "regularisation of the maps towards the identity, relative to the mean"
-        " diagonal",
+        " diagonal of the Gram matrix",
         ge=0,
         lt=1,
     )

@@ -81,7 +81,7 @@ def make_rows(
         devices: names of the GPUs.
         tensor_parallel: ranks of a server; wide rows have as many data-parallel ranks.
         comm: settings of the overlapped rows' communication.
-        all2all: back end of the wide rows' exchanges.
+        all2all: backend of the wide rows' exchanges.
     """
     of = ENGINES[engine]
     # Rows differ in as few flags as possible, so that a ratio shows one change.

@@ -94,7 +94,7 @@ class Benchmark(Strict):
     )
     all2all: str = option(
         "allgather_reducescatter",
-        "vLLM's all-to-all back end for all wide rows (attention data-parallel, experts"
+        "vLLM's all-to-all backend for all wide rows (attention data-parallel, experts"
         " over all ranks): deepep_high_throughput, deepep_low_latency, …",
         metavar="NAME",
     )

@@ -1,4 +1,4 @@
-"""Read a server's communication times: the plugin's back end `timed` writes one file
+"""Read a server's communication times: the plugin's backend `timed` writes one file
 for each rank.
 
 The environment variable `TIMES_VARIABLE` names a folder. A rank that has run

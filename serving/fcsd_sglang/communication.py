@@ -1,4 +1,4 @@
-"""All-reduces between SGLang's ranks, with the back ends of `fcsd_vllm`."""
+"""All-reduces between SGLang's ranks, with the backends of `fcsd_vllm`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from fcsd_vllm.settings import Settings
 
 
 class BlockingInBreakableGraphs:
-    """Use the chosen back end, but the engine's all-reduce in a piecewise graph, which
+    """Use the chosen backend, but the engine's all-reduce in a piecewise graph, which
     no collective may outlive.
     """
 
@@ -31,7 +31,7 @@ class BlockingInBreakableGraphs:
 
 
 def make(chosen: Settings, group: Any) -> Communication:
-    """Return the back end that the settings name, over the ranks of a group coordinator
+    """Return the backend that the settings name, over the ranks of a group coordinator
     of SGLang.
     """
     made = make_communication(chosen, group)

@@ -1,7 +1,7 @@
 """transformers configs `farskip_<base>`, whose instances look like the base's:
 `model_type` and `architectures` too.
 
-SGLang decides by architecture: MLA, attention back ends, page sizes, quantisation,
+SGLang decides by architecture: MLA, attention backends, page sizes, quantisation,
 memory. So a FarSkip model has the architecture of its base, and the classes of `models`
 replace the stock ones. Each process that reads a config checks that they do: otherwise
 the stock class would load the same weights and serve a different model.

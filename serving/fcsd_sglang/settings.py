@@ -18,7 +18,7 @@ def settings() -> Settings:
     """Return the settings in `FCSD_SERVING`, JSON such as `{"comm": "blocking"}`.
 
     Raises:
-        SettingsError: invalid JSON, an unknown key, or a back end that SGLang does not
+        SettingsError: invalid JSON, an unknown key, or a backend that SGLang does not
         support.
     """
     text = os.environ.get(VARIABLE, "{}")

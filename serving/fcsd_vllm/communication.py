@@ -1,7 +1,7 @@
-"""All-reduces that start in one place and are waited for in another, with several back
-ends.
+"""All-reduces that start in one place and are waited for in another, with several backends
+.
 
-All back ends have the two methods of `Communication`. A tag names a collective of the
+All backends have the two methods of `Communication`. A tag names a collective of the
 model, such as `attention.3`, and is the same on every rank and in every step. `start`
 does not change its argument and returns newly allocated memory, so a compiler may reuse
 the argument; the memory holds the sum after `wait` with the same tag. The argument may
@@ -33,7 +33,7 @@ _QUIET_S = 0.1
 
 
 class Communication(Protocol):
-    """A back end. If its collectives are complete when `start` returns, it has
+    """A backend. If its collectives are complete when `start` returns, it has
     `at_once`."""
 
     def start(self, x: torch.Tensor, tag: str) -> torch.Tensor:
@@ -297,7 +297,7 @@ class Timed:
 
 
 class SmallAtOnce:
-    """Use the chosen back end for large messages, and the engine's all-reduce for small
+    """Use the chosen backend for large messages, and the engine's all-reduce for small
     ones."""
 
     def __init__(
@@ -315,7 +315,7 @@ class SmallAtOnce:
 
 
 def make_communication(settings: Settings, group: Any) -> Communication:
-    """Return the back end that the settings name, over the ranks of a group coordinator of vLLM."""
+    """Return the backend that the settings name, over the ranks of a group coordinator of vLLM."""
     if group.world_size == 1:
         return Alone()
     if settings.comm == "timed":

@@ -1,7 +1,7 @@
 """A workaround for data-parallel experts on CPUs: vLLM 0.32.0's CPU communicator lacks
 two collectives.
 
-On CPUs, every back end falls back to `allgather_reducescatter`. It exchanges different
+On CPUs, every backend falls back to `allgather_reducescatter`. It exchanges different
 numbers of rows with `all_gatherv` and `reduce_scatterv`, which only raise
 NotImplementedError there.
 """

@@ -4,7 +4,7 @@ experts, end combine.
 vLLM runs a block in one call. Here `apply` of its kernel only starts the dispatch and
 returns memory that the combine will fill. The block may return before that, because it
 only takes views after its experts. Gate, routing, padding, quantisation, experts and
-back ends remain vLLM's. A back end that is split already keeps its halves
+backends remain vLLM's. A backend that is split already keeps its halves
 (`prepare_async`, `finalize_async`); `allgather_reducescatter` is not, and gets those of
 `SplitGather`.
 """
@@ -27,7 +27,7 @@ from fcsd_vllm.refusals import MONOLITHIC, SPLIT, Refused
 from fcsd_vllm.transports import Transport
 
 ASYNCHRONOUS = ("DeepEPHTPrepareAndFinalize", "DeepEPLLPrepareAndFinalize")
-"""Back ends of vLLM whose own halves are used."""
+"""Backends of vLLM whose own halves are used."""
 
 
 class SplitGather:
@@ -93,7 +93,7 @@ class SplitGather:
 
 
 class Whole:
-    """vLLM's own exchange, with any back end; complete at once."""
+    """vLLM's own exchange, with any backend; complete at once."""
 
     def __init__(self, back_end: Any) -> None:
         self.back_end = back_end
@@ -120,7 +120,7 @@ def _sizes() -> list[int]:
 
 
 def _wait_for(begun: Any) -> Any:
-    """Wait for a half of a back end: it returned a receiver, or a hook and a
+    """Wait for a half of a backend: it returned a receiver, or a hook and a
     receiver."""
     if isinstance(begun, tuple):
         hook, begun = begun

@@ -122,7 +122,7 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
 
 
 def _chosen(vllm_config: Any) -> Settings:
-    """Return the settings with the back end chosen."""
+    """Return the settings with the backend chosen."""
     from vllm import envs
     from vllm.logger import init_logger
     from vllm.platforms import current_platform

@@ -20,7 +20,7 @@ MONOLITHIC = (
     " --moe-backend"
 )
 SPLITTABLE = ("allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency")
-"""Back ends (`--all2all-backend`) that start and end an exchange in separate calls."""
+"""Backends (`--all2all-backend`) that start and end an exchange in separate calls."""
 SPLIT = (
     f"use --all2all-backend {', '.join(SPLITTABLE)}, the last two with comm: stream; or"
     " comm: blocking"

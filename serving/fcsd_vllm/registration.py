@@ -89,7 +89,7 @@ def _add_hook(family: Family, architecture: str) -> None:
 
 
 def check_latent(vllm_config: Any, family: Family) -> None:
-    """Raise Refused if the attention back end has no kernel for the size of the latent
+    """Raise Refused if the attention backend has no kernel for the size of the latent
     cache.
     """
     from vllm.platforms import current_platform
@@ -103,7 +103,7 @@ def check_latent(vllm_config: Any, family: Family) -> None:
     if current_platform.is_cpu():
         chosen = AttentionBackendEnum.CPU_MLA
     if chosen is None or chosen.get_class().supports_head_size(latent):
-        return  # vLLM takes the first back end that supports the size
+        return  # vLLM takes the first backend that supports the size
     others = "" if current_platform.is_cpu() else "--attention-backend TRITON_MLA, or "
     raise Refused(
         f"fcsd-serving: {family.causal_lm}: {chosen.name} has no kernel for its latent"

@@ -150,7 +150,7 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     if kernel is not None and kernel.output_is_reduced():
         raise Refused(
             f"{where}: {type(kernel).__name__} sums over ranks itself; choose another"
-            " MoE back end"
+            " MoE backend"
         )
     runner.moe_config.skip_final_all_reduce = True
     _take_shared(schedule, runner)

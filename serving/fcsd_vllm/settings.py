@@ -42,7 +42,7 @@ def read_settings(additional_config: Any) -> Settings:
     """Return the settings of an engine.
 
     Raises:
-        SettingsError: an unknown key or back end, a wrong type, a negative number, an
+        SettingsError: an unknown key or backend, a wrong type, a negative number, an
             emulated network without `timed`.
     """
     given = (

@@ -1,5 +1,5 @@
 """Exchanges of rows between data-parallel ranks that start in one place and end in
-another, with several back ends.
+another, with several backends.
 
     gather    every rank's rows, in the order of ranks: the dispatch of `allgather_reducescatter`
     scatter the sum over ranks of this rank's rows: the combine of
@@ -50,7 +50,7 @@ def scatter_rows(
 
 
 class Transport:
-    """A back end: torch.distributed on the device's group, gloo on CPUs, NCCL or RCCL
+    """A backend: torch.distributed on the device's group, gloo on CPUs, NCCL or RCCL
     elsewhere.
     """
 
@@ -169,7 +169,7 @@ class StreamTransport(Transport):
 
 
 def make_transport(settings: Settings, group: Any) -> Transport:
-    """Return the back end that the settings name, over the data-parallel ranks;
+    """Return the backend that the settings name, over the data-parallel ranks;
     `blocking` is vLLM's own exchange.
     """
     if settings.comm == "timed":

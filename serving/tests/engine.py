@@ -161,7 +161,7 @@ def compare(
 
 
 class Recorder:
-    """A back end that writes down what happens around another one's collectives, in the
+    """A backend that writes down what happens around another one's collectives, in the
     order of execution.
 
     `all_reduce` stands for a collective of the engine's own; `attention`, `experts`,
@@ -177,7 +177,7 @@ class Recorder:
         self.events.append(f"start {tag}")
         before = len(self.events)
         summed = self.inner.start(x, tag)
-        del self.events[before:]  # the blocking back end's own all_reduce is this start
+        del self.events[before:]  # the blocking backend's own all_reduce is this start
         return summed
 
     def wait(self, x: Any, tag: str) -> Any:
@@ -278,7 +278,7 @@ def exchanging(llm: Any) -> list[Any]:
 
 
 class Transport:
-    """A back end that writes down where another one's exchanges begin and are waited for."""
+    """A backend that writes down where another one's exchanges begin and are waited for."""
 
     def __init__(self, inner: Any, events: list[str]) -> None:
         self.inner = inner

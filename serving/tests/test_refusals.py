@@ -351,7 +351,7 @@ class Summing:
         (
             {"_quant_method": SimpleNamespace(moe_kernel=Summing())},
             {},
-            "Summing sums .* choose another MoE back end",
+            "Summing sums .* choose another MoE backend",
         ),
     ],
 )

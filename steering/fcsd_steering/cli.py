@@ -315,7 +315,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         required=True,
         help="folder for results.json and samples_*.jsonl; `fcsd compare` reads it",
     )
-    task_arguments(parser, "evaluate this task of the suite only")
+    task_arguments(parser, "evaluate only this task")
     field_options(parser, RoutingStudy, "limit")
     parser.add_argument(
         "--batch-size",

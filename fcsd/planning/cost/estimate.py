@@ -56,7 +56,7 @@ def estimate(
     """Estimate memory, FLOPs and time of one training of a recipe; of a Hub model only
     config.json is fetched.
 
-    variant: a variant of the recipe, instead of its main distillation. pretrain:
+    variant: a variant of the recipe, instead of its main training. pretrain:
     estimate the pre-training instead; always the case for a recipe without a `train`
     section, which only pre-trains.
 

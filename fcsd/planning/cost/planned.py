@@ -54,7 +54,7 @@ class PlanSettings(Cluster):
 
     model: str
     revision: str | None = None
-    phase: Phase = option("train", "what is timed")
+    phase: Phase = option("train", "phase to time")
     expert_parallel: int | None = option(
         None,
         "ranks that share the experts (default: all GPUs; for a server, --tp)",
@@ -88,7 +88,7 @@ class PlanSettings(Cluster):
         "allgather_reducescatter", "deepep_high_throughput", "deepep_low_latency"
     ] = option(
         "allgather_reducescatter",
-        "vLLM's all-to-all back end between the --dp ranks: all ranks gather all tokens"
+        "vLLM's all-to-all backend between the --dp ranks: all ranks gather all tokens"
         " (its default), one row to each node and rank with one of a token's experts,"
         " or one row to each expert",
     )

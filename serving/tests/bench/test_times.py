@@ -1,4 +1,4 @@
-"""What the plugin's back end `timed` writes is what `fcsd-bench serve` reads."""
+"""What the plugin's backend `timed` writes is what `fcsd-bench serve` reads."""
 
 import importlib
 import sys

@@ -796,7 +796,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         "both ways": ([model, "--phase", "prefill", "--dp", "8", "--tp", "8"], "--dp 8: implies --tp 1 --ep 8"),
         "ranks of no server": ([model, "--phase", "prefill", "--dp", "3"], "--dp 3: does not divide the 8 GPUs"),
         "requests": ([model, "--phase", "decode", "--dp", "8", "--batch", "12"], "--batch 12: the server's requests"),
-        "back end of no ranks": (
+        "backend of no ranks": (
             [model, "--phase", "decode", "--all2all", "deepep_low_latency"],
             "--all2all deepep_low_latency: works only with --dp",
         ),
