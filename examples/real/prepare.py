@@ -449,7 +449,9 @@ def write_code(file: Path, folder: Path, num_bytes: int) -> None:
     thousand tokens.
     """
     if not folder.is_dir():
-        sys.exit(f"--code: {folder} is no folder; name one with .py, .md or .rst files")
+        sys.exit(
+            f"--code: {folder} is not a folder; name one with .py, .md or .rst files"
+        )
     file.parent.mkdir(parents=True, exist_ok=True)
     paths = sorted(
         path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}")

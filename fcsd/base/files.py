@@ -260,7 +260,7 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
     )
     if not above.is_dir():
         raise UserError(
-            f"{folder}: cannot be made, {above} is no folder; choose another output"
+            f"{folder}: cannot be made, {above} is not a folder; choose another output"
             " folder"
         )
     if above != folder and (reason := _why_not_writable(above)):

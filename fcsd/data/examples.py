@@ -57,16 +57,15 @@ class Conversation:
                 else not learned and loss_on == "all"
             ):
                 raise BadExample(
-                    f"message {index + 1}, of role {role!r}, says that"
-                    f" {'loss' if learned else 'no loss'} is on it, and `loss_on:"
+                    f"message {index + 1}, of role {role!r}, is marked"
+                    f" {'with' if learned else 'without'} loss, but `loss_on:"
                     f" {loss_on}` puts loss on "
                     + (
                         "all tokens"
                         if loss_on == "all"
                         else "what the assistant says in answer"
                     )
-                    + f"; take the key ({', '.join(LOSS_KEYS)}) out of it, or change"
-                    " loss_on"
+                    + f"; remove its key ({', '.join(LOSS_KEYS)}), or change loss_on"
                 )
             if not learned and is_answer:
                 silent.add(index)
@@ -103,8 +102,8 @@ def read_example(
         switches = {bool(message.pop(key)) for key in LOSS_KEYS if key in message}
         if len(switches) > 1:
             raise BadExample(
-                f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} say different"
-                " things"
+                f"message {index + 1}: its keys {', '.join(LOSS_KEYS)} contradict"
+                " each other"
             )
         loss_keys |= dict.fromkeys([index] if switches else [], True in switches)
     options = _options(example, columns)
@@ -185,7 +184,7 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
     if differ:
         raise BadExample(
             f"columns {columns['labels']!r} and {', '.join(map(repr, masks))}: they"
-            f" differ on where loss is, first at token {differ[0] + 1}; remove one of"
+            f" disagree about loss, first at token {differ[0] + 1}; remove one of"
             " them"
         )
     loss = [label and mask for label, mask in zip(labelled, has_loss, strict=True)]

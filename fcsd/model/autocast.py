@@ -1,4 +1,4 @@
-"""Run a MoE under autocast: experts in half precision, routers in float32, and a teacher
+"""Run an MoE under autocast: experts in half precision, routers in float32, and a teacher
 that rounds like the student.
 """
 
@@ -24,7 +24,7 @@ def autocast_experts() -> None:
     """Register autocast rules for grouped matmuls, like those for `mm` and `bmm`, for
     the rest of the process.
 
-    transformers runs the experts of a MoE in one grouped matmul, for which torch's
+    transformers runs the experts of an MoE in one grouped matmul, for which torch's
     autocast has no rule (https://github.com/pytorch/pytorch/issues/174763): with
     float32 weights they run in float32 and take seven times as long on an H100 as in
     bfloat16 (docs/scale.md). A rule that torch brings itself is not replaced.

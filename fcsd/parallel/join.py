@@ -66,7 +66,7 @@ def _process_state() -> PartialState:
                 raise UserError(
                     f"{started} processes were started on this machine, which has"
                     f" {devices} devices; set num_processes of accelerate's"
-                    f" configuration to at most {devices} a machine"
+                    f" configuration to at most {devices} per machine"
                 )
     if not torch.accelerator.is_available():
         # transformers imports DeepSpeed where it is installed, which would print to

@@ -1,5 +1,5 @@
-"""All-reduces that start in one place and are waited for in another, with several backends
-.
+"""All-reduces that start in one place and are waited for in another, with several
+backends.
 
 All backends have the two methods of `Communication`. A tag names a collective of the
 model, such as `attention.3`, and is the same on every rank and in every step. `start`

@@ -485,7 +485,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         refused(
             *command,
             message=(
-                r"afile/x\S*: cannot be made, \S*/afile is no folder; choose another"
+                r"afile/x\S*: cannot be made, \S*/afile is not a folder; choose another"
                 r" output"
             ),
         )

@@ -594,13 +594,13 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
         (
             2,
             {"weight": 0, "train": True},
-            "message 3: its keys weight, train, .* say different things",
+            "message 3: its keys weight, train, .* contradict each other",
         ),
         (
             1,
             {"train": True},
             (
-                "message 2, of role 'user', says that loss is on it, and `loss_on:"
+                "message 2, of role 'user', is marked with loss, but `loss_on:"
                 " response` puts"
             ),
         ),
@@ -636,7 +636,7 @@ def test_no_loss_on_a_message_and_loss_on_all_tokens_contradict_each_other() -> 
     tokenizer, columns = make_tokenizer(PLAIN_TEMPLATE), {"messages": "m"}
     with pytest.raises(
         BadExample,
-        match="says that no loss is on it, and `loss_on: all` puts loss on all tokens",
+        match="is marked without loss, but `loss_on: all` puts loss on all tokens",
     ):
         tokenize_example(
             {"m": [CHAT[1], CHAT[2] | {"weight": 0}]}, columns, tokenizer, "all"
@@ -681,7 +681,7 @@ def test_of_several_masks_all_count_and_what_is_not_attended_to_is_left_out() ->
         (
             {"loss_mask": [0, 1, 0, 0, 0], "labels": [-100, 6, 7, -100, -100]},
             (
-                "columns 'labels' and 'loss_mask': they differ on where loss is, first"
+                "columns 'labels' and 'loss_mask': they disagree about loss, first"
                 " at token 3; remove one of them"
             ),
         ),

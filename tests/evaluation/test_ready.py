@@ -362,9 +362,9 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"doc_id": 3, "completion": "x"}, "line 1: 3 is no document of gsm8k"),
+        ({"doc_id": 3, "completion": "x"}, "line 1: 3 is not a document of gsm8k"),
         ({"doc_id": "x", "completion": "x"}, r"line 1: doc_id: a number \(or member/number in a group\) is needed"),
-        ({"doc_hash": "0" * 64, "completion": "x"}, "line 1: '0000.* is no document of gsm8k"),
+        ({"doc_hash": "0" * 64, "completion": "x"}, "line 1: '0000.* is not a document of gsm8k"),
         ({"completion": "x"}, "line 1: needs doc_id, doc_hash or prompt_hash to identify the document"),
         ({"doc_id": 0}, r"line 1: no 'completion' \(an answer\) and no 'completions' \(several\)"),
         ({"doc_id": 0, "completion": 5}, "line 1: completion: text is needed, got int"),
@@ -402,7 +402,7 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
     )
     with pytest.raises(
         UserError,
-        match=r"1 to 2 answers to a document; it needs the same number of every",
+        match=r"1 to 2 answers per document; it needs the same number for every",
     ):
         score_file(Scoring(samples=uneven, dataset="gsm8k", data_root=root))
     with pytest.raises(

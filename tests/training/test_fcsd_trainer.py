@@ -918,7 +918,7 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("afile", "afile is no folder"), ("/proc/x", "/proc may not be")],
+    [("afile", "afile is not a folder"), ("/proc/x", "/proc may not be")],
 )
 def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it_is_saved(
     make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path

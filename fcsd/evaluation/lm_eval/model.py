@@ -1,6 +1,6 @@
 """lm-eval's interface to a model: the common part of all backends, and the model in
-memory, whole on every rank or sharded (`fcsd.evaluation.lm_eval.served` has the backend
- for a server).
+memory, whole on every rank or sharded (`fcsd.evaluation.lm_eval.served` has the
+backend for a server).
 
 lm-eval sees one process: on every rank it builds all requests, and is given all
 answers. This module, between the two, splits the requests into the batches that lm-eval

@@ -117,11 +117,11 @@ def grade_answers(
     counts = {len(texts) for texts in answers.values()}
     repeats = {int(task.config.repeats or 1) for task in tasks.values()}
     if len(counts) > 1 or (repeats != {1} and counts != repeats):
-        requirement = "the same number of every document"
+        requirement = "the same number for every document"
         if repeats != {1}:
-            requirement = f"{max(repeats)} of every document"
+            requirement = f"{max(repeats)} for every document"
         raise UserError(
-            f"task {row.task}: {min(counts)} to {max(counts)} answers to a document; it"
+            f"task {row.task}: {min(counts)} to {max(counts)} answers per document; it"
             f" needs {requirement}"
         )
     # A task that asks several times by itself gets all answers in one pass.
@@ -210,7 +210,7 @@ def _by_document(
             item = hashes.get(str(line[named]), ("", -1))
         if item[0] not in tasks or not 0 <= item[1] < len(tasks[item[0]].eval_docs):
             name = line.get("doc_id", line.get("doc_hash", line.get("prompt_hash")))
-            raise UserError(f"{where}: {name!r} is no document of {row.task}")
+            raise UserError(f"{where}: {name!r} is not a document of {row.task}")
         missing = "no 'completion' (an answer) and no 'completions' (several)"
         _, texts = texts_of(
             line, where, {"completions": True, "completion": False}, missing

@@ -147,7 +147,7 @@ def _experts(experts: Mapping[str, Any]) -> str:
         None: "shared experts unknown",
     }
     return (
-        f"{experts['routed']} routed, {experts['per_token'] or '?'} a token,"
+        f"{experts['routed']} routed, {experts['per_token'] or '?'} per token,"
         f" {shared[experts['shared']]}"
     )
 

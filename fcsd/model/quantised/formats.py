@@ -148,7 +148,7 @@ def bits_of(num_packed: int, num_columns: int) -> int:
             return bits
     known_bits = ", ".join(map(str, _INTEGERS))
     raise UserError(
-        f"{num_columns} integers in {num_packed} int32 are none of {known_bits} bits"
+        f"{num_columns} integers in {num_packed} int32 fit none of {known_bits} bits"
     )
 
 

@@ -138,7 +138,7 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
     if quantisation.method not in DEQUANTISED:
         advice = "fetch the checkpoint in another form, bfloat16 say"
     return (
-        f"{where} {name} is none that the installed transformers can"
+        f"{where} {name} is not one that the installed transformers can"
         f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(loadable))};"
         f" {advice}"
     )

@@ -102,7 +102,7 @@ def check(model: Any, split: Split | None = None) -> None:
         check_checkpointing(layer)
         if split == "core" and _attention(family, layer) is None:
             raise UserError(
-                f"split core: attention of layer {k} asks no attention registry (eager"
+                f"split core: attention of layer {k} uses no attention registry (eager"
                 " or linear attention); use end"
             )
 

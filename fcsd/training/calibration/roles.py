@@ -177,7 +177,7 @@ def _factor(layer: nn.Module, family: Family, branch: str) -> float:
 def _experts(
     layer: nn.Module, family: Family, readers: tuple[Place, ...], group: Group
 ) -> Experts | None:
-    """Return the routed experts of a MoE block if they are slices of its weights."""
+    """Return the routed experts of an MoE block if they are slices of its weights."""
     block: Any = layer.get_submodule(family.moe)
     # The module's output reaches the stream times this factor.
     factor = group.factor

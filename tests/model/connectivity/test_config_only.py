@@ -274,7 +274,7 @@ def test_quantisation_that_a_full_conversion_refuses_is_refused(tmp_path: Path) 
     (original / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "NVFP4"}})
     )
-    with pytest.raises(UserError, match=r"'modelopt' \(NVFP4\) is none that"):
+    with pytest.raises(UserError, match=r"'modelopt' \(NVFP4\) is not one that"):
         convert_checkpoint(original, tmp_path / "out", config_only=True)
     assert not (tmp_path / "out").exists()
 

@@ -275,13 +275,13 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_r
         ({"vocab_size": int("9" * 400)}, "config.json"),
         (
             {"quantization_config": {"quant_method": "mine"}},
-            "quant_method 'mine' is none that the installed",
+            "quant_method 'mine' is not one that the installed",
         ),
         (
             {"quantization_config": {"quant_method": ["fp8"]}},
-            "quant_method \"['fp8']\" is none",
+            "quant_method \"['fp8']\" is not one",
         ),
-        ({"quantization_config": {"bits": 4}}, "quant_method 'None' is none"),
+        ({"quantization_config": {"bits": 4}}, "quant_method 'None' is not one"),
         ({"quantization_config": "fp8"}, "config.json: transformers refuses it"),
         (
             {"model_type": "deepseek_v4"},

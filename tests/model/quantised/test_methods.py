@@ -140,12 +140,12 @@ def assert_refused(folder: Path, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("config", "modelopt", "said"),
     [
-        ({"quant_method": "nvfp4"}, None, "quantization_config.quant_method 'nvfp4' is none"),
+        ({"quant_method": "nvfp4"}, None, "quantization_config.quant_method 'nvfp4' is not one"),
         (
             {"quant_method": "modelopt", "quant_algo": "NVFP4"}, MODELOPT,
-            "quantization_config.quant_method 'modelopt' (NVFP4) is none",
+            "quantization_config.quant_method 'modelopt' (NVFP4) is not one",
         ),
-        (None, MODELOPT, "hf_quant_config.json: 'modelopt' (NVFP4) is none"),
+        (None, MODELOPT, "hf_quant_config.json: 'modelopt' (NVFP4) is not one"),
     ],
 )  # fmt: skip
 def test_nvfp4_that_transformers_cannot_load_is_refused_everywhere_in_one_sentence(
@@ -281,7 +281,8 @@ def test_quantisation_inside_the_text_config_counts_as_that_beside_it(
         text_config=text | {"quantization_config": {"quant_method": "mine"}},
     )
     assert_refused(
-        tmp_path / "base", "text_config.quantization_config.quant_method 'mine' is none"
+        tmp_path / "base",
+        "text_config.quantization_config.quant_method 'mine' is not one",
     )
 
 

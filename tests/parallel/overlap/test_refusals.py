@@ -134,7 +134,7 @@ def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(
     check(model)
     with pytest.raises(
         UserError,
-        match=r"split core: attention of layer 0 asks no attention registry .* use end",
+        match=r"split core: attention of layer 0 uses no attention registry .* use end",
     ):
         check(model, "core")
     check(load_model(tmp_path, **options), "core")
@@ -175,7 +175,7 @@ def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:
     convert_model(model, Connectivity("all"))
     with pytest.raises(
         UserError,
-        match=r"split core: attention of layer 0 asks no attention registry .* use end",
+        match=r"split core: attention of layer 0 uses no attention registry .* use end",
     ):
         attach(model, split="core")
     layer = model.model.layers[0]
