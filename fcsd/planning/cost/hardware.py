@@ -31,6 +31,11 @@ class Gpu:
     payload: float = 1.0
     nic_gb_s: float = 50.0
 
+    @property
+    def amd(self) -> bool:
+        """Whether AMD makes it."""
+        return self.name.startswith("AMD ")
+
 
 _XGMI = (
     "; links: rocm.blogs.amd.com, mi300x-rccl-xgmi (2025): 64 GB/s a peer, 48 behind"

@@ -20,6 +20,7 @@ from fcsd.model.inspect.memory import attention_windows, layer_cache_bytes
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
+from fcsd.planning.cost.assumptions import WITHOUT_AITER
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
@@ -117,6 +118,12 @@ class PlanSettings(Cluster):
     unfused_attention: bool = option(
         False,
         "compute attention with its scores in memory instead of in one fused kernel",
+    )
+    without_aiter: bool = option(
+        False,
+        "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
+        " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls 2, experts 3, attention 14"
+        " times as long",
     )
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
@@ -306,10 +313,32 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     if settings.phase == "decode":
         work = _decoding(work, settings.length, cached, attention_windows(text))
     inside = kept_inside(family) is not None
-    return Planned(
+    planned = Planned(
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
         _micro_batches(settings, machine, tp), sum(cached),
     )  # fmt: skip
+    return _without_aiter(planned) if settings.without_aiter else planned
+
+
+def _without_aiter(planned: Planned) -> Planned:
+    """Return a plan whose kernels take as many times as long as `WITHOUT_AITER` says;
+    UserError where AMD published none.
+    """
+    settings, values = planned.settings, planned.machine.values
+    if settings.phase != "prefill":
+        wrong = f"--phase {settings.phase}"
+    elif not planned.machine.gpu.amd:
+        wrong = f"--gpu {settings.gpu}"
+    elif planned.stored.precision != "fp8":
+        wrong = f"--dtype {settings.dtype}"
+    else:
+        return planned.assuming(
+            **{name: values[name] / times for name, times in WITHOUT_AITER.items()}
+        )
+    raise UserError(
+        f"--without-aiter: {wrong}: AMD published its kernels' times for a prefill in FP8"
+        " on MI300X only; leave it out"
+    )
 
 
 def _ranks(

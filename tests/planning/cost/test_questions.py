@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan import (
     FIGURES,
     QUESTIONS,
+    TRAINING,
     Question,
     expected,
     main,
@@ -20,6 +21,7 @@ from benchmarks.plan import (
 )
 from fcsd.cli.main import build_parser
 from fcsd.planning.cost.exact import compared
+from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import PlanSettings
 from tests.support import ROOT
 
@@ -88,19 +90,33 @@ def test_a_figure_of_the_paper_is_a_table_and_a_plot(
     assert panel.share(1) == pytest.approx((0.0385 / 0.889,) * 2, rel=1e-3)
 
 
+def test_a_plan_of_table_3_prints_a_range_that_covers_the_paper() -> None:
+    for title, config, changes, settings, speed_up, _ in TRAINING[:3]:
+        facts = plan(planned(config, changes, settings), advise=False)
+        least, most = expected(facts)
+        assert least <= speed_up - 1 <= most, title
+
+
 @pytest.mark.parametrize("number", [4, 5, 6])
 def test_a_figure_covers_the_papers_points_or_says_by_how_much_it_misses(
     number: int,
 ) -> None:
     for panel in FIGURES[number]:
-        for row in swept(panel):
+        rows = swept(panel)
+        if number == 6:
+            # The text has the largest gain of all only.
+            assert max(expected(row)[1] for row in rows) >= 0.34
+        for row in rows:
             measured = panel.measured.get(int(row["value"]))
             if measured is None:
                 continue
             least, most = expected(row)
-            # On one node the range of a training misses 4 % by 0.1 % (docs/plan.md).
-            assert least - 0.002 <= measured[1] and measured[0] <= most
+            if number == 6:
+                assert least <= measured[1]
+            else:
+                # All that the paper measured, at whichever length.
+                assert least <= measured[0] and measured[1] <= most
             off = row["times"]["speed_up"] - 1 - measured[1]
             if off > 0.005:
-                said = f"+{100 * off:.0f}, by the communication"
+                said = f"+{100 * off:.0f}, by the communication or its slow-down"
                 assert misses(row, panel) == said
