@@ -219,7 +219,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
         problem = "is in a folder that does not exist"
         if path.is_dir():
             problem = "is a folder"
-        raise UserError(f"{path}: {problem}; name the file that is to be written")
+        raise UserError(f"{path}: {problem}; name the file to write")
     if reason := _why_not_writable(parent):
         raise UserError(
             f"{path}: the folder may not be written ({reason}); name another place"

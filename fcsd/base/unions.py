@@ -1,6 +1,6 @@
 """Unions of records that one key tells apart: an objective, a teacher, a suite's task.
 
-Not covered: unions that are tried one after the other (`int | Literal["auto"]`).
+Not covered: unions that are tried one after another (`int | Literal["auto"]`).
 """
 
 from __future__ import annotations

@@ -344,7 +344,8 @@ def _read(file: Path) -> _Scan:
             if count:
                 width = int(_NOT_FINITE[dtype][0][-1])
                 not_finite[name] = count, (end - start) // width
-        # Bytes behind the last tensor, or all of a damaged file, belong to the hash.
+        # Bytes after the last tensor, or all bytes of a damaged file, belong to the
+        # hash.
         while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
     return _Scan(digest.hexdigest(), not_finite)

@@ -282,7 +282,7 @@ COMMANDS = {
         f"{SEVERAL.format('distill')} The same command continues an interrupted run.",
     ),
     "run": Command(
-        "Run all stages of a recipe, one after the other, or one of them.",
+        "Run all stages of a recipe in order, or one of them.",
         _run_options,
         _run_all,
         "The stages are pretrain, convert, calibrate, sweep, distill, the variants,"

@@ -75,7 +75,7 @@ def next_token_targets(labels: Tensor, position_ids: Tensor) -> tuple[Tensor, Te
 def real_tokens(batch: Batch) -> Tensor:
     """Return a mask (B, T) of the tokens that are text: all but the padding of a row."""
     labels, positions = batch["labels"], batch["position_ids"]
-    # The number of tokens behind the last one with loss.
+    # The number of tokens after the last one with loss.
     last = (labels != NO_LOSS).int().flip(1).argmax(1)
     position = torch.arange(labels.shape[1]).expand_as(labels)
     behind = position >= labels.shape[1] - last[:, None]
@@ -85,7 +85,7 @@ def real_tokens(batch: Batch) -> Tensor:
 
 
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Cut the batch behind the last position with loss in any of its rows; most of the
+    """Cut the batch after the last position with loss in any of its rows; most of the
     remainder is padding.
 
     No remaining position attends to the part that is cut off. The length becomes a

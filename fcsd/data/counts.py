@@ -27,7 +27,7 @@ class ExampleCounts:
     """Counts of the examples of sources by outcome; an example in none of them is
     whole.
 
-    read: all examples; cut: some tokens with loss lie behind `max_length`, others
+    read: all examples; cut: some tokens with loss are beyond `max_length`, others
     before it; without_loss: no token has loss; cut_away: all tokens with loss lie
     behind `max_length`; bad: cannot be tokenized; overlapping: share words with a test
     item.
@@ -104,7 +104,7 @@ def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
     )
     num_cut = 0
     if len(longer):
-        # Running totals tell whether an example has loss behind `max_length`, without a
+        # Running totals tell whether an example has loss beyond `max_length`, without a
         # loop over its tokens.
         num_loss_before = np.concatenate([[0], np.cumsum(shard.array("loss"))])
         num_cut = int(
@@ -130,7 +130,7 @@ def no_rows(
     has an answer, or no example is left.
     """
     names = ", ".join(source.path for source in sources)
-    # The likeliest cause first: one example with a response behind `max_length` shows
+    # The likeliest cause first: one example with a response beyond `max_length` shows
     # that the columns are right.
     if counts.cut_away:
         reason = (

@@ -79,8 +79,8 @@ class Leaf:
         return [begin, max(begin, len(self.text.rstrip()))]
 
     def _words(self) -> list[int]:
-        """Return positions behind the first letters of words, which leave tags and the
-        ends of the text unchanged.
+        """Return the positions after the first letters of words, which leave tags and
+        the ends of the text unchanged.
         """
         tags = [tag.span() for tag in TAG.finditer(self.text)]
         # Only the first and last tags of a long text count, which limits its marks.

@@ -148,7 +148,7 @@ class _SourceTokens:
 
     def _known_total(self) -> int | None:
         """Return how many shards the source has; None: more of it must be read, from
-        behind the shards that are whole.
+        after the shards that are whole.
         """
         number = next(
             number for number in itertools.count() if not keep_whole(self._path(number))
@@ -371,7 +371,7 @@ class _Order:
                 yield job
 
     def enough(self) -> list[list[int]] | None:
-        """Return the rows that the layout asks for, once there are so many; None while
+        """Return the rows that the layout asks for, once there are enough; None while
         there are not, or where all sources are taken whole.
         """
         num_rows, layout = self.layout.num_rows, self.layout
@@ -383,7 +383,7 @@ class _Order:
             source_tokens.num_kept // (layout.max_length if layout.packing else 1)
             for source_tokens in self.tokens
         )
-        # Each attempt packs all examples anew, so the next waits for 1% more rows.
+        # Each attempt packs all examples again, so the next waits for 1% more rows.
         if full < max(num_rows, self._tried * 1.01):
             return None
         self._tried = full
@@ -414,7 +414,7 @@ class _Order:
                 order = np.random.default_rng(seed).permutation(len(is_bad))
             else:
                 order = np.arange(len(is_bad))
-            # Left out behind the shuffle, so that a bad example moves no other.
+            # Left out after the shuffle, so that a bad example moves no other.
             orders.append(begin + order[~is_bad[order]])
             begin += len(is_bad)
         # A single source is read once, without drawing.
@@ -463,7 +463,7 @@ def _mixed(
     numbers, stops = np.empty_like(drawn), []
     for index, part in enumerate(parts):
         positions = np.flatnonzero(drawn == index)
-        # The -1 of a source without examples yet lies behind the order's end.
+        # The -1 of a source without examples yet is beyond the order's end.
         if len(part):
             numbers[positions] = part[np.arange(len(positions)) % max(1, len(part))]
         else:

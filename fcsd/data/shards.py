@@ -1,8 +1,8 @@
 """Shards of tokens: the tokenized examples of one piece of a source, as flat arrays in
 one file.
 
-    ids          int32 (tokens,)   of all examples, one after the other
-    loss         bool  (tokens,)   whether a token is to be predicted
+    ids          int32 (tokens,)   of all examples, one after another
+    loss         bool  (tokens,)   whether to predict a token
     ends         int64 (examples,) the end of each example in these
     first_loss   int32 (examples,) its first token that can be predicted; NONE: there is none; BAD: not tokenized
 

@@ -64,7 +64,7 @@ class TurnForm:
         return position
 
     def leaves_open(self, text: str, spans: Sequence[tuple[int, int]]) -> bool:
-        """Whether the end of a turn lies behind one of these spans, or is missing."""
+        """Tell whether the end of a turn follows one of these spans, or is missing."""
         if not self.end:
             return self.ends is False
         for _, end in spans:
@@ -86,7 +86,7 @@ class TurnForm:
         return token.end() if token else None
 
     def ends_with_token(self, text: str) -> bool:
-        """Whether a text ends with a token."""
+        """Tell whether a text ends with a token."""
         return any(token.end() == len(text) for token in self.tokens.finditer(text))
 
     @property
@@ -324,7 +324,7 @@ class WrittenChat:
         return position + (token or number)
 
     def _tail(self, index: int, position: int, opened: str | None) -> tuple[str, bool]:
-        """Return the text behind a text of a message where no message follows, and
+        """Return the text after a text of a message where no message follows, and
         whether that is the message's last text.
         """
         ended_text = self._written(index + 1, False)

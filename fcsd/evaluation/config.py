@@ -290,7 +290,7 @@ class ServerConfig(Strict):
         if any(mark in value for mark in "@?#"):
             raise UserError(
                 "evaluation.server.url (--server): holds a name or password, or"
-                " something behind ? or #; leave it out, and give a key in the"
+                " something after ? or #; leave it out, and give a key in the"
                 " environment variable FCSD_SERVER_API_KEY"
             )
         parts = urlsplit(value)

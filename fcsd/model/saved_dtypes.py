@@ -33,7 +33,7 @@ class FileDtypes:
 
 
 def saved_dtypes(model: "PreTrainedModel") -> FileDtypes:
-    """Return the dtypes in which a model is to be saved.
+    """Return the dtypes in which to save a model.
 
     A tensor has the dtype of the files of the checkpoint that the model was loaded
     from. It has its dtype in memory if there is no checkpoint, if it is quantised, or

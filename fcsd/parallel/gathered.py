@@ -44,7 +44,7 @@ a tenth is for caches and activations.
 
 
 def fits_whole(num_bytes: int, free_bytes: int) -> bool:
-    """Return whether weights of so many bytes stay whole while a model is scored."""
+    """Tell whether weights of this many bytes stay whole while a model is scored."""
     return _WHOLE_AND_REST * num_bytes <= free_bytes
 
 

@@ -145,7 +145,7 @@ def compute_with(parts: list[Part], optimizer: Any | None) -> None:
     for part in parts:
         view = part.of(part.slot)
         part.parameter.ds_tensor.data.view(-1)[: view.numel()].copy_(view)
-    # Small parameters stay gathered on every rank, and are gathered anew.
+    # Small parameters stay gathered on every rank, and are gathered again.
     persistent = _zero(optimizer).persistent_parameters
     if persistent:
         persistent[0].partition(persistent)

@@ -79,7 +79,9 @@ MAY_CHANGE_ARGUMENTS = {
     "dataloader_multiprocessing_context", "dataloader_in_order", "ddp_find_unused_parameters",
     "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout",
 }  # fmt: skip
-"""Arguments that the weights do not depend on, but for the order of float sums."""
+"""Arguments that do not affect the weights, except by the order of floating-point
+sums.
+"""
 
 DECIDES = {
     # the batch, and how many of them there are

@@ -94,7 +94,7 @@ class EpochRows(Sampler[int]):
         ) % self.num_rows
 
     def are_read(self, num_steps: int) -> np.ndarray:
-        """Return a mask (N,) of the rows that so many steps read."""
+        """Return a mask (N,) of the rows that this many steps read."""
         # Two epochs read every row; with fewer, the rows of the first one or two count.
         are_read = np.full(self.num_rows, num_steps >= 2 * self.steps_of_an_epoch)
         for epoch in range(2 if not are_read.any() else 0):
@@ -107,7 +107,7 @@ class EpochRows(Sampler[int]):
 
 
 def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
-    """Describe in a line the fate of the examples in a training of so many steps; add
+    """Describe in a line the fate of the examples in a training of this many steps; add
     warnings.
 
     rows: `PackedRows` know the examples that they were made from (`usage`); of others

@@ -57,7 +57,7 @@ _NUMBERS = {"prompt_tokens": "512,1024,2048", "requests": "1,8,64"}
 
 
 class Shape(NamedTuple):
-    """What one measurement sends: prompts of this length, so many at once."""
+    """What one measurement sends: this many prompts at once, of this length."""
 
     prompt_tokens: int
     requests: int

@@ -175,7 +175,7 @@ def table(result: Mapping[str, Any]) -> str:
         ),
         measured,
     ]
-    # The word stands in the table, and needs an explanation only there.
+    # The word needs an explanation only if it is in the table.
     if "noise" in measured:
         parts.append(
             "noise: the median exceeds the gain from hiding all communication (`limit`"

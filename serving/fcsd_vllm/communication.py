@@ -139,7 +139,7 @@ class Stream:
     def begin(
         self, run: Callable[[Any, Any], object], inputs: Any, tag: str
     ) -> Callable[[], None]:
-        """Queue collectives, given communicator and stream, behind the work of the
+        """Queue collectives, given communicator and stream, after the work of the
         computing stream; return the function that waits.
         """
         if tag not in self.events:

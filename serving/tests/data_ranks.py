@@ -73,7 +73,7 @@ def wait_at_start(llm: Any) -> None:
 
 
 def dispatch_after_attention(llm: Any) -> None:
-    """Dispatch begins behind attention, beside which it could run."""
+    """The dispatch begins after attention, beside which it could run."""
     for schedule in engine.exchanging(llm):
         owner, name = engine.kernel_of(schedule.layer)
         setattr(owner, name, vars(getattr(owner, name))["kernel"])

@@ -46,8 +46,8 @@ attention 2 | shared 2 | start attention.2 | experts 2 | start routed.2 | wait a
 attention 3 | shared 3 | start attention.3 | experts 3 | start routed.3 | wait attention.3 | wait routed.3
 """
 
-# mlp: full, with shared experts: these take a sum of their own, but for the last layer
-# of the run.
+# mlp: full, with shared experts: these take their own sum, except in the last layer of
+# the run.
 MLP_FULL = """
 attention 0 | start attention.0 | wait attention.0 | shared 0 | start shared.0 | experts 0 | start routed.0
 wait shared.0 | attention 1 | start attention.1 | wait routed.0 | wait attention.1

@@ -68,7 +68,7 @@ def run_ranks(
     try:
         _, said = run.communicate(timeout=PATIENCE_S + 60 * len(cases))
     finally:
-        # and torchrun its ranks, of which one may wait for ever for the other
+        # and torchrun its ranks, one of which may wait forever for the other
         run.terminate()
         run.wait()
     assert run.returncode == 0, said[-4000:]

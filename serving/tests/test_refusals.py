@@ -241,7 +241,7 @@ def test_the_functions_that_layers_replace_or_call_are_known_and_a_change_is_ref
     from fcsd_vllm import models, sources
 
     digests = sources.digests([*versions.needed_functions(), *models.forwards()])
-    # written anew by `python -m fcsd_vllm.write_sources`
+    # rewritten by `python -m fcsd_vllm.write_sources`
     assert sources.SOURCES["0.32.0"] == digests
     stock = Qwen3MoeDecoderLayer.forward
 

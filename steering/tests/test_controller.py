@@ -77,7 +77,7 @@ class Cluster:
         times: int,
         noise: Callable[[], float] = lambda: 1.0,
     ) -> list[float]:
-        """The strengths after each of so many exchanges."""
+        """Return the strengths after each of this many exchanges."""
         return [
             controller.observe(self.seconds(controller.tables) * noise()).strength
             for _ in range(times)

@@ -78,7 +78,7 @@ def test_switch_loss_is_one_when_even_and_more_when_uneven() -> None:
 def test_top_k_is_part_of_the_capacity_and_the_first_tokens_keep_their_place() -> None:
     assert capacity(1.0, num_tokens=512, top_k=8, num_experts=128) == 32
     assert capacity(1.25, 10, 2, 8) == 4  # 3.125
-    assert capacity(1.1, 10, 1, 11) == 1  # exactly 1, but for rounding
+    assert capacity(1.1, 10, 1, 11) == 1  # exactly 1, up to rounding
     experts = torch.stack(
         [
             torch.randperm(6, generator=torch.Generator().manual_seed(s))[:2]

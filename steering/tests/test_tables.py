@@ -490,7 +490,7 @@ def test_a_place_that_cannot_hold_the_tables_is_refused_before_the_model_is_look
         assert (
             capsys.readouterr().err
             == f"fcsd-steer bias: error: {out}: {message}"
-            + (" that is to be written\n" if "name the file" in message else "\n")
+            + (" to write\n" if "name the file" in message else "\n")
         )
     assert (folder / "rows.jsonl").read_bytes() == before
 

@@ -3,7 +3,7 @@ and shared ports would take.
 
 Independent of `fcsd.planning.network.simulate`: bytes flow, flows of a shared port get
 equal shares of its rate as far as their edges let them (max-min fair), and what is left
-is shared anew whenever a flow begins or ends.
+is divided again whenever a flow begins or ends.
 """
 
 import time

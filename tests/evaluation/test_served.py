@@ -482,8 +482,8 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         (["--server", "http://me:secret@host"], "leave it out, and give a key in the environment variable"),
         (["--server", "http://me:sec/ret@host"], "holds a name or password"),
         (["--server", "me:secret@host:8000"], "holds a name or password"),
-        (["--server", "http://host/v1?api_key=secret"], "or something behind ? or #; leave it out"),
-        (["--server", "http://host/#secret"], "or something behind ? or #"),
+        (["--server", "http://host/v1?api_key=secret"], "or something after ? or #; leave it out"),
+        (["--server", "http://host/#secret"], "or something after ? or #"),
         (["--server", "http://a", "--batch-size", "8"], "--batch-size has no meaning with --server"),
         (
             ["--server", "http://a", "--device-map", "auto", "--no-server-check"],

@@ -528,7 +528,7 @@ def on_rank(engine: str, build: Any) -> tuple[Any, Launch]:
     """Return the model with which this rank of a sharded run starts, and its launch."""
     from accelerate.state import AcceleratorState
 
-    warnings.simplefilter("ignore")  # DeepSpeed's; a fork of its own
+    warnings.simplefilter("ignore")  # DeepSpeed's; in a separate fork
     os.environ.update(
         environment(ROOT / "configs" / f"cpu_2_{engine}.yaml")
         | {"DS_ACCELERATOR": "cpu"}

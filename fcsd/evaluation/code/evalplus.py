@@ -55,7 +55,7 @@ _CHECK = "def check(candidate):\n"
 
 # The number of first inputs that come from the original benchmark, without repetitions,
 # in these editions: found by comparing them with `base_input` of EvalPlus's files. For
-# MBPP+ it is the number of visible tests, but for five problems.
+# MBPP+ it is the number of visible tests, except in five problems.
 _HUMANEVAL_BASE = (
     7, 4, 3, 6, 3, 3, 3, 4, 5, 4, 5, 3, 3, 4, 3, 3, 5, 5, 4, 5, 5, 5, 3, 3, 5, 8, 3, 3, 3, 2,
     4, 12, 99, 7, 1, 2, 8, 3, 100, 10, 9, 5, 3, 9, 12, 3, 4, 5, 7, 7, 100, 7, 6, 105, 7, 5, 12, 8, 4, 5,

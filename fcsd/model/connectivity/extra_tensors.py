@@ -71,7 +71,7 @@ def not_loaded(
     """Return those of `names` that the family's model skips when it is loaded; none of
     them names a parameter.
 
-    MTP layers are known by their names, and behind the decoder layers by their place,
+    MTP layers are known by their names, and after the decoder layers by their place,
     wherever transformers' patterns of the family expect them: these are the places of
     the released sizes.
 

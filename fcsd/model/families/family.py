@@ -15,7 +15,7 @@ class Family:
     """Names of one family, in the spelling of its upstream modeling file.
 
     These are the layers of all families, with A for attention, M for the MLP or MoE
-    block, N for norms (including those behind a branch), and c for the residual
+    block, N for norms (including those after a branch), and c for the residual
     multiplier or 1:
 
         pre_norm    h = r(o) + c·A(N(o));   o' = r(h) + c·M(N(h))

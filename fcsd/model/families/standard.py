@@ -61,7 +61,7 @@ ROWS = (
                 "noaux_tc",
                 "transformers' DeepSeek-V3 has no other router",
             ),
-            ("moe_layer_freq", 1, "every layer behind the dense ones is an MoE layer"),
+            ("moe_layer_freq", 1, "every layer after the dense ones is an MoE layer"),
         ),
     ),
     Family(

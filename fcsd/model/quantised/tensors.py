@@ -26,7 +26,7 @@ _SCALE = re.compile(r"(.+?)_(scale\w*|scales)")
 _SCALES = re.compile(
     r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale"
 )
-"""What stands behind a module's name and holds none of its weights."""
+"""Suffixes after a module's name of tensors that hold none of its weights."""
 
 Shapes = Mapping[str, tuple[int, ...]]
 

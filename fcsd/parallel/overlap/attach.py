@@ -42,7 +42,7 @@ def attach(
     computation; all ranks call this.
 
     overlap: "blocking" computes the same in the same order, but waits for each exchange
-    at once. split: where attention is cut; None: in the middle if possible, else behind
+    at once. split: where attention is cut; None: in the middle if possible, else after
     it. transport: makes a `Transport` for a process group.
 
     Returns:

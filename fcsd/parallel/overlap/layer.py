@@ -309,8 +309,8 @@ class _LayerRun(BlockRun):
         if self.runtime.ep is None:
             self.pass_by("mlp")
             return self.block(x, *args, **kwargs)
-        # A recomputation ends before the combine, behind which no tensor is kept for
-        # the backward pass.
+        # A recomputation ends before the combine, after which no tensor is kept for the
+        # backward pass.
         self.until("finish combine" if self.again else None)
         raise Stopped
 

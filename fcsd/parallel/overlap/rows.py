@@ -2,7 +2,7 @@
 there.
 
 A rank receives the rows of the tokens that chose one of its experts, in their order,
-and behind them the pairs of token and expert, two words each: a code for row and expert
+and after them the pairs of token and expert, two words each: a code for row and expert
 (row x E + expert), and the routing weight. The pairs are padded to whole rows, so that
 one exchange of equal rows carries both. In the backward pass, the gradients of rows and
 of weights travel in the same layout.
@@ -81,7 +81,7 @@ class Parcels:
     ) -> Tensor:
         """Put rows (M, D), and weights and codes (P,) of their pairs, into the parcels."""
         integer, real = word(rows.dtype)
-        # The padding behind the pairs is never read, so it stays uninitialised.
+        # The padding after the pairs is never read, so it stays uninitialised.
         parcels = rows.new_empty(sum(self.splits), rows.shape[1])
         row_positions, word_positions = self.places()
         parcels[row_positions] = rows

@@ -78,8 +78,8 @@ def schedule(layer: LayerFacts) -> tuple[Step, ...]:
     """Return the steps of a layer in their order."""
     arrive = (ARRIVE,) if layer.incoming else ()
     finish = () if layer.outgoing else (FINISH_COMBINE,)
-    # A dense layer exchanges nothing; the combine of the layer before it ends behind
-    # its attention.
+    # A dense layer exchanges nothing; the combine of the layer before it ends after its
+    # attention.
     if not layer.moe:
         return (*_ATTENTION, *arrive, MLP)
     if not layer.outdated or (layer.incoming and layer.split == "end"):

@@ -59,7 +59,7 @@ class AllToAll:
 class SendReceive:
     """Every irecv, then every isend: both directions of a pair run concurrently.
 
-    gloo's all-to-all serves the two one after the other: the message that a receiver is
+    gloo's all-to-all serves the two one after another: the message that a receiver is
     ready queues behind the rows that it sends itself.
     """
 
@@ -123,7 +123,7 @@ def groups_beside(
     backend's timeout, while the launch's may be hours (ranks wait on it for a score).
     """
     own_ranks = tuple(dist.get_process_group_ranks(group))
-    # A group of a launch that was torn down since is made anew.
+    # A group of a launch that was torn down since is created again.
     if (
         own_ranks in _groups
         and _groups[own_ranks][1] in dist.distributed_c10d._world.pg_map

@@ -6,7 +6,7 @@ computes while an exchange of the other runs. The two are the halves of a batch,
 training, a micro-batch in its backward pass and the next one in its forward pass.
 
 Not covered: kernels that fuse a collective with computation (an all-reduce with the
-norm behind it, a matmul in chunks); measured times have none of these schedules.
+norm after it, a matmul in chunks); measured times have none of these schedules.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Gpu:
 
 
 _XGMI = (
-    "; links: rocm.blogs.amd.com, mi300x-rccl-xgmi (2025): 64 GB/s a peer, 48 behind"
+    "; links: rocm.blogs.amd.com, mi300x-rccl-xgmi (2025): 64 GB/s per peer, 48 after"
     " CRC and protocol"
 )
 _MESH = {"peer_gb_s": 64, "payload": 0.75}

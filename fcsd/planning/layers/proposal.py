@@ -121,7 +121,7 @@ def plan_layers(
         "special_layers": special_layers(study, chosen),
     }
     result["selections"] = list(_selections(study, result, sensitivities))
-    # The paired difference needs both selections measured anew: the study keeps means,
+    # The paired difference needs both selections measured again: the study keeps means,
     # not the values of single rows and items.
     result["difference"] = None
     if verify is not None:

@@ -143,7 +143,7 @@ class LinkModel(Strict):
 
     @property
     def half_duplex(self) -> bool:
-        """Whether the two directions of a pair run one after the other."""
+        """Whether the two directions of a pair run one after another."""
         return self.backend == "gloo" and self.collective == "all_to_all_single"
 
     def require(

@@ -140,7 +140,7 @@ def path_times(links: LinkModel, phase: Phase, num_bytes: Array) -> Array:
 
     The time is that of the edge (equation 9) or of the shared port it belongs to,
     whichever is longer. With half-duplex links (gloo's all_to_all_single) it is the
-    time of the pair, whose two directions run one after the other.
+    time of the pair, whose two directions run one after another.
 
     Raises:
         UserError: the links were measured between other endpoints.

@@ -37,8 +37,8 @@ from fcsd.training.calibration.state import Models, State, Text, Work, to
 
 
 def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
-    """Fold maps into a layer, move both streams behind it, and return the residuals."""
-    # Looked up anew in each layer: a model may have dense ones, and several kinds.
+    """Fold maps into a layer, move both streams past it, and return the residuals."""
+    # Looked up again in each layer: a model may have dense ones, and several kinds.
     roles = roles_of(work.layer, work.models.student.family)
     held_out: dict[str, list[float]] = {}
     # The order matters: each step is solved on the layer after the previous steps, and
@@ -60,7 +60,7 @@ def calibrate_layer(work: Work, ridge: float) -> dict[str, Any]:
 def _fold_reads(
     work: Work, roles: Roles, ridge: float, held_out: dict[str, list[float]]
 ) -> dict[str, list[float]]:
-    """Move the teacher's stream behind the layer; map the inputs of the student's
+    """Move the teacher's stream past the layer; map the inputs of the student's
     branches to the teacher's, and fold the maps.
 
     held_out: receives the same residuals on the held-out rows.
@@ -263,8 +263,8 @@ def walk(
     ranks: Ranks = ALONE,
     left_out: LeftOut | None = None,
 ) -> Iterator[dict[str, Any] | None]:
-    """Move `state` behind one layer after another, up to the last of `layers`; yield
-    the result of each, or None for a layer that is not calibrated.
+    """Move `state` past one layer after another, up to the last of `layers`; yield the
+    result of each, or None for a layer that is not calibrated.
 
     All ranks call this, also those without text. A layer is still loaded when its
     result is yielded. Raises UserError as `LeastSquares.solve`.

@@ -53,7 +53,7 @@ class LeftOut:
         self.streams = {name: list(first_streams) for name in NAMES}
 
     def before_folding(self, models: Models, index: int) -> None:
-        """Move the two streams of the source's weights behind a layer that is loaded,
+        """Move the two streams of the source's weights past a layer that is loaded,
         before a map is folded into it.
         """
         for number, batch in enumerate(self.batches):
@@ -68,7 +68,7 @@ class LeftOut:
             )
 
     def behind_folding(self, models: Models, index: int) -> None:
-        """Move the stream of the calibrated weights behind a layer."""
+        """Move the stream of the calibrated weights past a layer."""
         # The layer's weights have their maps folded in by now.
         for number, batch in enumerate(self.batches):
             stream = to(self.streams[CALIBRATED][number], models.device)
@@ -79,7 +79,7 @@ class LeftOut:
     def kl(self, models: Models, head: nn.Linear) -> dict[str, Any]:
         """Return `num_tokens` and, for calibrated and for copied weights, `kl` in nats
         per token and its `stderr` with rows as units (None for a single row). All ranks
-        call this, behind the last layer.
+        call this, after the last layer.
         """
         config = models.student.model.config
 

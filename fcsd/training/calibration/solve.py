@@ -120,8 +120,8 @@ class LeastSquares:
             size, dtype=torch.float64, device=self.xx.device
         )
         factor, failed = torch.linalg.cholesky_ex(gram)
-        # Cholesky succeeds on a matrix that is singular but for rounding: its pivots
-        # give it away.
+        # Cholesky succeeds on a matrix that is singular up to rounding: its pivots give
+        # it away.
         pivots = factor.diagonal()
         if failed.item() or pivots.min() <= 1e-7 * pivots.max():
             raise UserError(

@@ -31,7 +31,7 @@ class Models:
         self.student, self.teacher, self.device = student, teacher, device
 
     def teacher_step(self, index: int, batch: Batch, stream: Stream) -> Stream:
-        """Return the teacher's stream behind layer `index`."""
+        """Return the teacher's stream after layer `index`."""
         return self.teacher.step(index, batch, stream)
 
     def layer(self, index: int) -> contextlib.AbstractContextManager[Any]:
@@ -156,7 +156,7 @@ class Work:
         return int(self.models.student.model.config.get_text_config().hidden_size)
 
     def step(self, batch_index: int) -> Stream:
-        """Return the student's stream of a batch behind the layer."""
+        """Return the student's stream of a batch after the layer."""
         # Streams are stored in main memory between the layers.
         batch, stream = (
             to(values, self.device)

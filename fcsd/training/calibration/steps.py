@@ -3,7 +3,7 @@ over layers.
 
 The loop prepares the arguments of a layer (masks, rotary embeddings, positions, edits
 of the stream), so the loop itself is run. Layers before the target return their input
-unchanged, the target receives the given stream, and the pass ends behind it. Skipped
+unchanged, the target receives the given stream, and the pass ends after it. Skipped
 layers need no weights.
 
 Not covered: layers that are wrapped (FSDP, DDP); models on several devices.
@@ -28,7 +28,7 @@ is in flight, if any; side, the second value that layers of some families pass o
 
 
 class _Reached(BaseException):
-    """End a pass behind the target layer, and carry its stream out."""
+    """End a pass after the target layer, and carry its stream out."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -109,11 +109,11 @@ class Steps:
 
     @torch.no_grad()
     def step(self, index: int, batch: Batch, stream: Stream | None) -> Stream:
-        """Return the stream behind layer `index` when its input is `stream`; without a
+        """Return the stream after layer `index` when its input is `stream`; without a
         stream, return the layer's input in a pass of the model.
         """
         with self._only(index, stream, _reached):
-            # The pass ends in `_reached`: layers behind the target never run.
+            # The pass ends in `_reached`: layers after the target never run.
             try:
                 body_hidden(
                     self.model, batch["input_ids"], batch["position_ids"], None, None

@@ -124,7 +124,7 @@ class Balance:
             yield record
 
     def begin_step(self, num_tokens: int) -> None:
-        """Start counting the loads of a step with so many counted tokens."""
+        """Start counting the loads of a step with this many counted tokens."""
         self.loads, self.num_tokens = None, max(num_tokens, 1)
 
     def add(self, routed: list[Routed], batch: Batch) -> Tensor:

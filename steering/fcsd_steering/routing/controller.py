@@ -3,7 +3,7 @@
 The controller has tables of rising strength and the traffic under each, so it can
 predict the time of each on the known links. If times keep deviating from the
 prediction, the links have changed: the controller measures the slowest edges again, one
-by one until they explain the times, predicts anew, and uses the weakest tables whose
+by one until they explain the times, predicts again, and uses the weakest tables whose
 exchanges stay within the goal. Traffic does not show that a path has recovered if a
 bias avoids it, so the controller regularly measures the slowest unbiased path again.
 Delays that no edge explains (a busy host) slow all tables alike.

@@ -1,6 +1,6 @@
 """The layers by which the kernel confines generated programs. Standard library only.
 
-    namespaces    own user, process, network, IPC and host-name space: no network but for the sockets that lie
+    namespaces    own user, process, network, IPC and host-name space: no network except the sockets that lie
                   in folders and those to a hypervisor, no process outside, few process numbers
     scratch       a small tmpfs for each job as the only writable folder (needs the user namespace); else no
                   file can be written
@@ -11,7 +11,7 @@
     rlimits       address space, CPU time, file size, open files, processes, pending signals
     capabilities  none left; no_new_privs
 
-A function that applies a layer does so to the calling process, for ever, and returns
+A function that applies a layer does so to the calling process, permanently, and returns
 whether it holds. Structures and numbers: linux/landlock.h, linux/seccomp.h,
 linux/filter.h, and the system call tables of x86_64 and of asm-generic (aarch64) of
 Linux 7.2.

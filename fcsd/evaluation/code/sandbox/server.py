@@ -50,7 +50,7 @@ cells = _sibling("cell")
 
 JOBS, REPLIES = processes.JOBS, processes.REPLIES
 # The limit of a job is processor time of program and examiner, so that a busy machine
-# fails no program; one that waits is ended when so many times the limit has gone by.
+# fails no program; one that waits is ended after this many times the limit.
 WAIT = 3.0
 _NO_MEMORY = (
     "the machine ran out of memory although the program stayed within its limit; free"
