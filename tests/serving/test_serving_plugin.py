@@ -2,7 +2,6 @@
 in both is compared here.
 """
 
-import ast
 import importlib.util
 import json
 import subprocess
@@ -21,6 +20,7 @@ from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.aliases import from_instella
 from fcsd.model.families import FAMILIES, PREFIX, SERVED
 from fcsd.planning.cost.planned import ALL2ALL
+from tests.serving.test_serving_sglang import PURE as PURE_OF_SGLANG
 from tests.support import ROOT
 
 SERVING = ROOT / "serving"
@@ -175,27 +175,22 @@ def test_amds_keys_are_read_and_refused_as_by_fcsd(plugin: Any, dense: int) -> N
         plugin.field.field_of(SimpleNamespace(farskip=True, farskip_stride=2), 5)
 
 
-def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:
-    code = "import sys; " + "; ".join(f"import fcsd_vllm.{name}" for name in PURE)
+@pytest.mark.parametrize(
+    ("engine", "names"), [("vllm", PURE), ("sglang", PURE_OF_SGLANG)]
+)
+def test_the_pure_modules_import_neither_an_engine_nor_torch(
+    engine: str, names: tuple[str, ...]
+) -> None:
+    code = f"import sys; sys.path.insert(0, {str(SERVING)!r}); "
+    code += "; ".join(f"import fcsd_{engine}.{name}" for name in names)
     code += (
-        "; print([name for name in ('vllm', 'torch', 'transformers', 'fcsd') if name in"
-        " sys.modules])"
+        f"; print([name for name in ({engine!r}, 'torch', 'transformers', 'fcsd')"
+        " if name in sys.modules])"
     )
-    run = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(SERVING)!r}); {code}"],
-                         capture_output=True, text=True, check=True)  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
+    )
     assert run.stdout.strip() == "[]"
-
-
-def test_no_module_of_the_plugin_imports_fcsd() -> None:
-    for path in SERVING.glob("fcsd_vllm/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            assert not any(str(name).split(".")[0] == "fcsd" for name in names), path
 
 
 def test_the_distribution_needs_nothing_and_names_its_entry_point() -> None:

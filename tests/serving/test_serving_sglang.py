@@ -2,10 +2,8 @@
 refusals.
 """
 
-import ast
 import importlib
 import json
-import subprocess
 import sys
 import tomllib
 from types import SimpleNamespace
@@ -77,31 +75,6 @@ def test_what_farskip_layers_do_not_go_with_is_refused(
     )
     with pytest.raises(package.refusals.Refused, match=message):
         package.refusals.check_arguments(SimpleNamespace(**arguments), "X")
-
-
-def test_the_pure_modules_import_neither_an_engine_nor_torch() -> None:
-    code = f"import sys; sys.path.insert(0, {str(SERVING)!r}); import fcsd_sglang; "
-    code += "; ".join(f"import fcsd_sglang.{name}" for name in PURE)
-    code += (
-        "; print([name for name in ('sglang', 'torch', 'transformers', 'fcsd') if name"
-        " in sys.modules])"
-    )
-    run = subprocess.run(
-        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True
-    )
-    assert run.stdout.strip() == "[]"
-
-
-def test_no_module_imports_fcsd() -> None:
-    for path in SERVING.glob("fcsd_sglang/*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += (
-                [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            assert not any(str(name).split(".")[0] == "fcsd" for name in names), path
 
 
 def test_the_distribution_names_the_plugin_of_sglang() -> None:

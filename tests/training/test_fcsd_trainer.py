@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,6 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -35,8 +34,10 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.report.publish.hub_server import TOKEN, Hub, running_hub
+from tests.report.publish.hub_server import Hub, hub
 from tests.support import ROOT, Bench, few
+
+__all__ = ["hub"]  # the fixture
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 6,
@@ -687,22 +688,6 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     # other kernels, in bfloat16
     torch.testing.assert_close(loaded["logits"], expected, atol=0.3, rtol=0)
     assert torch.equal(loaded["head"], model.lm_head.weight.bfloat16())
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """Yield a Hub, and a client that has a token and no cache."""
-    with running_hub() as server:
-        for name, value in (
-            ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
-            ("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True),
-            ("HF_TOKEN_PATH", str(tmp_path / "no-token")), ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ):  # fmt: skip
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # made once, with the place of that time
-        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-        yield server
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

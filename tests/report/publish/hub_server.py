@@ -18,6 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import pytest
+from huggingface_hub import constants
+
 TOKEN = "hf_" + "Secret0" * 5
 COMMIT = "0" * 40
 
@@ -73,6 +76,24 @@ def running_hub() -> Iterator[Hub]:
         finally:
             hub.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """Yield a Hub, and a client that has a token, no cache, and sends large files
+    through LFS.
+    """
+    with running_hub() as server:
+        for name, value in (
+            ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
+            ("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True),
+            ("HF_TOKEN_PATH", str(tmp_path / "no-token")), ("HF_HUB_CACHE", str(tmp_path / "cache")),
+        ):  # fmt: skip
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # made once, with the place of that time
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)
+        yield server
 
 
 def large_oid(content: bytes) -> str:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,11 @@ from fcsd.evaluation.chat.chat import load_speaker
 from fcsd.evaluation.results import write_result
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
 from tests.reference.tiny import tiny_model
-from tests.report.publish.hub_server import COMMIT, TOKEN, Hub, running_hub
+from tests.report.publish.hub_server import COMMIT, TOKEN, Hub, hub
 from tests.report.test_report import result
 from tests.support import assert_same_model, start
+
+__all__ = ["hub"]  # the fixture
 
 # huggingface_hub 2.4 sends files in a way that its own HTTP library calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -54,20 +55,6 @@ def converted(base_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
 def checkpoint(converted: Path, tmp_path: Path) -> Path:
     """Return a copy of its own."""
     return Path(shutil.copytree(converted, tmp_path / "checkpoint"))
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """Yield a Hub, and a client that has a token, no cache, and sends large files through LFS."""
-    with running_hub() as server:
-        for name, value in (
-            ("HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"),
-            ("ENDPOINT", server.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True),
-            ("HF_TOKEN_PATH", str(tmp_path / "no-token")), ("HF_HUB_CACHE", str(tmp_path / "cache")),
-        ):  # fmt: skip
-            monkeypatch.setattr(constants, name, value)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield server
 
 
 def push(*words: str | Path) -> int:
