@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +458,28 @@ def file_state(path: Path) -> tuple[int, ...]:
     """
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def safetensors_head(
+    tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str]
+) -> bytes:
+    """Return the beginning of a safetensors file: the length of its header, and the
+    header in JSON, padded so that the data begin at a multiple of 8 bytes.
+
+    tensors: (name, dtype, shape, number of bytes) in the order of the data.
+    """
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, dtype, shape, num_bytes in tensors:
+        begin, end = end, end + num_bytes
+        header[name] = {
+            "dtype": dtype,
+            "shape": [*shape],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def file_sha256(path: Path) -> str:

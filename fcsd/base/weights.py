@@ -7,7 +7,6 @@ Not covered: pickles, which are never read; files of other tools
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from fcsd.base.files import (
     file_state,
     is_noise,
     read_json,
+    safetensors_head,
     safetensors_header,
 )
 
@@ -194,6 +194,11 @@ class Stored(NamedTuple):
     num_bytes: int
 
 
+def shard_names(number: int) -> list[str]:
+    """Return the names of the weight files of a checkpoint that has several."""
+    return [f"model-{k:05}-of-{number:05}.safetensors" for k in range(1, number + 1)]
+
+
 def write_safetensors(
     file: Path, tensors: Mapping[str, Stored], write: Callable[[str, BinaryIO], None]
 ) -> None:
@@ -208,20 +213,12 @@ def write_safetensors(
 
     # Largest elements first, so that each tensor is aligned to its element size.
     names = sorted(tensors, key=lambda name: (-element_bytes(name), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        begin, end = end, end + tensors[name].num_bytes
-        header[name] = {
-            "dtype": tensors[name].dtype,
-            "shape": [*tensors[name].shape],
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    # Tensor data begins at a multiple of 8 bytes, as safetensors writes it.
-    text += b" " * (-len(text) % 8)
+    rows = (
+        (name, tensors[name].dtype, tensors[name].shape, tensors[name].num_bytes)
+        for name in names
+    )
     with file.open("wb") as target:
-        target.write(len(text).to_bytes(8, "little") + text)
+        target.write(safetensors_head(rows, {"format": "pt"}))
         for name in names:
             write(name, target)
         target.flush()

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import writing
+from fcsd.base.files import file_state, writing
 from fcsd.base.fingerprints import arrays_fingerprint
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
@@ -200,16 +200,11 @@ def write_arrays(
         # nobody would remove after a kill.
         temporary.write_bytes(save({**arrays}, {_RECORD: text}))
         os.replace(temporary, path)
-        _WHOLE.add(_state(path))
+        _WHOLE.add(file_state(path))
 
 
 # States of the files that this process has written or verified.
 _WHOLE: set[tuple[int, ...]] = set()
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    status = path.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def keep_whole(path: Path) -> bool:
@@ -221,7 +216,7 @@ def keep_whole(path: Path) -> bool:
     if not path.is_file():
         return False
     # Size, inode and time of change identify a file that was verified already.
-    if (state := _state(path)) in _WHOLE:
+    if (state := file_state(path)) in _WHOLE:
         return True
     try:
         with safe_open(path, "numpy") as file:

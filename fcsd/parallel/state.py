@@ -41,7 +41,7 @@ from safetensors.torch import _TYPES
 from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json, safetensors_head, write_json
 from fcsd.parallel.parts import (
     Part,
     compute_with,
@@ -84,24 +84,18 @@ class StateFile:
         """
         # Wide dtypes first, so that every tensor is aligned.
         runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
-        # The format of safetensors: length of the header, header in JSON, data.
-        header: dict[str, Any] = {"__metadata__": self.metadata}
-        end = 0
-        for name, run in runs.items():
-            begin, end = end, end + run.nbytes
-            header[name] = {
-                "dtype": _DTYPES[run.dtype],
-                "shape": [*run.shape],
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(header).encode()
-        # The header is padded, so that the data begin aligned.
-        text += b" " * (-len(text) % 8)
+        head = safetensors_head(
+            (
+                (name, _DTYPES[run.dtype], run.shape, run.nbytes)
+                for name, run in runs.items()
+            ),
+            self.metadata,
+        )
         # Hashed piece by piece while it is written, so the file is not read again.
         digest, number = hashlib.sha256(), 0
         with (folder / self.name).open("wb") as file:
             for data in (
-                memoryview(len(text).to_bytes(8, "little") + text),
+                memoryview(head),
                 *map(_bytes_of, runs.values()),
             ):
                 for start in range(0, len(data), _PIECE):

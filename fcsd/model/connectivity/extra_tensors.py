@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
-from fcsd.base.weights import Stored, copy_bytes, write_safetensors
+from fcsd.base.weights import Stored, copy_bytes, shard_names, write_safetensors
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
@@ -244,11 +244,8 @@ def _append(folder: Path, shards: list[dict[str, _Piece]]) -> None:
     """
     weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values()))
-    total = len(files) + len(shards)
     # Each name contains the number of files, so the existing files are also renamed.
-    names = [
-        f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)
-    ]
+    names = shard_names(len(files) + len(shards))
     renamed = dict(zip(files, names, strict=False))
     for file, name in renamed.items():
         (folder / file).rename(folder / name)

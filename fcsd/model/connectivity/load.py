@@ -4,7 +4,7 @@ can before it reads weights."""
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -355,11 +355,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
         expected = in_files.get(name) or in_memory.get(name)
         if expected is not None and shape != expected and shape != in_memory.get(name):
             _refuse_without_word(checkpoint, name in quantised)
-            raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
-                f" {CONFIG} says {list(expected)}; weights and config belong to"
-                " different models"
-            )
+            raise _other_shape(checkpoint, name, expected)
     # The body alone, saved without its head, has all names without the prefix. That is
     # worth a sentence of its own; otherwise every tensor would be reported missing.
     have = checkpoint.shapes.keys()
@@ -386,10 +382,7 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             missing
         )
         _refuse_without_word(checkpoint, packed)
-        raise UserError(
-            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
-            f" '{missing[0]}'; the checkpoint is incomplete or of another model"
-        )
+        raise _incomplete(checkpoint, missing)
     unexpected = {*have} - {*in_files, *in_memory, *tied}
     assert checkpoint.family is not None
     left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
@@ -424,11 +417,7 @@ def _check_quantised(
         # in both layouts with two shapes, of which either is right.
         expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
         if expected and shape not in expected and checkpoint.dtypes[name] in PLAIN:
-            raise UserError(
-                f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
-                f" {CONFIG} says {list(min(expected))}; weights and config belong to"
-                " different models"
-            )
+            raise _other_shape(checkpoint, name, min(expected))
     # The files are in one of the two layouts; the other lacks all experts.
     missing = min(
         (
@@ -438,10 +427,25 @@ def _check_quantised(
         key=len,
     )
     if missing:
-        raise UserError(
-            f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
-            f" '{missing[0]}'; the checkpoint is incomplete or of another model"
-        )
+        raise _incomplete(checkpoint, missing)
+
+
+def _other_shape(
+    checkpoint: Checkpoint, name: str, expected: Sequence[int]
+) -> UserError:
+    shape = checkpoint.shapes[name]
+    return UserError(
+        f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
+        f" {CONFIG} says {list(expected)}; weights and config belong to"
+        " different models"
+    )
+
+
+def _incomplete(checkpoint: Checkpoint, missing: Sequence[str]) -> UserError:
+    return UserError(
+        f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
+        f" '{missing[0]}'; the checkpoint is incomplete or of another model"
+    )
 
 
 def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:

@@ -36,6 +36,7 @@ from fcsd.base.weights import (
     Stored,
     copy_bytes,
     fingerprint_of,
+    shard_names,
     weight_files,
     write_safetensors,
 )
@@ -257,11 +258,7 @@ def _shards(tensors: Mapping[str, Stored], shard_bytes: int) -> dict[str, list[s
         size += tensors[name].num_bytes
     if len(shards) == 1:
         return {WEIGHTS: shards[0]}
-    total = len(shards)
-    return {
-        f"model-{k:05}-of-{total:05}.safetensors": names
-        for k, names in enumerate(shards, start=1)
-    }
+    return dict(zip(shard_names(len(shards)), shards, strict=True))
 
 
 def _write_rest(

@@ -38,14 +38,17 @@ class _Reached(BaseException):
 # `__class__`.
 
 
+def _called(cls: type, call: Callable[..., Any]) -> type:
+    """Return a subclass of the same name whose instances are called by `call`."""
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__})
+
+
 @functools.cache
 def _skipping(cls: type, side_output: str | None) -> type:
     def __call__(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, None) if side_output else hidden_states
 
-    return type(
-        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
-    )
+    return _called(cls, __call__)
 
 
 @functools.cache
@@ -54,9 +57,7 @@ def _giving(cls: type, side_output: str | None) -> type:
         stream: Stream = self._kept_stream
         return (stream["o"], stream.get("side")) if side_output else stream["o"]
 
-    return type(
-        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
-    )
+    return _called(cls, __call__)
 
 
 @functools.cache
@@ -80,9 +81,7 @@ def _reached(cls: type, side_output: str | None) -> type:
         out = base_call(self, states, *args, **kwargs)
         raise _Reached(_stream(out, side_output))
 
-    return type(
-        cls.__name__, (cls,), {"__call__": __call__, "__module__": cls.__module__}
-    )
+    return _called(cls, __call__)
 
 
 def _stream(out: Any, side_output: str | None) -> Stream:
