@@ -254,7 +254,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2, help="rows in a forward pass")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of a row")
+    parser.add_argument("--length", type=int, default=4096, help="tokens per row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -61,7 +61,7 @@ TRAINING: tuple[tuple[str, str, dict[str, Any], dict[str, Any], float, tuple[flo
     ("V2-Lite, EP 8", "DeepSeek-V2-Lite", {}, ON_8 | {"batch": 8, "global_batch": 128}, 1.11, (87.6, 89.0)),
     ("V3 (6 layers), EP 8", "DeepSeek-V3", V3, ON_8 | {"global_batch": 64}, 1.04, (92.9, 84.1)),
     ("V3 (6 layers), EP 32", "DeepSeek-V3", V3, ON_32, 1.22, None),
-    ("V3, EP 32, one interface a node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
+    ("V3, EP 32, one interface per node", "DeepSeek-V3", V3, ON_32 | {"network_gb_s": 6.25}, 1.22, None),
 )  # fmt: skip
 """Name, config, changes to it, settings, the paper's speed-up, its overlap forward and
 backward (Table 3, Figure 5).
@@ -667,7 +667,7 @@ def training_rows() -> Iterator[list[str]]:
         )
         ratios = (at(once, column)["speed_up"] for column in times)
         yield [
-            "the same, one row a rank",
+            "the same, one row per rank",
             "not measured",
             *(f"{each:.3f}" for each in ratios),
         ]
@@ -722,7 +722,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.questions:
         header = [
             "on 16, 32, 64 GPUs", "over the best exact", "over regular",
-            "tokens/s a GPU", "by hand, off by", "fits on",
+            "tokens/s per GPU", "by hand, off by", "fits on",
         ]  # fmt: skip
         print(markdown(header, list(question_rows())))
         return

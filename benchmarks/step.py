@@ -501,7 +501,7 @@ def table(report: dict[str, Any], part: dict[str, Any]) -> str:
         ),
         "",
         (
-            f"{'variant':12} {'s a step':>9} {'time / sft':>11} {'tokens/s':>9}"
+            f"{'variant':12} {'s/step':>9} {'time / sft':>11} {'tokens/s':>9}"
             f" {'peak MiB':>9}"
         ),
     ]
@@ -531,7 +531,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--rows", type=int, default=2, help="rows of the batch, one micro-batch"
     )
-    made.add_argument("--length", type=int, default=512, help="tokens of a row")
+    made.add_argument("--length", type=int, default=512, help="tokens per row")
     made.add_argument("--layers", type=int, default=10)
     made.add_argument(
         "--dim", type=int, default=384, help="hidden size, a multiple of 64"

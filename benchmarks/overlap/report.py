@@ -80,7 +80,7 @@ def printed(table: dict[str, dict[str, float]]) -> str:
     keys = ("all", "forward", "backward", "dispatch", "combine")
     head = [
         "mode",
-        "ms a step",
+        "ms per step",
         "times as fast as the first",
         "communication / step",
         *(f"hidden, {k}" for k in keys),

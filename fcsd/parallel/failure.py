@@ -3,7 +3,7 @@ error once.
 
 Otherwise, when a process fails, the others wait in a collective for the hours that a
 score may take, and finally print only that a connection was closed. So each rank has a
-thread that looks once a second into the store through which the ranks met. The first
+thread that looks once per second into the store through which the ranks met. The first
 rank to fail writes its error there and prints it, and the others end; a rank that stops
 counting there was killed.
 

@@ -77,7 +77,7 @@ class Guard:
 
     @property
     def weights_are_finite(self) -> bool:
-        """Whether the weights were finite when the present row of skipped steps began;
+        """Whether the weights were finite when the current run of skipped steps began;
         true when there is no such row.
         """
         return self.skipped_in_a_row == 0 or self.events[-1]["weights_are_finite"]

@@ -1,4 +1,4 @@
-"""What the tests of the engine share: its environment, prompts, the comparison with
+"""Shared by the tests of the engine: its environment, prompts, the comparison with
 fcsd's reference, the recorder.
 """
 

@@ -1,4 +1,4 @@
-"""How engines are started that run whole in their process, alone or as ranks; the
+"""Start engines that run entirely in their own process, alone or as ranks; the
 benchmark starts them so, too.
 """
 

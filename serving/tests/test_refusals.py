@@ -1,5 +1,5 @@
-"""What cannot be served says so in one line, before weights are looked for: these
-folders have none.
+"""Models that cannot be served are refused in one line, before weights are sought:
+these folders have none.
 """
 
 import json

@@ -136,7 +136,9 @@ def measured(
 def at_equal_time(
     links: LinkModel, seed: int, strength: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What CAMoE's bias does to held-out tokens, and ours where it is at least as fast on them."""
+    """Return the effect of CAMoE's bias on held-out tokens, and of ours where it is at
+    least as fast on them.
+    """
     routers = Routers(seed)
     deployment = deployment_of(links, routers)
     placed = links, deployment.payload, deployment.placement

@@ -125,7 +125,7 @@ def test_a_path_is_named_by_its_tokens_source_both_ways() -> None:
     paths = Deployment(links, payload, np.array([[0, 1]])).paths(
         np.array([[[[7, 5], [3, 7]]]])
     )
-    # out with 10 bytes a pair, back with 2: what 0 has sent comes back from 1 to 0
+    # out with 10 bytes per pair, back with 2: what 0 has sent comes back from 1 to 0
     np.testing.assert_allclose(paths[0, 0, 0], [[0, 1 + 0.1 * 50], [2 + 0.2 * 30, 0]])
     np.testing.assert_allclose(paths[0, 0, 1], [[0, 4 + 0.4 * 10], [3 + 0.3 * 6, 0]])
 

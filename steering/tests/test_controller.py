@@ -61,7 +61,7 @@ class Cluster:
         )
 
     def seconds(self, tables: BiasTables) -> float:
-        """What an exchange under these tables really takes."""
+        """Return the actual seconds of an exchange under these tables."""
         true = Deployment(
             links_of(self.alpha, self.beta),
             self.deployment.payload,

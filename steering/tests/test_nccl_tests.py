@@ -78,7 +78,7 @@ def test_an_edge_of_an_all_to_all_carries_one_part_of_its_size(
     for phase in ("metadata", "dispatch", "combine"):
         np.testing.assert_allclose(measured.alpha(phase)[off], 20e-6, rtol=1e-3)  # type: ignore[arg-type]
         np.testing.assert_allclose(measured.beta(phase)[off], 1e-10, rtol=1e-3)  # type: ignore[arg-type]
-    balanced = np.full((4, 4), 400_000.0)  # 1.6 MB a rank, as the first row has it
+    balanced = np.full((4, 4), 400_000.0)  # 1.6 MB per rank, as the first row has it
     assert exchange_time(measured, "dispatch", balanced) == pytest.approx(
         60e-6, rel=1e-3
     )

@@ -100,8 +100,8 @@ def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
 
 
 def test_experts_are_placed_by_links_on_which_both_directions_take_turns() -> None:
-    """As fcsd profiles gloo where nothing else is asked for: only the sum of both
-    directions of a pair counts.
+    """fcsd profiles gloo in this way by default: only the sum of both directions of a
+    pair counts.
     """
     counts = np.zeros((1, 2, 6))
     for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):

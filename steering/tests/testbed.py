@@ -120,7 +120,7 @@ class Sleeping(Testbed):
 def routed_counts(
     strength: float, alpha: Array, beta: Array, num_layers: int = 4
 ) -> Array:
-    """Counts [L, N, N] of 512 tokens an endpoint, each to 4 of 32 experts with unequal
+    """Counts [L, N, N] of 512 tokens per endpoint, each to 4 of 32 experts with unequal
     popularity.
 
     Logits lose `strength` times the z-score of what an edge costs each of its sources
@@ -171,7 +171,7 @@ def exchange_counts(
 
 
 def slowest_edge(links: LinkModel, num_bytes: Array) -> Array:
-    """What a dispatch takes by its slowest edge alone (CAMoE, equation 9), whatever
-    ports are shared.
+    """Return the seconds of a dispatch by its slowest edge alone (CAMoE, equation 9),
+    whatever ports are shared.
     """
     return np.asarray(edge_times(links, "dispatch", num_bytes).max((-2, -1)))

@@ -40,7 +40,7 @@ def by_transformers(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model in shards, and another one in a single file. Read only."""
+    """Write one model in shards, and another one in a single file; read-only."""
     root = tmp_path_factory.mktemp("weights")
     model = tiny_model("qwen3_moe")
     model.save_pretrained(root / "sharded", max_shard_size="30KB")

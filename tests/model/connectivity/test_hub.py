@@ -1,4 +1,4 @@
-"""What is fetched from a Hub repository: what transformers loads, and tokenizer code;
+"""fcsd fetches from a Hub repository what transformers loads, and tokenizer code;
 nothing else that is large.
 """
 

@@ -1,5 +1,5 @@
-"""What is reported as hidden is hidden: in records, in a trace of a GPU, and in one of
-gloo.
+"""Communication that is reported as hidden is hidden: in records, in a trace of a GPU,
+and in one of gloo.
 """
 
 import pytest
