@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 CONFIG_ONLY = "config_only"
 """Key of a conversion's `manifest.json`: whether it was written without weights."""
 NAMED = "transformers_weights"
-"""Field of a config that names the weight file or index, in the place of the two names
+"""Field of a config that names the weight file or index, in place of the two names
 above.
 """
 _BLOCK_BYTES = 1 << 22

@@ -78,7 +78,7 @@ class Guard:
     @property
     def weights_are_finite(self) -> bool:
         """Whether the weights were finite when the current run of skipped steps began;
-        true when there is no such row.
+        true when there is no such run.
         """
         return self.skipped_in_a_row == 0 or self.events[-1]["weights_are_finite"]
 

@@ -108,7 +108,7 @@ def find_folder(
         raise
     # network, authorisation, offline mode: each is the user's to solve
     except Exception as error:
-        # The Hub's messages go on for many lines; some errors have none at all.
+        # The Hub's messages run over many lines; some errors have none at all.
         message = str(error).strip()
         reason = message.splitlines()[0] if message else type(error).__name__
         raise UserError(

@@ -137,7 +137,7 @@ def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
 
 
 def _replace_config(model: Any, new: Any) -> None:
-    """Put `new`, and its parts (text, vision), in the place of the model's config in
+    """Put `new`, and its parts (text, vision), in place of the model's config in
     every module that holds them.
 
     The old objects do not change: another model (the teacher) may share them. All

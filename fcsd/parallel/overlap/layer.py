@@ -156,7 +156,7 @@ class LayerRuntime:
                 self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
             )
 
-        # The family's forward calls this in the place of its MoE block.
+        # The family's forward calls this in place of its MoE block.
         def block(x: Any, *_: Any, **__: Any) -> Any:
             assert run is not None
             if plan.outdated:

@@ -71,7 +71,7 @@ class Place:
         self.config("model", **CONVERTED)
 
     def with_sglang(self) -> "Place":
-        """Put SGLang in the place of vLLM."""
+        """Put SGLang in place of vLLM."""
         self.engine = "sglang"
         self.program("sglang", (self.bin / "vllm").read_text())
         self.distribution("sglang", "0.5.23")

@@ -1,4 +1,6 @@
-"""Programs that attack the sandbox: none succeeds, none survives, and the server goes on."""
+"""Programs that attack the sandbox: none succeeds, none survives, and the server
+continues.
+"""
 
 import json
 import os

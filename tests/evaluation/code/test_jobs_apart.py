@@ -110,7 +110,7 @@ LINKS = {
     "a file in its place": "replace(here, write)",
     "no folder in its place": "replace(here, lambda name: None)",
     "the folder above": "replace(up, lambda name: os.symlink('/nowhere', name))",
-    "the job of before": "replace('../job', lambda name: os.symlink('/nowhere', name))",
+    "the previous job": "replace('../job', lambda name: os.symlink('/nowhere', name))",
     "up": "os.symlink('..', 'up'); write('up/fcsd_left')",
     "out": "os.symlink('/tmp', 'out'); write('out/fcsd_left')",
     "through proc": (
@@ -138,8 +138,8 @@ FIFOS = {
     "here": "all_of(100, lambda n: os.mkfifo(f'f{n}'))",
     "above": "all_of(100, lambda n: os.mkfifo(f'../f{n}'))",
     "in the folder's place": "replace(here, os.mkfifo)",
-    "in the place of the job of before": "replace('../job', os.mkfifo)",
-    "in the place of the folder above": "replace(up, os.mkfifo)",
+    "in place of the previous job": "replace('../job', os.mkfifo)",
+    "in place of the folder above": "replace(up, os.mkfifo)",
     "everywhere": "for place in places: tried(os.mkfifo, f'{place}/fcsd_left')",
     "names of another": (
         "for name in ('answer.txt', 'job', 'numpy.py', 'tests.py'): os.mkfifo(name)"

@@ -20,7 +20,7 @@ SECOND_LOOK = {
     "llama4_text": "its router gives dense scores; the experts take no indices",
     "ernie4_5_vl_moe": "transformers records the block, in which text has a router of its own",
 }
-"""Families of which the choice is not simply an output of the recorded module, and why."""
+"""Families whose choice is not simply an output of the recorded module, and why."""
 
 
 def tokens(rows: int = 2, length: int = 11, vocabulary: int = 99) -> torch.Tensor:

@@ -35,7 +35,7 @@ FAMILIES = ("qwen2_moe", "deepseek_v3", "axk1", "granitemoeshared")
 a shared expert beside them.
 """
 ODD = FAMILIES[:2]
-"""Families with which everything else that is out of the ordinary is looked at, too."""
+"""Families in which all other unusual cases are tested, too."""
 CONNECTIVITIES = {
     "some layers": Connectivity([0, 1, 3]),
     "the last half": Connectivity("last:50%"),
