@@ -92,6 +92,19 @@ def run_without_fcsd(code, tmp_path, *arguments, path=""):
     )
 
 
+def assert_same_export(folder, other):
+    """Compare the class, the connectivity and the code of two checkpoints, which needs
+    no fcsd; return the config.
+    """
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, other)]
+    for key in ("model_type", "architectures", "farskip", "auto_map"):
+        assert configs[0][key] == configs[1][key], (folder, key)
+    sources = [(f / "modeling_farskip.py").read_text() for f in (folder, other)]
+    assert sources[0] == sources[1]
+    assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
+    return configs[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
 def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(
@@ -139,15 +152,8 @@ print("DONE", len(expected))
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"DONE {len(families)}" in done.stdout
     for family in families:
-        far, again = tmp_path / "far" / family, tmp_path / "far" / f"{family}_again"
-        first, second = (
-            json.loads((folder / "config.json").read_text()) for folder in (far, again)
-        )
-        for key in ("model_type", "architectures", "farskip", "auto_map"):
-            assert first[key] == second[key], (family, key)
-        assert (far / "modeling_farskip.py").read_text() == (
-            again / "modeling_farskip.py"
-        ).read_text()
+        far = tmp_path / "far"
+        assert_same_export(far / family, far / f"{family}_again")
 
 
 @pytest.mark.parametrize("family", few(FAMILY_NAMES))
@@ -159,10 +165,7 @@ def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(
     convert_model(model, Connectivity("moe"))
     model.save_pretrained(tmp_path / "far")
     convert_checkpoint(tmp_path / "base", tmp_path / "converted", Connectivity("moe"))
-    saved, converted = (
-        json.loads((tmp_path / name / "config.json").read_text())
-        for name in ("far", "converted")
-    )
+    saved = assert_same_export(tmp_path / "far", tmp_path / "converted")
     assert saved["model_type"] == f"farskip_{family}"
     assert saved["architectures"] == [f"FarSkip{FAMILIES[family].causal_lm}"]
     assert saved["farskip"]["layers"] == farskip_layers(model)
@@ -173,14 +176,6 @@ def test_saving_a_converted_model_writes_a_complete_farskip_checkpoint(
         FAMILIES[family].auto_model,
     }
     assert set(saved["auto_map"]) == autos
-    for key in ("model_type", "architectures", "farskip", "auto_map"):
-        assert saved[key] == converted[key]
-    sources = [
-        (tmp_path / name / "modeling_farskip.py").read_text()
-        for name in ("far", "converted")
-    ]
-    assert sources[0] == sources[1]
-    assert not re.search(r"^\s*(from|import) fcsd", sources[0], re.MULTILINE)
     assert tensor_names(tmp_path / "far") == tensor_names(tmp_path / "base")
     for name in ("far", "converted"):
         assert_same_model(load_model(tmp_path / name), model, {"input_ids": X})
