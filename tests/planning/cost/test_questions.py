@@ -120,3 +120,25 @@ def test_a_figure_covers_the_papers_points_or_says_by_how_much_it_misses(
             if off > 0.005:
                 said = f"+{100 * off:.0f}, by the communication or its slow-down"
                 assert misses(row, panel) == said
+
+
+def test_the_gains_that_readme_expects_are_those_of_plans() -> None:
+    """Qwen3-30B-A3B on one node of H200: a row per phase, a column per number of GPUs."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for row, settings in (
+        (
+            "decoding, 64 requests of 4,096 tokens",
+            {"phase": "decode", "batch": 64, "length": 4096},
+        ),
+        (
+            "first token, 16 prompts of 2,048 tokens",
+            {"phase": "prefill", "batch": 16, "length": 2048},
+        ),
+    ):
+        cells = []
+        for num_gpus in (2, 8):
+            cluster = {"gpu": "h200", "gpus_per_node": num_gpus}
+            facts = plan(planned("Qwen3-30B-A3B", {}, settings | cluster), advise=False)
+            least, most = facts["expected_gain"]
+            cells.append(f"{100 * least:.0f} to {100 * most:.0f} %")
+        assert f"| {row} | {' | '.join(cells)} |" in readme
