@@ -114,4 +114,4 @@ def test_ratios_are_against_the_best_of_the_peer_and_differences_against_every_o
 
 def test_help_explains_what_is_measured(benchmark):
     text = benchmark.parser().format_help()
-    assert "What is measured" in text and "--lengths" in text
+    assert "The benchmark times the optimiser steps" in text and "--lengths" in text
