@@ -1,9 +1,9 @@
 """Measure the time of a rewired model's forward pass as a ratio to the original's.
 
-    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] [--rounds
-    60] [--limit 1.02] python benchmarks/forward.py --device cuda --dtype bfloat16
-    --layers 16 --tokens 4096 \\
-        --config tests/files/configs/Qwen3-30B-A3B.json
+    python benchmarks/forward.py [--family qwen3_moe …] [--layers 4 --dim 512] \\
+        [--rounds 60] [--limit 1.02]
+    python benchmarks/forward.py --device cuda --dtype bfloat16 --layers 16 \\
+        --tokens 4096 --config tests/files/configs/Qwen3-30B-A3B.json
 
 The benchmark times forward passes without gradients of two models with the same
 weights, on one device and without any communication: the cost of the rewiring itself.
