@@ -166,7 +166,7 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
 
     All of transformers' arguments are available. fcsd adds these, named as in a recipe:
 
-    Args:
+    Attributes:
         objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft"
             or "ce". Its settings are `temperature`, `jsd_beta`, `l2_coefficient`,
             `l2_relative`, `l2_until`, `vocab_size`, `freeze_embeddings_and_head` and
