@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     def text(call_with: Any, *arguments: Any) -> str:
         return str(run_ranks(refusal, 1, call_with, *arguments)[0])
 
-    assert "another connectivity" in text(other_connectivity, whole, half)
+    assert "connectivity differs from this" in text(other_connectivity, whole, half)
     assert "exists and is not empty" in text(existing, whole, half)
     assert "3 plans for a spec of 4 layers" in text(other_specs, whole, "number")
     assert "layer 1 is a Identity; FarSkip layers can only replace" in text(
