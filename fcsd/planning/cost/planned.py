@@ -232,6 +232,16 @@ class Planned:
         return FP8 if dtype == "fp8" and stored.precision != "fp8" else stored
 
     @property
+    def aiter(self) -> bool | None:
+        """Whether AMD's AITER kernels are planned; None where there is no choice: only
+        for a prefill in FP8 on AMD GPUs did AMD publish the times of others.
+        """
+        amd = self.machine.gpu.amd and self.stored.precision == "fp8"
+        if self.settings.phase != "prefill" or not amd:
+            return None
+        return not self.settings.without_aiter
+
+    @property
     def roofline(self) -> Roofline:
         """The roofline that times its operations."""
         stored = self.stored

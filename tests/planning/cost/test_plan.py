@@ -168,29 +168,41 @@ def test_a_prefill_plan_expects_the_ends_of_assumptions_and_says_how_far_off_pla
         "Llama-4-Scout-17B-16E": ({}, ON_VLLM, 0.122, 0.185),
         "DeepSeek-V3": ({}, ON_300X, 0.34, 0.34),
     }
-    over = []
+    over: dict[bool, list[float]] = {True: [], False: []}
     for name, (changes, served, least, most) in measured.items():
         gains = [
             plan_times(published(name, changes, served | {"length": length}))
             for length in (512, 1024, 2048)
         ]
         planned = [times["speed_up"] - 1 for times in gains]
-        over += [min(planned) / most, max(planned) / least]
+        slow = "without_aiter" in served
+        over[not slow] += [min(planned) / most, max(planned) / least]
+        if slow:  # the same server with AITER
+            with_aiter = [
+                plan_times(published(name, changes, ON_300X | {"length": length}))
+                for length in (512, 1024, 2048)
+            ]
+            fast = [times["speed_up"] - 1 for times in with_aiter]
+            over[True] += [min(fast) / most, max(fast) / least]
         # Within 0.1 of every speed-up that the paper measured.
         assert max(planned) - most < 0.1 and least - min(planned) < 0.1
-    assert [min(over), max(over)] == pytest.approx(OVER_PREDICTION, abs=0.06)
+    for aiter, ratios in over.items():
+        extremes = [min(ratios), max(ratios)]
+        assert extremes == pytest.approx(OVER_PREDICTION[aiter], abs=0.06)
     folder = lite(tmp_path)
     assert main(["plan", folder, "--phase", "prefill", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     ends = [end - 1 for row in facts["sensitivity"] for end in row["speed_up"]]
+    gain = facts["times"]["speed_up"] - 1
+    ends.append(gain / 4.9)  # slower kernels than planned
     assert facts["expected_gain"] == pytest.approx([min(ends), max(ends)])
-    assert min(ends) < facts["times"]["speed_up"] - 1 < max(ends)
+    assert min(ends) < gain < max(ends)
     assert main(["plan", folder, "--phase", "prefill"]) == 0
     line = next(
         line for line in capsys.readouterr().out.splitlines() if "EXPECTED GAIN" in line
     )
     assert f"EXPECTED GAIN: {100 * min(ends):.1f}% to {100 * max(ends):.1f}%" in line
-    assert "were 0.63 to 2.1 times those that the FarSkip paper measured" in line
+    assert "were 0.75 to 4.9 times those that the FarSkip paper measured" in line
     assert main(["plan", folder, "--gpu", "mi325x", "--length", "512"]) == 0
     assert "EXPECTED GAIN" not in capsys.readouterr().out
 
