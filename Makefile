@@ -50,7 +50,7 @@ test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchma
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang serving/fcsd_bench megatron/fcsd_megatron steering/fcsd_steering
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth"
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "not breadth" $(PYTEST_ARGS)
 
 test-breadth: $(STAMP)  ## the same for all the others
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m breadth
@@ -179,7 +179,7 @@ check: $(STAMP)  ## the fast part, in under two minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy fcsd serving/fcsd_vllm serving/fcsd_sglang serving/fcsd_bench megatron/fcsd_megatron steering/fcsd_steering
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth'
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m 'not slow and not breadth and not real_data' $(PYTEST_ARGS)
 
 BENCH_ENV := TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1 PYTHONWARNINGS=ignore
 

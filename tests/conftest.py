@@ -16,6 +16,7 @@ import pytest
 
 import tests.environment  # noqa: F401  before torch
 from tests.float64 import in_float64
+from tests.slow import mark_slow
 from tests.support import SHARED_DATA, Bench, make_bench
 
 
@@ -61,13 +62,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by marks
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """With `--shuffle`, shuffle the tests: none may depend on another one before it.
+    """Mark the slow tests. With `--shuffle`, shuffle the tests: none may depend on another one before it.
     Otherwise send long tests to the workers first, so that no worker is left with one
     at the end.
     """
+    mark_slow(items)
     if (seed := config.getoption("--shuffle")) is not None:
         order = random.Random(seed)
         places = {

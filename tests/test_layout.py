@@ -5,6 +5,7 @@ packages, in one direction only.
 import ast
 import functools
 import importlib
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from fcsd.base.strict import flag_of
+from tests.slow import function_name, slow_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "fcsd"
@@ -368,3 +370,9 @@ def test_an_option_that_a_record_has_is_declared_in_the_record_alone(
                 assert by_hand.isdisjoint(flag_of(record, key) for key in fields), (
                     f"{ast.unparse(node)[:60]}"
                 )
+
+
+def test_the_list_of_slow_tests_names_tests_that_exist() -> None:
+    for line in slow_tests():
+        file, _, name = function_name(line).partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), flags=re.M), line

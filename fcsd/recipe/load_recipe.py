@@ -5,8 +5,9 @@ the same items in another data set, which `data.decontaminate` finds by their wo
 """
 
 import copy
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
 from fcsd.data.config import SourceConfig, TrainingDataConfig
-from fcsd.evaluation.config import is_suite_file, load_suite
+from fcsd.evaluation.config import SuiteConfig, is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
 
 _FILES_BESIDE = (
@@ -151,8 +152,10 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
         if recipe.evaluation.data_root is not None
         else None
     )
+    # All variants name the same few suites.
+    read_suite = functools.cache(load_suite)
     for section, data in recipe.data_sections.items():
-        for graded in graded_splits(recipe, data, where):
+        for graded in graded_splits(recipe, data, where, read_suite):
             for index, source in enumerate(data.train):
                 if _is_graded(source, graded, root):
                     raise UserError(
@@ -163,7 +166,10 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
 
 
 def graded_splits(
-    recipe: Recipe, data: TrainingDataConfig, where: str
+    recipe: Recipe,
+    data: TrainingDataConfig,
+    where: str,
+    read_suite: Callable[[str], SuiteConfig] = load_suite,
 ) -> Iterator[Graded]:
     """Yield the splits on which the models of a recipe are graded, and those that one
     of its `data` sections excludes.
@@ -182,7 +188,7 @@ def graded_splits(
         suites.append(("data.decontaminate.suite", data.decontaminate.suite))
     for key, name in suites:
         try:
-            suite = load_suite(name)
+            suite = read_suite(name)
         except UserError as error:
             raise UserError(f"{where}: {key}: {error}") from None
         for row in suite.tasks:

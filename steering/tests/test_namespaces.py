@@ -27,7 +27,6 @@ from fcsd_steering.network.measure import Comparison, measure_and_simulate, patt
 from fcsd_steering.network.profile import profile
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         "FCSD_NETWORK" not in os.environ,
         reason="namespaces are made by `make test-network` alone",

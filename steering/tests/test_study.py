@@ -451,7 +451,6 @@ def test_the_shipped_studies_are_of_shipped_recipes() -> None:
         assert len(read_links(study.links).endpoints) == 4
 
 
-@pytest.mark.slow
 def test_a_rehearsal_of_camoes_setting_can_be_steered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -374,7 +374,6 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("offline", few(["0", "1"], 1))
 def test_a_hub_that_cannot_be_reached_is_an_error_with_the_task_and_the_way_without_it(
     offline: str, model: Path, root: Path

@@ -205,7 +205,6 @@ def test_a_benchmark_gives_the_numbers_of_plain_lm_eval(
             assert mine[item]["loglikelihoods"] == pytest.approx(scores, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_the_lm_eval_command_finds_the_same_item_by_item(
     root: Path, model: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]

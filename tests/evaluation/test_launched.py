@@ -41,7 +41,6 @@ def comparable(folder: Path) -> Any:
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
     place: Path, tmp_path: Path
 ) -> None:
@@ -109,7 +108,6 @@ def test_a_wrong_argument_is_refused_by_all_processes_and_printed_by_one(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", few(["fsdp2", "ep"], 1))
 def test_a_run_spread_over_two_ranks_leaves_the_results_of_one_process(
     bench: Bench, place: Path, engine: str

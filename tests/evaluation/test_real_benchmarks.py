@@ -60,7 +60,6 @@ def returns_none(program: str) -> str:
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tests", "count"),
     [

@@ -227,7 +227,6 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", few(ENGINES, 1))
 def test_a_run_that_was_ended_goes_on_to_the_last_bit_on_as_many_ranks(
     bench: Bench, engine: str
@@ -300,7 +299,6 @@ SHARED_BY_ALL = {"train": {
 }}  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_a_run_goes_on_under_another_engine_and_number_of_ranks_with_the_same_data(
     bench: Bench,
@@ -891,7 +889,6 @@ def test_expert_parallel_ranks_train_what_one_process_trains(bench: Bench) -> No
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(
     bench: Bench,
 ) -> None:
@@ -909,7 +906,6 @@ def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(
     bench: Bench,
@@ -1024,7 +1020,6 @@ def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
         requested_engine(8, cpu, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "engine", few(["fsdp2", "", pytest.param("zero3", marks=NEEDS_DEEPSPEED), "ep"], 1)
 )

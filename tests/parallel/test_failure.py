@@ -115,7 +115,6 @@ def test_a_failure_on_the_second_rank_ends_the_first_within_seconds(
 LAUNCH = ("-m", "accelerate.commands.launch", "--config_file")
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_once(
     bench: Bench, tmp_path: Path
@@ -139,7 +138,6 @@ def test_a_bug_on_the_second_process_of_a_launch_ends_it_with_its_error_printed_
     assert error.count("fcsd distill: failed (rank 1 of 2)\n") == 1, error
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_a_launcher_that_gets_sigterm_ends_as_the_docs_say_and_the_run_with_a_checkpoint(
     bench: Bench,

@@ -133,7 +133,6 @@ def stages_of(run: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
 def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
     run = finished / "run"
     assert stages_of(run) == {
@@ -165,7 +164,6 @@ def test_every_stage_leaves_its_folder_and_manifest(finished: Path) -> None:
     ]
 
 
-@pytest.mark.slow
 def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
     def refuse(word: str) -> None:
         pytest.fail(f"{path}: {word} is not JSON")
@@ -181,7 +179,6 @@ def test_every_json_file_of_the_run_is_strict(finished: Path) -> None:
             json.loads(text, parse_constant=refuse)
 
 
-@pytest.mark.slow
 def test_the_report_is_printed_as_json_on_request(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,7 +190,6 @@ def test_the_report_is_printed_as_json_on_request(
     )
 
 
-@pytest.mark.slow
 def test_the_models_are_what_their_names_say(finished: Path) -> None:
     run = finished / "run"
     layers = {
@@ -215,7 +211,6 @@ def test_the_models_are_what_their_names_say(finished: Path) -> None:
     assert "ce" in history and "kl" not in history
 
 
-@pytest.mark.slow
 def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(
     finished: Path,
 ) -> None:
@@ -244,7 +239,6 @@ def test_the_original_has_no_divergence_from_itself_and_the_converted_model_has(
     assert scores == [results["converted"]["tasks"]["tiny_choice"]["value"]] * 2
 
 
-@pytest.mark.slow
 def test_the_main_run_uses_the_choice_of_the_sweep(finished: Path) -> None:
     choice = json.loads((finished / "run" / "sweep" / "manifest.json").read_text())[
         "results"
@@ -263,7 +257,6 @@ def test_the_main_run_uses_the_choice_of_the_sweep(finished: Path) -> None:
     )
 
 
-@pytest.mark.slow
 def test_a_second_run_trains_and_evaluates_nothing(
     finished: Path,
     recipe: Path,
@@ -292,7 +285,6 @@ def test_a_second_run_trains_and_evaluates_nothing(
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(
     finished: Path, tmp_path: Path
 ) -> None:
@@ -328,7 +320,6 @@ def test_the_published_checkpoint_loads_where_fcsd_does_not_exist(
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "difference"),
     [
@@ -351,7 +342,6 @@ def test_a_changed_recipe_is_refused_with_the_difference(
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 def test_a_stage_whose_folder_was_removed_is_run_again_alone(
     finished: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -495,7 +485,6 @@ def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
         distill_stages.distill(run_of(bench.recipe("r")), "x")
 
 
-@pytest.mark.slow
 def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

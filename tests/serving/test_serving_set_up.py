@@ -117,7 +117,6 @@ def make(
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(
     tmp_path: Path,
 ) -> None:
@@ -127,7 +126,6 @@ def test_make_is_content_without_a_wheel_for_this_machine_and_says_so(
     assert not (tmp_path / ".serving").exists()
 
 
-@pytest.mark.slow
 def test_make_fails_for_a_broken_pin_and_for_a_set_up_that_fails(
     tmp_path: Path,
 ) -> None:

@@ -18,7 +18,6 @@ from tests.reference.tiny import tiny_model
 from tests.support import make_bench
 
 
-@pytest.mark.slow
 def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

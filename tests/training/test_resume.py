@@ -78,7 +78,6 @@ def whole(never_killed: Bench) -> tuple[str, Any]:
     return weights(never_killed, "whole")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "moment", ["after a checkpoint", "while a checkpoint is written"]
 )

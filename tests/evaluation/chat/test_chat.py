@@ -321,7 +321,6 @@ def test_a_reply_that_is_stopped_ends_long_before_its_limit(
     whole.stop()
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:

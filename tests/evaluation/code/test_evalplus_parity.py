@@ -181,7 +181,6 @@ def test_nearly_right_programs_for_our_own_problems_are_judged_as_evalplus_judge
     compared(scorer, *own[name])
 
 
-@pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.parametrize("task_id", PROBLEMS)
 def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
@@ -209,7 +208,6 @@ def compared(scorer: CodeScorer, problem: Problem, row: dict[str, Any]) -> None:
     assert expected[0] == (True, True) and len(set(expected)) >= 2
 
 
-@pytest.mark.slow
 @pytest.mark.real_data
 def test_programs_that_do_not_end_are_judged_alike(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
@@ -226,7 +224,6 @@ def test_programs_that_do_not_end_are_judged_alike(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.real_data
 def test_where_the_two_differ(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]

@@ -29,7 +29,6 @@ from tests.support import documented_keys
 
 __all__ = ["model", "place"]  # fixtures
 
-pytestmark = pytest.mark.slow
 GROUP = {"task": "t_uneven", "dataset": "o/uneven", "metric": "acc,none"}
 
 

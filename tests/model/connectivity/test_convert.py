@@ -132,7 +132,6 @@ def test_copies_and_pickles_of_a_converted_model_are_converted(family):
         assert torch.equal(logits(other), expected)
 
 
-@pytest.mark.slow
 def test_a_pickled_model_opens_in_a_fresh_process(tmp_path):
     model = tiny_model("llama4_text")
     convert_model(model, Connectivity("all"))

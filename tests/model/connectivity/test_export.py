@@ -105,7 +105,6 @@ def assert_same_export(folder, other):
     return configs[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
 def test_an_export_loads_without_fcsd_for_every_family_and_never_silently(
     families, tmp_path

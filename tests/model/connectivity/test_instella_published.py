@@ -298,7 +298,6 @@ def published_bench(tmp_path):
     return make_bench(tmp_path / "amd", tmp_path)
 
 
-@pytest.mark.slow
 def test_a_published_checkpoint_is_tuned_and_talked_to(
     published_bench, tmp_path, capsys, monkeypatch
 ):
@@ -354,7 +353,6 @@ def test_a_published_checkpoint_is_tuned_and_talked_to(
     )
 
 
-@pytest.mark.slow
 def test_a_published_checkpoint_is_evaluated_as_what_it_is_converted_to(
     published_bench, tmp_path
 ):

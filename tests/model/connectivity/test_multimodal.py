@@ -470,7 +470,6 @@ def test_a_config_with_the_text_fields_at_the_top_is_converted(tmp_path):
         assert_same_model(load_model(tmp_path / name / "far"), model, inputs)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("names", few_and_others(NAMES))
 def test_an_export_loads_without_fcsd_and_never_silently(names, tmp_path):
     expected = {}
@@ -575,7 +574,6 @@ def test_the_files_of_a_processor_stay_byte_for_byte_through_conversion_and_back
         } == files, folder
 
 
-@pytest.mark.slow
 def test_tokenizer_and_processor_of_an_export_load_without_fcsd_and_never_wait(
     aria_with_processor, tmp_path
 ):

@@ -53,7 +53,6 @@ def full(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("families", few_and_others(FAMILY_NAMES, kinds=UNLIKE))
 def test_every_tensor_of_every_family_is_whole_after_a_spread_load_or_the_family_is_refused(
     families: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -202,7 +202,6 @@ def test_a_dropped_pair_adds_nothing_and_has_no_gradient(
         assert taken is not None and int(taken[0]) == int((~kept).sum())
 
 
-@pytest.mark.slow
 def test_experts_with_adapters_drop_in_training_and_the_teacher_inside_them_does_not() -> (
     None
 ):

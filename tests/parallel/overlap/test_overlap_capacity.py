@@ -49,7 +49,6 @@ def dropped(rank: int, folder: Path, drop: Any) -> dict[str, Any]:
     return by_way
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "drop"), few([("deepseek_v3", "weight"), ("qwen2_moe", "order")], 1)
 )

@@ -84,7 +84,7 @@ def sends_other_rows() -> None:
             "error: rank 1 of 2 ended without an error: killed",
             marks=pytest.mark.breadth,
         ),
-        pytest.param(hangs, "Timed out waiting", marks=pytest.mark.slow),
+        (hangs, "Timed out waiting"),
         (sends_other_rows, "their models or precisions differ"),
     ],
     ids=["fails", "killed", "hangs", "sends other rows"],

@@ -79,7 +79,6 @@ def in_bf16(rank: int, folder: Path) -> bool:
     return same(*steps)
 
 
-@pytest.mark.slow
 # of heads that upstream's forward views
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", few(NAMES, kinds=UNLIKE))
@@ -116,7 +115,6 @@ def four(rank: int, folder: Path) -> dict[Any, Any]:
     return by_size
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_four_ranks_share_the_experts_in_pairs_or_all_of_them(tmp_path: Path) -> None:
     for name in ("qwen3_moe", "deepseek_v3"):

@@ -13,7 +13,6 @@ from tests.reference.tiny import tiny_model
 from tests.support import Bench
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_llama_4_trains_spread_over_ranks_what_one_process_trains(bench: Bench) -> None:
     folder = bench.folder / "llama4"

@@ -120,7 +120,7 @@ def own_gradient(rank: int, top_k: int, world: int) -> Tensor:
     return total.chunk(world)[rank]
 
 
-@pytest.mark.parametrize("world", few([2, pytest.param(4, marks=pytest.mark.slow)], 1))
+@pytest.mark.parametrize("world", few([2, 4], 1))
 def test_bytes_fall_by_the_predicted_share_and_sums_are_those_by_hand(
     world: int,
 ) -> None:

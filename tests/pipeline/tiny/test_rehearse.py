@@ -55,12 +55,13 @@ REAL = sorted(
     for path in data_dir("recipes").glob("*/*.yaml")
     if path.parent.name not in LEFT_OUT
 )
+RECIPES = {path: load_recipe(path) for path in REAL}
 DISTILLED = [
     path
-    for path in REAL
-    if load_recipe(path).pretrain is None and load_recipe(path).train.max_steps
+    for path, recipe in RECIPES.items()
+    if recipe.pretrain is None and recipe.train.max_steps
 ]
-PRETRAINED = [path for path in REAL if load_recipe(path).pretrain is not None]
+PRETRAINED = [path for path, recipe in RECIPES.items() if recipe.pretrain is not None]
 
 
 def name(path: Path) -> str:
@@ -218,7 +219,6 @@ def distilled(path: Path, folder: Path, *options: str) -> dict[str, Any]:
     return read_json(place / "manifest.json")["results"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", few(DISTILLED, 1), ids=name)
 def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     # Reading the items of eleven benchmarks takes ten seconds: once is enough.
@@ -238,10 +238,9 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
     assert [point["step"] for point in scores] == [0, 1, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 @pytest.mark.parametrize(
-    "path", [path for path in DISTILLED if load_recipe(path).variants], ids=name
+    "path", [path for path in DISTILLED if RECIPES[path].variants], ids=name
 )
 def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     seen = set()
@@ -269,7 +268,6 @@ def test_every_variant_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.slow
 def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
     tmp_path: Path,
 ) -> None:
@@ -298,7 +296,6 @@ def test_the_sweep_runs_at_tiny_size_and_the_distillation_follows_its_choice(
     assert settings["max_steps"] * settings["batch_size_tokens"] >= 2 * 32 * 64
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", few(PRETRAINED, 1), ids=name)
 def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
     folder = tmp_path / "r"
@@ -311,7 +308,6 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
     assert model_type == (f"farskip_{family}" if "farskip" in path.stem else family)
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
@@ -327,7 +323,6 @@ def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
     assert abs(result["kl_to_original"]["kl"]) < 1e-6
 
 
-@pytest.mark.slow
 def test_a_multimodal_model_comes_from_its_conversion_to_the_folder_for_the_hub(
     tmp_path: Path,
 ) -> None:
@@ -625,7 +620,6 @@ def test_no_command_of_a_recipes_header_is_refused_on_two_ranks(
         )
 
 
-@pytest.mark.slow
 def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     path = data_dir("recipes") / "studies" / "pretrain.yaml"
     words = next(words for words in header_commands(path) if words[0] == "accelerate")
@@ -649,7 +643,6 @@ def test_a_recipes_header_runs_on_two_ranks_to_its_end(tmp_path: Path) -> None:
     assert not (run / "distill").exists() and not (run / "convert").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same_bytes(
     tmp_path: Path,

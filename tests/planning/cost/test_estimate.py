@@ -100,7 +100,6 @@ def measured(request: pytest.FixtureRequest) -> dict[str, int]:
     return measured_by("tests.planning.cost.test_estimate", selected(request, "name"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", few(MEASURED, 1))
 def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) -> None:
     trace = traced(MEASURED[name])
@@ -114,7 +113,6 @@ def test_memory_is_that_of_a_real_training(name: str, measured: dict[str, int]) 
 
 
 @pytest.mark.breadth
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_memory_of_a_rank_is_that_of_a_real_training_in_shards(
     name: str, measured: dict[str, int]
@@ -274,7 +272,6 @@ def few_layers(recipe: Path, number: int = 4) -> Path:
     return recipe
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
 def test_qwen3_30b_needs_what_the_research_notes_say(
     recipe: Callable[..., Path],
@@ -510,7 +507,6 @@ SHIPPED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("name", few(SHIPPED, 1))
 def test_the_figures_in_the_shipped_recipes_are_those_of_the_estimate_without_network(
@@ -911,7 +907,6 @@ def test_a_range_or_a_number_is_a_utilisation(
 NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("own_setting_only")
 @pytest.mark.parametrize("model_type", few(sorted(TINY)))
 def test_the_step_of_every_family_is_followed_without_data(

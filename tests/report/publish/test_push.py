@@ -188,7 +188,6 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.breadth
 def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
     hub: Hub, tmp_path: Path
@@ -373,7 +372,6 @@ def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_t
     )
 
 
-@pytest.mark.slow
 def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     hub: Hub, checkpoint: Path, tmp_path: Path
 ) -> None:
