@@ -58,6 +58,11 @@ _A_WEIGHT = (
 )
 _A_MASK = "it masks tokens, and is only read together with 'input_ids'"
 _THOUGHTS = "put thoughts into the key 'reasoning_content' of the assistant's message"
+_OTHER_MASK = (
+    "masks of the loss are 'loss_mask', 'completion_mask' and 'assistant_masks'; rename"
+    " it"
+)
+_LABELS = "the labels of packed rows alone say where loss is"
 _PACKED = (
     "the rows are already packed; give one example per row, or 'position_ids' and"
     " 'labels' in Python"
@@ -72,10 +77,14 @@ _REFUSED: dict[tuple[str, ...], tuple[Collection[str], str]] = {
     # TRL's; beside messages it may mean anything
     ("label",): (("completion",), _A_PREFERENCE),
     ("weight", "weights", "sample_weight", "loss_weight", "loss_scale", "advantage", "advantages"): (
-        _BESIDE, _A_WEIGHT,
+        (*_BESIDE, "packed"), _A_WEIGHT,
     ),
     ("completion_mask", "assistant_masks", "loss_mask"): ((*_CHATS, "text"), _A_MASK),
     ("labels",): (_CHATS, _A_MASK),
+    ("loss_mask", "assistant_masks", "completion_mask"): (("packed",), _LABELS),
+    # verl's, OpenRLHF's, and singular or plural of those that are read
+    ("assistant_mask", "completion_masks", "loss_masks", "response_mask", "action_mask", "prompt_mask",
+     "label_mask", "labels_mask", "mask"): (("input_ids", "packed"), _OTHER_MASK),
     ("reasoning_content", "thinking"): (("response", "completion"), _THOUGHTS),
     ("system_prompt", "system_message"): (_CHATS, "it sets the prompt; say `system: {name}` under `columns`"),
     ("functions",): (_CHATS, "it is an old form of 'tools': a list of {{type: function, function: …}}"),
@@ -148,9 +157,7 @@ def column_meanings(
     )
     if kind is None:  # a test set, whose columns have no meanings
         return meanings
-    _refuse(
-        path, kind, [name for name in names if name not in meanings.values()], meanings
-    )
+    refuse_unread(path, kind, names, [*meanings.values()])
     accompanying = [
         name
         for name in _BESIDE[kind]
@@ -159,23 +166,26 @@ def column_meanings(
     return {name: name for name in accompanying} | meanings
 
 
-def _refuse(
-    path: str, kind: str, names: Sequence[str], meanings: Mapping[Any, str]
+def refuse_unread(
+    path: str, kind: str, names: Sequence[str], read: Sequence[str]
 ) -> None:
-    """Refuse columns that would set the prompt, the answer or the loss but are not
-    read.
+    """Raise UserError for a column that would set the prompt, the answer or the loss
+    but is not among those that are read.
+
+    kind: the form of the data set, or "packed" for packed rows.
     """
     for refused, (kinds, reason) in _REFUSED.items():
         for name in names:
             if (
-                name not in refused
+                name in read
+                or name not in refused
                 or kind not in kinds
                 # A recipe that reads `chosen` has decided to ignore its counterpart.
-                or (name == "rejected" and "chosen" in meanings.values())
+                or (name == "rejected" and "chosen" in read)
             ):
                 continue
             raise UserError(
                 f"data set {path}: a column {name!r} beside"
-                f" {', '.join(map(repr, meanings.values()))} is not read:"
+                f" {', '.join(map(repr, read))} is not read:"
                 f" {reason.format(name=name)}; remove the column to train without it"
             )

@@ -27,7 +27,7 @@ import datasets
 from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
-from fcsd.data.columns import check_meanings, column_meanings
+from fcsd.data.columns import check_meanings, column_meanings, refuse_unread
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint, scratch
@@ -145,17 +145,17 @@ def given_rows(
     """
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
         data = _of_list(data, name)
+    if isinstance(data, datasets.Dataset):
+        data = _unformatted(data, name)
     names = _column_names(data, name)
     # Named columns ask for tokenization, even if the rows look packed.
     if set(ROW_FEATURES) <= set(names) and columns is None:
+        refuse_unread(name, "packed", names, ROW_FEATURES)
         return _packed(
             data, name, max_length, options.get("num_rows"), options.get("vocab_size")
         )
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
         raise _no_data(data, name)
-    # A data set that was set to a tensor format would yield values that do not
-    # tokenize.
-    plain = data.with_format(None) if isinstance(data, datasets.Dataset) else data
     if columns is not None:
         if not isinstance(columns, Mapping):
             column = columns if isinstance(columns, str) else "body"
@@ -168,9 +168,26 @@ def given_rows(
         except ValueError as error:
             raise UserError(str(error)) from None
     source = GivenSource(
-        name, column_meanings(name, names, columns, form="columns={1}"), plain
+        name, column_meanings(name, names, columns, form="columns={1}"), data
     )
     return build_dataset([source], tokenizer, max_length=max_length, **options)
+
+
+def _unformatted(data: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Return a data set with the columns of its format, and with plain values: tensors
+    do not tokenize.
+
+    Raises UserError for one with a transform, which would be lost.
+    """
+    if data.format["type"] == "custom":
+        raise UserError(
+            f"data set {name}: has a transform (set_transform or with_transform), which"
+            " fcsd does not run; apply it with `map`"
+        )
+    columns = data.format["columns"]
+    if set(columns) != set(data.column_names):
+        data = data.select_columns(columns)
+    return data if data.format["type"] is None else data.with_format(None)
 
 
 def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:

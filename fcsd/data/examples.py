@@ -153,7 +153,9 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
         for name in ("completion_mask", "assistant_masks", "loss_mask")
         if name in columns and example[columns[name]] is not None
     }
-    for name, mask in masks.items():
+    # An attention mask that numbers packed examples, or has two dimensions, is refused,
+    # too.
+    for name, mask in (masks | {columns.get("attention_mask", ""): attended}).items():
         if len(mask) != len(ids) or any(value not in (0, 1) for value in mask):
             raise BadExample(
                 f"column {name!r}: 0 or 1 is needed for each of the {len(ids)} tokens,"

@@ -678,6 +678,17 @@ def test_of_several_masks_all_count_and_what_is_not_attended_to_is_left_out() ->
             "column 'loss_mask': 0 or 1 is needed for each of the 5 tokens, got 2",
         ),
         ({"loss_mask": [0, 1, 2, 0, 0]}, "column 'loss_mask': 0 or 1 is needed"),
+        # the examples of a packed row, numbered, and a mask of two dimensions
+        ({"attention_mask": [1, 1, 2, 2, 2]}, "column 'attention_mask': 0 or 1 is"),
+        ({"attention_mask": [[1] * 5] * 5}, "column 'attention_mask': 0 or 1 is"),
+        ({"attention_mask": [1, 1]}, "'attention_mask': .* of the 5 tokens, got 2"),
+        *(
+            (
+                {name: [0, 0, 1, 1, 1]},
+                f"a column '{name}' beside 'input_ids' is not read: masks of the loss",
+            )
+            for name in ("assistant_mask", "response_mask", "action_mask")
+        ),
         (
             {"loss_mask": [0, 1, 0, 0, 0], "labels": [-100, 6, 7, -100, -100]},
             (
@@ -909,6 +920,23 @@ def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_ot
         given_rows(
             [IDS | {more: [0, 1, 0, 1, 2]}], make_tokenizer(), name="x", max_length=5
         )
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ("loss_mask", "the labels of packed rows alone say where loss is"),
+        ("response_mask", "masks of the loss are 'loss_mask', 'completion_mask' and"),
+        ("weight", "all tokens with loss count alike"),
+    ],
+)
+def test_a_mask_or_weight_beside_packed_rows_is_refused(more: str, reason: str) -> None:
+    ids = IDS["input_ids"]
+    row = {"input_ids": ids, "position_ids": [*range(5)], "labels": ids}
+    with pytest.raises(
+        UserError, match=f"a column '{more}' beside .* is not read: {reason}"
+    ):
+        given_rows([row | {more: [0] * 5}], make_tokenizer(), name="x", max_length=5)
 
 
 # ---- prompts and completions as TRL reads them

@@ -166,6 +166,22 @@ def test_rows_that_are_packed_come_back_as_they_are() -> None:
 TEXTS_ROWS = [{"text": text} for text in TEXTS]
 
 
+def test_columns_that_a_format_hides_are_not_read_and_a_transform_is_refused() -> None:
+    """`Dataset.column_names` also lists the columns that a format hides."""
+    data = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "text": "a"}] * 2)
+    data = data.add_column("labels", [[-100, -100, 7]] * 2)
+    data.set_format("torch", columns=["input_ids"])
+    (row,) = given(data, max_length=8)
+    assert row["labels"][:6] == [-100, 6, 7, -100, 6, 7]
+
+    texts = datasets.Dataset.from_list(TEXTS_ROWS)
+    upper = texts.with_transform(
+        lambda batch: {"text": [*map(str.upper, batch["text"])]}
+    )
+    with pytest.raises(UserError, match="data set train_dataset: has a transform"):
+        given(upper)
+
+
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
