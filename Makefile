@@ -6,13 +6,14 @@ STAMP := .venv/.installed
 WORKERS ?= 3
 TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
-.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-bench test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest check bench bench-serving docs clean
+.PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-bench test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest test-torch check bench bench-serving docs clean
 
 setup: $(STAMP)
 
+# Of newer releases of torch the package index has builds for CUDA only, with gigabytes that tests without a GPU do not need.
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' 'torch<2.14'
 	touch $(STAMP)
 
 # The order of sums, and so the last digits, depend on the number of threads: two, on however many cores.
@@ -87,6 +88,16 @@ test-newest: $(STAMP)  ## the newest transformers, accelerate, datasets, deepspe
 	  tests/training/test_fcsd_trainer.py tests/training/test_trainer.py tests/training/teachers tests/training/losses \
 	  tests/model/connectivity/test_ways_peft.py tests/model/connectivity/test_ways_deepspeed.py \
 	  tests/evaluation/lm_eval tests/evaluation/test_runner.py tests/api
+
+TORCH := .torch
+
+test-torch: $(STAMP)  ## the newest torch that fcsd allows, 5 GB beside the environment
+	rm -rf $(TORCH) $(TORCH).new
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TORCH).new \
+	  "$$(sed -n 's/^ *"\(torch>.*\)",$$/\1/p' pyproject.toml)"
+	mv $(TORCH).new $(TORCH)
+	ls $(TORCH) | sed -n '/^torch-/s/\.dist-info$$//p'
+	PYTHONPATH=$(CURDIR)/$(TORCH) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not breadth or contract"
 
 EXTRAS := .extras
 
