@@ -23,11 +23,22 @@ def obey_only_parent(parent: int) -> None:
     if hasattr(signal, "sigtimedwait"):
         # Threads that start later inherit the mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        threading.Thread(target=_obey, args=(parent,), daemon=True).start()
+        # A helper that multiprocessing's fork server started is the server's child, and
+        # the server ends with `parent`.
+        keeper = os.getppid() if _lives(parent) else parent
+        threading.Thread(target=_obey, args=(parent, keeper), daemon=True).start()
 
 
-def _obey(parent: int) -> None:
-    while os.getppid() == parent:
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _obey(parent: int, keeper: int) -> None:
+    while os.getppid() == keeper:
         received = signal.sigtimedwait(_SIGNALS, _PARENT_CHECK_S)
         if received is not None and received.si_pid == parent:
             break

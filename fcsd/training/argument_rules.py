@@ -47,6 +47,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_column_name": (("length",), _ROWS),
     "save_on_each_node": ((False,), "output_dir must be on a file system that all machines share"),
     "use_cache": ((False,), "a training has no cache of keys and values"),
+    "debug": (("", [], None), "failing steps are skipped, and events.jsonl lists them (`safety`)"),
 }  # fmt: skip
 """Argument -> its neutral values, what to do instead."""
 
@@ -55,7 +56,7 @@ MAY_CHANGE_ARGUMENTS = {
     "output_dir", "run_name", "project", "report_to", "trackio_space_id", "trackio_bucket_id",
     "trackio_static_space_id",
     # the log and the progress bar
-    "disable_tqdm", "debug", "skip_memory_metrics", "log_level", "log_level_replica",
+    "disable_tqdm", "skip_memory_metrics", "log_level", "log_level_replica",
     "log_on_each_node", "logging_strategy", "logging_steps", "logging_first_step",
     "include_num_input_tokens_seen",
     # the evaluation, and the checkpoint that is kept by it
@@ -130,7 +131,24 @@ def refuse_conflicts(args: Any) -> None:
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
     problem = None
-    if args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs"):
+    if args.gradient_accumulation_steps < 1:
+        problem = (
+            "gradient_accumulation_steps: must be greater than 0, got"
+            f" {args.gradient_accumulation_steps}"
+        )
+    elif args.max_steps <= 0 and args.num_train_epochs <= 0:
+        problem = (
+            f"num_train_epochs: must be greater than 0, got {args.num_train_epochs:g};"
+            " or set max_steps"
+        )
+    elif args.save_strategy == "best" and (
+        args.eval_strategy == "no" or args.metric_for_best_model is None
+    ):
+        problem = (
+            "save_strategy: 'best' needs an evaluation and its metric; set eval_strategy"
+            " and metric_for_best_model, for example 'kl'"
+        )
+    elif args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs"):
         problem = (
             f"num_train_epochs: {args.num_train_epochs:g} has no meaning with max_steps"
             f" {args.max_steps}, which ends the training; leave one of them out"

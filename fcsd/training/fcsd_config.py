@@ -5,7 +5,7 @@ recipe.
 # ruff: noqa: RUF009 - `_argument` gives a `field`, not one value that all share
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -232,7 +232,8 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
 
     layers: list[int] | str | dict | None = _argument(None, "Layers to rewire.")
     attention: str = _key(ConnectivityConfig, "attention")
-    mlp: list[int] | str | dict = _key(ConnectivityConfig, "mlp")
+    # None, which is refused, makes `HfArgumentParser` read text; without it, a list.
+    mlp: list[int] | str | dict | None = _key(ConnectivityConfig, "mlp")
 
     columns: dict[str, str] | str | None = _argument(None, "Meaning of the columns.")
     dataset_num_proc: int | None = _argument(None, "Processes that tokenize.")
@@ -251,11 +252,13 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
         """Return `args` as an `FCSDConfig`, with defaults for what they lack.
 
         Raises:
-            UserError: they are not `TrainingArguments`, or belong to another trainer.
+            UserError: they are not `TrainingArguments`, or belong to another trainer;
+                a value that was set later is refused.
         """
         if args is None:
             return cls()
         if isinstance(args, FCSDConfig):
+            replace(args)  # checks values that were set after it was made
             return args
         _check_arguments(args)
         settings = {

@@ -10,6 +10,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,17 +36,20 @@ def shield_workers(loader: Any) -> Any:
     """Let a data loader's workers ignore a signal that was sent to all processes: the
     trainer needs them until it ends itself.
     """
-    worker_init, trainer = loader.worker_init_fn, os.getpid()
-
-    def begin_shielded(worker: int) -> None:
-        obey_only_parent(trainer)
-        if worker_init is not None:
-            worker_init(worker)
-
     # accelerate's wrapper starts no workers; the loader inside it does.
     if loader.num_workers > 0:
-        getattr(loader, "base_dataloader", loader).worker_init_fn = begin_shielded
+        begin = partial(_begin_shielded, os.getpid(), loader.worker_init_fn)
+        getattr(loader, "base_dataloader", loader).worker_init_fn = begin
     return loader
+
+
+# Not a closure: a worker that is spawned gets it as a pickle.
+def _begin_shielded(
+    trainer: int, worker_init: Callable[[int], None] | None, worker: int
+) -> None:
+    obey_only_parent(trainer)
+    if worker_init is not None:
+        worker_init(worker)
 
 
 class Signals:

@@ -3,6 +3,7 @@ overruled.
 """
 
 import dataclasses
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ OTHER_VALUES: dict[str, Any] = {
     "fsdp": "full_shard", "fsdp_config": {"min_num_params": 1}, "deepspeed": {"zero_optimization": {"stage": 3}},
     "parallelism_config": object(), "average_tokens_across_devices": False, "logging_nan_inf_filter": True,
     "remove_unused_columns": True, "label_names": ["answers"], "length_column_name": "size",
-    "save_on_each_node": True, "use_cache": True,
+    "save_on_each_node": True, "use_cache": True, "debug": "underflow_overflow",
 }  # fmt: skip
 
 
@@ -67,6 +68,10 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
         ({"include_for_metrics": ["loss"]}, "include_for_metrics: 'loss' has no meaning here"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches and dispatch_batches"),
         ({"balance_loss_over": "batch"}, "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: must be greater than 0, got 0"),
+        ({"num_train_epochs": 0}, "num_train_epochs: must be greater than 0, got 0; or set max_steps"),
+        ({"save_strategy": "best", "metric_for_best_model": "kl"}, "save_strategy: 'best' needs an evaluation and"),
+        ({"save_strategy": "best", "eval_strategy": "epoch"}, "save_strategy: 'best' needs .* for example 'kl'"),
     ],
 )  # fmt: skip
 def test_arguments_of_which_one_overrules_the_other_are_refused(
@@ -106,6 +111,42 @@ def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(
         FCSDConfig.of(
             TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1)
         )
+
+
+def test_arguments_that_are_set_later_are_checked_as_those_of_the_constructor(
+    tmp_path: Path,
+) -> None:
+    config = FCSDConfig(str(tmp_path), warmup_steps=0.1, metric_for_best_model="kl")
+    assert FCSDConfig.of(config) is config
+    config.label_smoothing_factor = 0.1
+    with pytest.raises(UserError, match="label_smoothing_factor: has no meaning here"):
+        FCSDConfig.of(config)
+
+
+@pytest.mark.parametrize(
+    ("library", "name"), [("transformers", "HfArgumentParser"), ("trl", "TrlParser")]
+)
+def test_the_parsers_of_transformers_and_trl_read_it_from_a_command_line(
+    library: str, name: str, tmp_path: Path
+) -> None:
+    make_parser = getattr(importlib.import_module(library), name)
+    line = (
+        "--layers last:90% --mlp first:1 --temperature 2 --objective jsd --no_packing"
+        " --freeze_routers --lr_scheduler_type step --lr_scheduler_kwargs"
+        """ {"milestones":[0.5],"gamma":0.1} --columns {"text":"content"}"""
+    )
+    arguments = ["--output_dir", str(tmp_path), *line.split()]
+    (config,) = make_parser(FCSDConfig).parse_args_into_dataclasses(arguments)
+    assert (config.layers, config.mlp) == ("last:90%", "first:1")
+    assert (config.temperature, config.packing, config.freeze_routers) == (
+        2,
+        False,
+        True,
+    )
+    assert config.columns == {"text": "content"}
+    assert config.lr_scheduler_kwargs == {"milestones": [0.5], "gamma": 0.1}
+    (plain,) = make_parser(FCSDConfig).parse_args_into_dataclasses(arguments[:4])
+    assert plain == FCSDConfig(str(tmp_path), layers="last:90%")
 
 
 @pytest.mark.parametrize(

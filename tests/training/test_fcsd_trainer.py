@@ -486,6 +486,22 @@ def test_a_training_goes_on_to_the_weights_of_one_that_was_not_interrupted(
     assert same(weights(done), weights(whole)) and done.state.global_step == 6
 
 
+def test_workers_of_a_fork_server_read_the_rows_of_one_process(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    """A server's workers get the trainer's hooks as pickles, and are not its children."""
+    alone = make("alone", save_strategy="no")
+    alone.train()
+    served = make(
+        "served",
+        save_strategy="no",
+        dataloader_num_workers=1,
+        dataloader_multiprocessing_context="forkserver",
+    )
+    served.train()
+    assert same(weights(served), weights(alone))
+
+
 def test_training_again_in_the_same_folder_writes_its_own_checkpoints(
     make: Callable[..., FCSDTrainer],
 ) -> None:
