@@ -4,7 +4,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 # Three workers, for two cores: a test waits for processes that it starts for a quarter of its time. One thread each.
 WORKERS ?= 3
-TEST_ENV := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
+# Bytecode is kept: without it each worker of each run compiles the assertions of all tests again, for seven seconds.
+TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 
 .PHONY: setup demo real test test-breadth test-cpus test-extras test-network test-bench test-serving serving-models test-sglang test-megatron test-steering test-transformers test-newest test-torch check bench bench-serving docs clean
 
