@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from fcsd.api.trainer_inputs import TrainerInputs, check_kinds
+from fcsd.api.trainer_inputs import TrainerInputs, check_kinds, check_optimizer
 from fcsd.base.errors import UserError
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
@@ -107,6 +107,7 @@ class FCSDTrainer(ReadyTrainer):
             ready = self.inputs.ready(
                 model, teacher, data, processing_class, knows_metrics=measures
             )
+            check_optimizer(optimizers[0], ready.student, launch)
             self.bad_rows = self.inputs.bad_rows
             record.complete(
                 ready.student,

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
-from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
@@ -29,6 +30,7 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
+from fcsd.model.families.structure import has_adapters
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
@@ -70,12 +72,23 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
             f"model: {kind_of(model)}; a transformers model or the path of a checkpoint"
             f" is needed{hint}"
         )
+    name = type(model).__name__
+    if has_adapters(model):
+        raise UserError(
+            f"model: {name} has adapters, which only a recipe's `lora` section trains;"
+            " merge or delete them first (delete_adapter)"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"model: no parameter of {name} requires a gradient, as after"
+            " merge_and_unload(); call model.requires_grad_(True)"
+        )
     # An already converted model must have the requested connectivity.
     connectivity = args.connectivity()
     current_field = getattr(model.config, "farskip", None)
     if current_field is None:
         if connectivity is None:
-            raise _not_converted(type(model).__name__)
+            raise _not_converted(name)
         convert_model(model, connectivity)
     elif connectivity is not None:
         requested_field = connectivity.field(
@@ -83,7 +96,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
         )
         if requested_field != current_field:
             raise UserError(
-                f"{type(model).__name__}: this model is already converted with"
+                f"{name}: this model is already converted with"
                 f" {field_text(current_field)}, but {field_text(requested_field)} was"
                 " requested; leave layers out to train it as it is, or convert it first"
             )
@@ -234,6 +247,11 @@ class TrainerInputs:
         """
         args, launch = self.args, self.launch
         has_teacher = self.sections.objective.has_teacher
+        if data[1] is None and (args.eval_strategy != "no" or args.eval_on_start):
+            raise UserError(
+                "eval_dataset: is required, because eval_strategy or eval_on_start asks"
+                " for an evaluation"
+            )
         check_models(model, teacher, args, launch, has_teacher=has_teacher)
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
@@ -266,6 +284,11 @@ class TrainerInputs:
         student.add_model_tags([*TAGS])
         if has_teacher or teacher is not None:
             teacher = teacher_of(teacher, student, args, launch)
+            if getattr(teacher, "dtype", None) == torch.float64:
+                raise UserError(
+                    "teacher: has weights in float64, which the loss does not compute;"
+                    " give it (or the model, if it is a copy) as .float()"
+                )
             if launch.first and isinstance(teacher, PreTrainedModel):
                 self._teacher = model_fingerprint(teacher)
         return Ready(student, teacher, self._tokenizer, rows, heldout)
@@ -284,6 +307,8 @@ class TrainerInputs:
     def heldout_rows(self, data: Any, name: str = "eval_dataset") -> Any:
         """Return the rows of a data set in order; for a dict of data sets a dict."""
         if isinstance(data, Mapping):
+            if not data:
+                raise UserError(f"{name}: a dict without data sets; leave it out")
             return {
                 key: self.heldout_rows(value, f"{name} {key!r}")
                 for key, value in data.items()
@@ -297,7 +322,10 @@ class TrainerInputs:
         if data is None and held is None:
             raise UserError(f"{name}: None; give the data to measure")
         is_name = isinstance(data, str) and isinstance(held, Mapping) and data in held
-        return data if data is None or is_name else self.heldout_rows(data, name)
+        if data is None or is_name:
+            return data
+        # For a dict of data sets `Trainer.evaluate` asks for each; `predict` takes one.
+        return self._rows(data, name, BadRows(setting=None), shuffle=False)
 
     def _rows(self, data: Any, name: str, bad_rows: BadRows, *, shuffle: bool) -> Any:
         if data is None:
@@ -348,6 +376,11 @@ def _checked_sections(args: FCSDConfig, launch: Launch) -> Sections:
     """Return the sections of arguments that a launch can train with."""
     sections = args.sections()
     check_precision(sections.train, launch.engine)
+    try:
+        with contextlib.suppress(ValueError):  # without the model some cannot be made
+            Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        raise UserError(f"FCSDConfig: optim: {one_line(error)}") from None
     if launch.engine.uses_deepspeed:
         raise UserError(
             "FCSDTrainer: DeepSpeed is not supported; launch configs/fsdp2_8.yaml, or"
@@ -393,6 +426,24 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
+def check_optimizer(optimizer: Any, student: nn.Module, launch: Launch) -> None:
+    """Raise UserError for a given optimiser that would not train the student."""
+    if optimizer is None:
+        return
+    if launch.engine.shards:
+        raise UserError(
+            "optimizers: sharding replaces the parameters of an optimizer; set optim in"
+            " FCSDConfig, or give optimizer_cls_and_kwargs"
+        )
+    trained = {id(parameter) for parameter in student.parameters()}
+    groups = optimizer.param_groups
+    if not any(id(weight) in trained for group in groups for weight in group["params"]):
+        raise UserError(
+            "optimizers: the optimizer has no parameter of the model in training; make"
+            " it of that model, given in memory, not of a copy or of a path"
+        )
+
+
 def check_kinds(
     teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
 ) -> None:
@@ -401,8 +452,11 @@ def check_kinds(
     hint = ""
     if isinstance(teacher, tuple):
         hint = " (fcsd.load gives a model and its tokenizer)"
+    if type(teacher).__name__.startswith("Peft"):
+        hint = " (its get_base_model(), which keeps the adapters)"
     models = f"a transformers model{hint}, the path of one, or a Teacher"
-    check_kind("teacher", teacher, str | Path | nn.Module | Teacher | None, models)
+    kinds = str | Path | PreTrainedModel | Teacher | None
+    check_kind("teacher", teacher, kinds, models)
     check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
     for callback in callbacks or []:
         if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
@@ -416,6 +470,11 @@ def check_kinds(
         raise UserError(
             f"optimizers: {kind_of(optimizers)}; give a pair (optimizer, scheduler),"
             " with None for one that fcsd should make"
+        )
+    if optimizers[0] is None and optimizers[1] is not None:
+        raise UserError(
+            "optimizers: a schedule alone steers another optimizer than the trainer's;"
+            " give its optimizer, too, or set lr_scheduler_type"
         )
     check_kind(
         "compute_metrics",

@@ -52,6 +52,10 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+def other_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
 def examples(count: int) -> list[dict[str, Any]]:
     return [
         {
@@ -835,6 +839,12 @@ def test_two_ranks_train_what_one_process_trains(
         ({"callbacks": TrainerCallback()}, "callbacks: a TrainerCallback; a list of callbacks is needed"),
         ({"callbacks": [3]}, "callbacks: an int; a TrainerCallback of transformers is needed"),
         ({"optimizers": 3}, r"optimizers: an int; give a pair \(optimizer, scheduler\), with None for one that"),
+        ({"optimizers": (None, torch.optim.lr_scheduler.ConstantLR(other_optimizer()))}, "a schedule alone steers"),
+        ({"optimizers": (other_optimizer(), None)}, "optimizers: the optimizer has no parameter of the model in"),
+        ({"optim": "adamw_bnb_8bit"}, "^FCSDConfig: optim: You need to install `bitsandbytes`"),
+        ({"eval_strategy": "epoch"}, "eval_dataset: is required, because eval_strategy or eval_on_start"),
+        ({"eval_on_start": True}, "eval_dataset: is required, because eval_strategy or eval_on_start"),
+        ({"eval_dataset": {}}, "eval_dataset: a dict without data sets"),
         ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "train_dataset, row 1: token id 999 at position 1 is not in"),
@@ -911,6 +921,8 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
             UserError, match=f"data set {name}, row 1: a str; an example is a mapping"
         ):
             measure(["a"])
+    with pytest.raises(UserError, match=r"test_dataset: holds several \('one'\); give"):
+        trainer.predict({"one": examples(8)})
     with pytest.raises(UserError, match="test_dataset: None; give the data to measure"):
         trainer.predict(None)
     with pytest.raises(UserError, match="eval_dataset: None; give the data to measure"):
@@ -1009,6 +1021,38 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     (tmp_path / "checkpoint-1").mkdir()
     with pytest.raises(UserError, match="cannot be resumed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+# peft 0.21 reads a property that transformers 5.23 deprecates
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
+    make: Callable[..., FCSDTrainer], original: Any
+) -> None:
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = copy.deepcopy(original)
+    adapted.add_adapter(copy.deepcopy(lora))
+    with pytest.raises(
+        UserError, match=r"has adapters, .* `lora` section trains; merge"
+    ):
+        make(model=adapted, layers="all")
+    wrapped: Any = peft.get_peft_model(copy.deepcopy(original), lora)
+    with pytest.raises(UserError, match=r"teacher: a PeftModel; .*get_base_model\(\)"):
+        make(teacher=wrapped)
+    base, merged = wrapped.get_base_model(), copy.deepcopy(wrapped).merge_and_unload()
+    rows = {"eval_dataset": examples(8)}
+    kl, merged_kl = (
+        make(teacher=copy.deepcopy(teacher), **rows).evaluate()["eval_kl"]
+        for teacher in (base, merged)
+    )
+    assert kl == pytest.approx(merged_kl, rel=1e-5)
+    with pytest.raises(
+        UserError, match=r"no parameter of .* merge_and_unload\(\); call"
+    ):
+        make(model=merged, layers="all")
+    with pytest.raises(UserError, match="teacher: has weights in float64"):
+        make(teacher=copy.deepcopy(original).double())
 
 
 def other_names() -> list[str]:
