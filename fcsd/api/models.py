@@ -271,6 +271,20 @@ def convert_checkpoint(
     return Path(out)
 
 
+# Options of `from_pretrained` that would have no effect: the files are local by then.
+_NOT_OPTIONS = {
+    "torch_dtype": "use dtype=… instead, for example dtype='bfloat16'",
+    "token": "set HF_TOKEN, or log in with `hf auth login`",
+    "cache_dir": "set HF_HUB_CACHE",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "force_download": "delete the repository from the cache with `hf cache` first",
+    "proxies": "set HTTPS_PROXY",
+    "subfolder": "give the path of the folder itself",
+    "config": "change the config.json of the checkpoint",
+    "output_loading_info": "a checkpoint that does not load completely is an error",
+}
+
+
 def load(
     path: str | Path,
     *,
@@ -302,10 +316,9 @@ def load(
     check_kind(
         "path", path, str | Path, "the path of a checkpoint, or owner/name on the Hub,"
     )
-    if "torch_dtype" in options:
-        raise UserError(
-            "fcsd.load: torch_dtype: use dtype=… instead, for example dtype='bfloat16'"
-        )
+    for name, instead in _NOT_OPTIONS.items():
+        if options.get(name):
+            raise UserError(f"fcsd.load: {name}: {instead}")
     checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     connectivity = connectivity_of(layers, attention, mlp)
@@ -317,11 +330,14 @@ def load(
             trust_remote_code=trust_remote_code,
             **options,
         )
-    # transformers raises these for an option that it does not know.
-    except (ValueError, TypeError) as error:
+    # transformers raises these for an option that it does not know, or that asks for a
+    # package that is missing.
+    except (ValueError, TypeError, ImportError) as error:
         if not options:
             raise
-        arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        arguments = " ".join(
+            ", ".join(f"{name}={value!r}" for name, value in options.items()).split()
+        )
         raise UserError(
             f"fcsd.load: transformers refuses {arguments}: {one_line(error)}"
         ) from error

@@ -239,6 +239,30 @@ def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
         fcsd.load(base_checkpoint, torch_dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token": "hf_x"}, "token: set HF_TOKEN, or log in"),
+        ({"cache_dir": "/big/disk"}, "cache_dir: set HF_HUB_CACHE"),
+        ({"local_files_only": True}, "local_files_only: set HF_HUB_OFFLINE=1"),
+        ({"config": object()}, "config: change the config.json of the checkpoint"),
+        ({"output_loading_info": True}, "output_loading_info: a checkpoint that does"),
+        (
+            {"attn_implementation": "flash_attention_2"},
+            "transformers refuses attn_implementation='flash_attention_2': FlashAttention2",
+        ),
+    ],
+)
+def test_an_option_of_from_pretrained_that_would_have_no_effect_is_refused(
+    options: dict[str, Any], message: str, base_checkpoint: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        fcsd.load(base_checkpoint, **options)
+    assert str(caught.value).startswith(f"fcsd.load: {message}")
+    assert "\n" not in str(caught.value)
+    fcsd.load(base_checkpoint, local_files_only=False, token=None)
+
+
 def suite() -> SuiteConfig:
     row = {
         "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "choice",
