@@ -30,7 +30,7 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.families.structure import has_adapters
+from fcsd.model.families.structure import refuse_adapters
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
@@ -73,11 +73,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
             f" is needed{hint}"
         )
     name = type(model).__name__
-    if has_adapters(model):
-        raise UserError(
-            f"model: {name} has adapters, which only a recipe's `lora` section trains;"
-            " merge or delete them first (delete_adapter)"
-        )
+    refuse_adapters(model, "model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"model: no parameter of {name} requires a gradient, as after"

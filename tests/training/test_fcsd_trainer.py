@@ -1033,17 +1033,23 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = copy.deepcopy(original)
     adapted.add_adapter(copy.deepcopy(lora))
-    with pytest.raises(
-        UserError, match=r"has adapters, .* `lora` section trains; merge"
-    ):
-        make(model=adapted, layers="all")
+    rows = torch.arange(3, 259).view(8, 32)
+    for is_deleted in (False, True):
+        if is_deleted:
+            adapted.delete_adapter("default")
+        reason = r"has adapters, .* `lora` section trains; give a model without"
+        with pytest.raises(UserError, match=f"model: .* {reason}"):
+            make(model=adapted, layers="all")
+        with pytest.raises(UserError, match=f"student: .* {reason}"):
+            student = fcsd.convert(copy.deepcopy(adapted))
+            fcsd.calibrate(student, original, rows)
     wrapped: Any = peft.get_peft_model(copy.deepcopy(original), lora)
     with pytest.raises(UserError, match=r"teacher: a PeftModel; .*get_base_model\(\)"):
         make(teacher=wrapped)
     base, merged = wrapped.get_base_model(), copy.deepcopy(wrapped).merge_and_unload()
-    rows = {"eval_dataset": examples(8)}
+    heldout = {"eval_dataset": examples(8)}
     kl, merged_kl = (
-        make(teacher=copy.deepcopy(teacher), **rows).evaluate()["eval_kl"]
+        make(teacher=copy.deepcopy(teacher), **heldout).evaluate()["eval_kl"]
         for teacher in (base, merged)
     )
     assert kl == pytest.approx(merged_kl, rel=1e-5)

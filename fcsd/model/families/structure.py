@@ -90,3 +90,16 @@ def is_adapter(name: str) -> bool:
 def has_adapters(model: nn.Module) -> bool:
     """Tell whether a model has adapters, which are then its only trained parameters."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def refuse_adapters(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model whose linear layers PEFT has replaced: their weights
+    are not what the layers compute. name: of the model in errors.
+    """
+    # A layer that PEFT has replaced stays so when its adapter is deleted.
+    if any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise UserError(
+            f"{name}: {type(model).__name__} has adapters, which only a recipe's `lora`"
+            " section trains; give a model without them, or merged"
+            " (merge_and_unload)"
+        )

@@ -11,6 +11,8 @@ from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
+from fcsd.model.families.structure import refuse_adapters
+from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
@@ -124,6 +126,13 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
     if hasattr(student.config, CALIBRATED):
         raise UserError(
             f"{type(student).__name__}: is calibrated already; give the original"
+        )
+    # Maps are folded into the weights that a layer computes with.
+    refuse_adapters(student, "student")
+    if why_not_trained(said_quantisation(student.config.to_dict())):
+        raise UserError(
+            f"{type(student).__name__}: its weights are quantised, so folded maps would"
+            " be rounded away; calibrate the unquantised model"
         )
     # A family has several sizes; the maps take the teacher's streams to the student's.
     student_type, teacher_type = (

@@ -1117,6 +1117,10 @@ def test_bad_input_is_one_line(
         ),
     ):
         fcsd.calibrate(student, tiny_model("olmoe"), text(24))
+    student.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(UserError, match="quantised, so folded maps would be rounded"):
+        fcsd.calibrate(student, teacher, text(24))
+    del student.config.quantization_config
     with torch.no_grad():
         teacher.model.layers[1].mlp.gate.weight.fill_(float("nan"))
     with pytest.raises(UserError, match="are not finite"):
