@@ -30,7 +30,7 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.families.structure import refuse_adapters
+from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
 from fcsd.parallel.engine import check_precision, engine_environment
@@ -132,6 +132,8 @@ def check_models(
             source = find_model(args.model_config(str(candidate), teacher=is_teacher))
             source.check_positions(args.max_length, tell=launch.first)
         elif isinstance(candidate, PreTrainedModel):
+            if not launch.engine.shards:
+                refuse_offloaded(candidate, "teacher" if is_teacher else "model")
             shapes = [
                 (name, tuple(parameter.shape))
                 for name, parameter in candidate.named_parameters()

@@ -1057,6 +1057,10 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
         UserError, match=r"no parameter of .* merge_and_unload\(\); call"
     ):
         make(model=merged, layers="all")
+    with pytest.raises(
+        UserError, match=r"teacher: .* is not in the memory of a device"
+    ):
+        make(teacher=copy.deepcopy(original).to("meta"))
     with pytest.raises(UserError, match="teacher: has weights in float64"):
         make(teacher=copy.deepcopy(original).double())
 

@@ -103,3 +103,16 @@ def refuse_adapters(model: nn.Module, name: str) -> None:
             " section trains; give a model without them, or merged"
             " (merge_and_unload)"
         )
+
+
+def refuse_offloaded(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model with weights that are not in memory. name: of the
+    model in errors.
+    """
+    for weight, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(
+                f"{name}: {weight} of {type(model).__name__} is not in the memory of a"
+                " device (its device_map offloads it to the CPU or a disk); load it"
+                " without device_map, or with one that offloads nothing"
+            )

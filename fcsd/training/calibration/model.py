@@ -11,7 +11,7 @@ from fcsd.base.text import STEPS_BAR, progress_bar
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
-from fcsd.model.families.structure import refuse_adapters
+from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
 from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
@@ -129,6 +129,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
         )
     # Maps are folded into the weights that a layer computes with.
     refuse_adapters(student, "student")
+    refuse_offloaded(student, "student")
     if why_not_trained(said_quantisation(student.config.to_dict())):
         raise UserError(
             f"{type(student).__name__}: its weights are quantised, so folded maps would"

@@ -1117,6 +1117,12 @@ def test_bad_input_is_one_line(
         ),
     ):
         fcsd.calibrate(student, tiny_model("olmoe"), text(24))
+    offload: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
+    offloaded, _ = fcsd.load(base, layers="all", **offload)
+    with pytest.raises(
+        UserError, match=r"student: .* is not in the memory of a device"
+    ):
+        fcsd.calibrate(offloaded, teacher, text(24))
     student.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(UserError, match="quantised, so folded maps would be rounded"):
         fcsd.calibrate(student, teacher, text(24))
