@@ -108,7 +108,7 @@ class FCSDTrainer(ReadyTrainer):
                 model, teacher, data, processing_class, knows_metrics=measures
             )
             check_optimizer(optimizers[0], ready.student, launch)
-            self.bad_rows = self.inputs.bad_rows
+            self.bad_rows, self._rows = self.inputs.bad_rows, ready.rows
             record.complete(
                 ready.student,
                 partial(self.inputs.fingerprints, ready.rows),
@@ -186,6 +186,11 @@ class FCSDTrainer(ReadyTrainer):
         """
         if self.train_dataset is None:
             raise UserError("train_dataset: is required for training")
+        if self.train_dataset is not self._rows:
+            raise UserError(
+                "train_dataset: was replaced after the trainer had packed and recorded"
+                " its rows; make another FCSDTrainer"
+            )
         folder = Path(str(self.args.output_dir))
         checkpoint = chosen_checkpoint(
             folder, resume_from_checkpoint, self.launch.ranks

@@ -929,6 +929,18 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
         make().evaluate()
 
 
+def test_data_that_are_set_later_are_measured_but_not_trained_on(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    """The order of rows and the record of a training are made with the trainer."""
+    trainer, other = make(eval_dataset=examples(8)), make(eval_dataset=examples(9)[3:])
+    trainer.eval_dataset = examples(9)[3:]
+    assert trainer.evaluate()["eval_kl"] == other.evaluate()["eval_kl"]
+    trainer.train_dataset = other.train_dataset
+    with pytest.raises(UserError, match="train_dataset: was replaced after"):
+        trainer.train()
+
+
 @pytest.mark.parametrize(
     ("place", "reason"),
     [("afile", "afile is not a folder"), ("/proc/x", "/proc may not be")],
