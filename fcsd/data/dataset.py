@@ -150,7 +150,7 @@ def given_rows(
     names = _column_names(data, name)
     # Named columns ask for tokenization, even if the rows look packed.
     if set(ROW_FEATURES) <= set(names) and columns is None:
-        refuse_unread(name, "packed", names, ROW_FEATURES)
+        refuse_unread(name, "packed", names, [*ROW_FEATURES])
         return _packed(
             data, name, max_length, options.get("num_rows"), options.get("vocab_size")
         )
