@@ -28,8 +28,11 @@ ROLES = {
     _CALL: _CALL, "tool_call": _CALL,  # JSON text of what the assistant calls
 }  # fmt: skip
 
-# Keys of a message that switch its loss on or off: OpenAI's, Axolotl's and ms-swift's.
-LOSS_KEYS = ("weight", "train", "training", "loss", "loss_scale")
+# Keys of a message that switch its loss on or off: OpenAI's, Axolotl's, ms-swift's and
+# other plain words for it.
+LOSS_KEYS = (
+    "weight", "train", "training", "loss", "loss_scale", "trainable", "loss_mask",
+)  # fmt: skip
 
 _NOT_TEXT = "fcsd distils text only; take such examples out of the data"
 # Keys of a message that would set its content or its loss, and why they cannot.
@@ -42,6 +45,7 @@ _REFUSED_KEYS = {
         ("train_detail", "training_detail"),
         "loss applies to whole messages; write `train: true` or `train: false`",
     ),
+    "mask": "it may mean with or without loss; write `train: true` or `train: false`",
     "refusal": "put the assistant's text under 'content'",
 }
 # Types of text parts in OpenAI's chat completions and in its responses.

@@ -102,6 +102,7 @@ _PHRASES = {
     "early_stopping.metric: heldout_kl": "eval_dataset: eval_kl",
     "`columns: {text: …}`": "columns={'text': …}",
     "set loss_on: all": "set loss_on='all'",
+    "set on_bad_row: skip": "set on_bad_row='skip'",
     "Input should be": "must be",  # pydantic's
 }
 

@@ -563,6 +563,7 @@ def test_a_developers_message_is_written_as_one_of_the_system_where_the_template
         ({"weight": 0}, {"weight": 1}),
         ({"train": False}, {"train": True}),
         ({"loss": False}, {}),
+        ({"trainable": False}, {"loss_mask": 1}),
     ],
 )
 def test_a_message_may_say_that_there_is_no_loss_on_it(
@@ -609,6 +610,7 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
             {"train_detail": [{"begin_offset": 0}]},
             "a message with a key 'train_detail': loss applies to whole messages",
         ),
+        (2, {"mask": 1}, "a message with a key 'mask': it may mean with or without"),
         (
             1,
             {"images": ["a.png"]},
