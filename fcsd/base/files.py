@@ -157,6 +157,13 @@ def files_below(folder: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file())
 
 
+def home(path: str | Path) -> Path:
+    """Return a path with `~` and `~user` replaced by the home folder; an unknown user's
+    stays as it is, where `Path.expanduser` would raise.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def check_path(path: Path) -> None:
     """Refuse an impossible path of a result before the work that produces it.
 

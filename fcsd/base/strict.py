@@ -36,7 +36,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import check_path, read_text
+from fcsd.base.files import check_path, home, read_text
 
 
 class Strict(BaseModel):
@@ -233,16 +233,16 @@ Name = Annotated[str, AfterValidator(check_name)]
 """Text that `check_name` accepts."""
 
 
-def _check_folder(text: str) -> str:
+def _folder(text: str) -> str:
     try:
-        check_path(Path(text))
+        check_path(folder := home(text))
     except UserError as error:
         raise ValueError(str(error)) from None
-    return text
+    return str(folder) if text.startswith("~") else text
 
 
-FolderPath = Annotated[str, AfterValidator(_check_folder)]
-"""A path that a folder can have (`check_path`)."""
+FolderPath = Annotated[str, AfterValidator(_folder)]
+"""A path that a folder can have (`check_path`), with `~` replaced."""
 
 Document = TypeVar("Document", bound=Strict)
 _TYPES = {

@@ -10,7 +10,15 @@ import textwrap
 from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    get_args,
+    get_origin,
+)
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -34,6 +42,22 @@ SEVERAL = (
     "On several GPUs: accelerate launch --config_file configs/fsdp2_8.yaml -m fcsd {}"
     " RECIPE (docs/scale.md)."
 )
+
+
+class Once(argparse._StoreAction):
+    """Stores a value, and refuses a second one, which would silently replace it."""
+
+    def __call__(
+        self,
+        parser: ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given = getattr(namespace, self.dest, self.default) is not self.default
+        if given and option_string is not None:
+            parser.error(f"{option_string} is given twice; give it once")
+        super().__call__(parser, namespace, values, option_string)
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -99,7 +123,9 @@ def field_options(
             else ()
         )
         kinds = [
-            kind for kind in members or (field.annotation,) if kind is not type(None)
+            get_args(kind)[0] if get_origin(kind) is Annotated else kind
+            for kind in members or (field.annotation,)
+            if kind is not type(None)
         ]
         if field.is_required():
             options |= {"required": True, "default": None}

@@ -8,12 +8,13 @@ import traceback
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fcsd import __version__
 from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
-from fcsd.base.files import release_folders
+from fcsd.base.files import home, release_folders
 from fcsd.base.temporary import sweep_scratch
-from fcsd.cli.options import Command, Help
+from fcsd.cli.options import Command, Help, Once
 from fcsd.parallel import failure as rank_failure
 
 
@@ -60,6 +61,12 @@ class Program:
         if arguments.command is None:
             parser.print_help()
             return 2
+        if (problem := _launcher_problem()) is not None:
+            parser.error(problem)
+        for name, value in vars(arguments).items():
+            if isinstance(value, Path):
+                # A shell leaves the `~` of --output=~/x as it is.
+                setattr(arguments, name, home(value))
         if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
             # Printing the name of a file that is not UTF-8 must not end the command.
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -149,6 +156,8 @@ class Program:
                 name, help=text, description=description, formatter_class=Help
             )
             command.set_defaults(run=run)
+            for action in (None, "store"):
+                command.register("action", action, Once)
             # Adding options imports the records that they mirror.
             if command_name in (None, name):
                 options(command)
@@ -208,6 +217,18 @@ def _launchers_end() -> str:
         " (the launcher's status 1 and traceback below come from this signal, not from"
         " another error)"
     )
+
+
+def _launcher_problem() -> str | None:
+    """Describe a variable of a launcher that holds no number; None if all are right."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "0")
+        if not value.removeprefix("-").isdecimal():
+            return (
+                f"the environment variable {name} is {value!r}; a launcher sets it to a"
+                f" number; without one, `unset {name}`"
+            )
+    return None
 
 
 def _number_of_processes() -> int:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from fcsd.base.files import check_regular, file_fingerprint
+from fcsd.base.files import check_regular, file_fingerprint, home
 from fcsd.base.temporary import scratch_folder
 
 
@@ -25,7 +25,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     For a folder, it covers all that `datasets` may read: every file that is not hidden,
     but of README.md only the settings above the text.
     """
-    path = Path(location).expanduser()
+    path = home(location)
     check_data(path)
     if path.is_file():
         return file_fingerprint(path)

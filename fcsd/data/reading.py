@@ -3,12 +3,12 @@
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import home
 from fcsd.data.sources import Opened, columns_of
 
 PIECE_EXAMPLES = 4096
@@ -36,9 +36,9 @@ def place_of(path: str, file: str | None) -> str:
     """Name the location of examples in errors: the data set, and the file if it has
     several.
     """
-    if file is None or Path(path).expanduser().is_file():
+    if file is None or home(path).is_file():
         return f"data set {path}"
-    folder = Path(path).expanduser()
+    folder = home(path)
     name = file
     if folder.is_dir() and os.path.isabs(file):
         name = os.path.relpath(file, folder.resolve())

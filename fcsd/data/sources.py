@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import datasets
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import home
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.local import check_data, fresh_cache, making_of
@@ -63,7 +64,7 @@ def check_place(source: TextConfig) -> None:
     """Refuse, before anything is read, a missing file or folder, an unsupported kind of
     file, and a split that a file does not have.
     """
-    path = Path(source.path).expanduser()
+    path = home(source.path)
     check_data(path)
     if path.is_dir():
         return
@@ -104,7 +105,7 @@ def check_source(source: TextConfig) -> None:
     lack a column; one row is read.
     """
     check_place(source)
-    if Path(source.path).expanduser().exists():
+    if home(source.path).exists():
         split = re.split(_PART_OF_SPLIT, source.split)[0]
         open_source(SourceConfig(**source.model_dump() | {"split": split}))
 
@@ -149,7 +150,7 @@ def open_source(source: Any) -> Opened:
         )
     check_place(source)
     try:
-        with fresh_cache(Path(source.path).expanduser()):
+        with fresh_cache(home(source.path)):
             opened = _open(source, None)
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
@@ -165,7 +166,7 @@ def open_source(source: Any) -> Opened:
         cause = None
         if isinstance(error, datasets.exceptions.DatasetGenerationError):
             cause = error.__cause__
-        reason = _broken_json(Path(source.path).expanduser())
+        reason = _broken_json(home(source.path))
         raise UserError(
             f"data set {source.path}{reason or f': {one_line(cause or error)}'}"
         ) from error
@@ -201,7 +202,7 @@ def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
     """Open a source file by file; a part of a split, or a data set of the Hub that is
     small or downloaded already, as a whole.
     """
-    path, options = Path(source.path).expanduser(), {"features": features}
+    path, options = home(source.path), {"features": features}
     if features is not None:
         options["on_mixed_types"] = None  # JSON: raise instead of quoting
     if path.suffix in _FILE_FORMATS and not path.is_dir():

@@ -13,6 +13,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import (
+    FolderPath,
     Name,
     Strict,
     did_you_mean,
@@ -320,7 +321,7 @@ class EvaluationConfig(Strict):
     suite: str = option(
         "tiny", "name of a shipped suite (eval/suites), or a path to a suite file"
     )
-    data_root: str | None = option(
+    data_root: FolderPath | None = option(
         None, "folder in hub layout (owner/name/…) (default: the Hub)"
     )
     batch_size: PositiveInt | Literal["auto"] = option(
@@ -333,7 +334,7 @@ class EvaluationConfig(Strict):
         gt=0,
     )
     # null: one in each evaluation
-    cache: str | None = option(
+    cache: FolderPath | None = option(
         None,
         "folder of finished tasks that several evaluations share; tasks are found by"
         " hashes of weights, tokenizer, data and settings, not by paths",

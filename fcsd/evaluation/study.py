@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
-from fcsd.base.strict import Strict, like
+from fcsd.base.strict import FolderPath, Strict, like
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.model.config import ModelConfig
@@ -20,7 +20,7 @@ class ModelStudy(Strict):
     max_length: int = like(DataConfig, "max_length")
     suite: str = like(EvaluationConfig, "suite")
     tasks: list[str] = Field(default_factory=list)
-    data_root: str | None = like(EvaluationConfig, "data_root")
+    data_root: FolderPath | None = like(EvaluationConfig, "data_root")
     limit: int | None = like(EvaluationConfig, "limit")
 
     @classmethod

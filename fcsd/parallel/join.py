@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import get_int_from_env
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.parallel.engine import Overlap, requested_engine
 from fcsd.parallel.failure import watch_ranks
 from fcsd.parallel.launch import Launch
@@ -81,9 +81,20 @@ def _process_state() -> PartialState:
         warnings.filterwarnings(
             "ignore", message="OMP_NUM_THREADS/MKL_NUM_THREADS unset"
         )
-        state = PartialState(
-            cpu=not torch.accelerator.is_available(), timeout=_PATIENCE
-        )
+        # accelerate sets more of these variables before it fails.
+        names = (*_SIZES, "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+        given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        try:
+            state = PartialState(
+                cpu=not torch.accelerator.is_available(), timeout=_PATIENCE
+            )
+        except ValueError as error:
+            PartialState._reset_state()
+            raise UserError(
+                f"the environment names a launch ({', '.join(given)}) that cannot be"
+                f" joined: {one_line(error)}; start with `accelerate launch` or"
+                " torchrun, or unset these variables"
+            ) from None
     if state.num_processes > 1:
         watch_ranks()
     return state

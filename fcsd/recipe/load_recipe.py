@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import data_dir
+from fcsd.base.files import data_dir, home
 from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
 from fcsd.data.config import SourceConfig, TrainingDataConfig
 from fcsd.evaluation.config import SuiteConfig, is_suite_file, load_suite
@@ -49,6 +49,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, but this file {found};"
             " `fcsd run tiny/demo --show` prints a whole recipe"
         )
+    overridden = set()
     for override in overrides or []:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -56,6 +57,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
                 f"--set {override}: must have the form KEY=VALUE, such as"
                 " train.learning_rate=4e-5"
             )
+        if key in overridden:
+            raise UserError(f"--set {key} is given twice; give it once")
+        overridden.add(key)
         where = f"--set {' '.join(override.split())}"
         where = where if len(where) <= 200 else f"{where[:199]}…"
         set_dotted(raw, key, parse_yaml(text, where), where)
@@ -207,7 +211,7 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
     splits = split_names(source.split)
     if source.path.lower() != graded.path.lower():
         # The same data may be named by its folder on disk, or by a file in it.
-        path = Path(source.path).expanduser().resolve()
+        path = home(source.path).resolve()
         folder = (
             Path(graded.path) if data_root is None else data_root / graded.path
         ).resolve()

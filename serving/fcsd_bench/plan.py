@@ -1,10 +1,9 @@
 """Refuse a benchmark's senseless settings before any server is started."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from fcsd.extension.base import UserError
+from fcsd.extension.base import UserError, home
 from fcsd.extension.checkpoints import (
     PREFIX,
     base_model_type,
@@ -69,7 +68,7 @@ def with_dummies(benchmark: Benchmark) -> Benchmark:
     Raises:
         UserError: they are told to load weights, or there is no tokenizer.
     """
-    folder = Path(benchmark.model).expanduser()
+    folder = home(benchmark.model)
     if benchmark.dummy_weights or not is_config_only(folder):
         return benchmark
     if (chosen := benchmark.serve_flag(LOAD_FORMAT)) is not None:

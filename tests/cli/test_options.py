@@ -1,11 +1,13 @@
 """Options that mirror a key of a recipe: type, choices and default are those of its field."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from fcsd.cli.main import build_parser
+from fcsd.cli.main import build_parser, main
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.planning.layers.settings import Study
 from fcsd.recipe.recipe import Recipe
@@ -105,3 +107,58 @@ def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(
         theirs.default,
         theirs.metadata,
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("convert", "m", "o", "--layers", "all", "--layers", "none"), "--layers"),
+        (("evaluate", "m", "--tasks=a", "--tasks", "b"), "--tasks"),
+        (("run", "r.yaml", "--only", "convert", "--only", "report"), "--only"),
+        (("layers", "m", "--output", "o", "--output", "p"), "--output"),
+    ],
+)
+def test_a_second_value_does_not_replace_the_first_silently(
+    words: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert f"{option} is given twice; give it once" in capsys.readouterr().err
+    several = parsed("layers", "m", "--output", "o", "--task", "a", "--task", "b")
+    assert several.task == ["a", "b"]
+
+
+def test_a_tilde_means_the_home_folder_in_options_and_recipes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["configs", "~/configs"]) == 0
+    assert (tmp_path / "home/configs/fsdp2_8.yaml").is_file()
+    recipe = {"name": "r", "output_dir": "~/runs", "data": {"train": [{"path": "x"}]}}
+    recipe |= {"model": {"path": "m"}, "evaluation": {"data_root": "~/data"}}
+    Path("r.yaml").write_text(json.dumps(recipe))
+    assert main(["run", "r.yaml", "--show"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out.partition("\n")[2])
+    assert shown["output_dir"] == str(tmp_path / "home/runs")
+    assert shown["evaluation"]["data_root"] == str(tmp_path / "home/data")
+    # A user that the machine does not know is an ordinary name.
+    assert main(["inspect", "~nobody-of-this-name/model"]) == 2
+    assert "no such folder" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "r.yaml"]
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["two", ""])
+def test_a_launchers_variable_that_is_no_number_is_refused(
+    name: str,
+    value: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["inspect", "nowhere"])
+    assert ended.value.code == 2
+    assert f"environment variable {name} is {value!r}" in capsys.readouterr().err

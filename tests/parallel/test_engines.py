@@ -1059,3 +1059,19 @@ def test_loads_are_balanced_over_all_ranks(
     capsys.readouterr()
     assert main(["distill", str(cut)]) == 2
     assert "train.per_device_train_batch_size: 4 -> 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", [("WORLD_SIZE", "2"), ("LOCAL_RANK", "3")])
+def test_a_launch_without_a_launcher_is_refused(
+    variable: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import PartialState
+
+    for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(*variable)
+    PartialState._reset_state()
+    with pytest.raises(
+        UserError, match=f"launch .*{'='.join(variable)}.* cannot be joined.*unset"
+    ):
+        join_launch()

@@ -14,7 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import check_regular, is_empty, read_json, safetensors_header
+from fcsd.base.files import (
+    check_regular,
+    home,
+    is_empty,
+    read_json,
+    safetensors_header,
+)
 from fcsd.base.fingerprints import TOKENIZER_FILES
 from fcsd.base.weights import (
     CONFIG,
@@ -230,7 +236,7 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
             f"'': is not a path; a checkpoint is a folder with {contents}, or"
             " owner/name on the Hub"
         )
-    folder = Path(path).expanduser()
+    folder = home(path)
     try:
         # Both raise for a name that is too long and in a folder that may not be
         # searched.

@@ -18,7 +18,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fcsd.base.artifact import command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, read_json, write_json, writing
+from fcsd.base.files import home, new_folder, read_json, write_json, writing
 from fcsd.base.temporary import beside
 from fcsd.base.weights import CONFIG_ONLY
 from fcsd.model.connectivity import rewire
@@ -268,7 +268,7 @@ def _write_beside_weights(
 ) -> None:
     if checkpoint.index is not None:
         shutil.copyfile(checkpoint.folder / checkpoint.index, folder / checkpoint.index)
-    hub = not Path(source).expanduser().is_dir()
+    hub = not home(source).is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if hub else None)
     (folder / CONFIG).write_text(
         json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"

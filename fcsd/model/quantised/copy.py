@@ -24,6 +24,7 @@ from fcsd.base.files import (
     check_folder_place,
     file_sha256,
     file_state,
+    home,
     is_empty,
     make_folder,
     safetensors_header,
@@ -267,7 +268,7 @@ def _write_rest(
     """Write config, tokenizer and code beside the weights."""
     if checkpoint.connectivity is not None and checkpoint.family is not None:
         write_code(checkpoint.folder, checkpoint.family, folder)
-    is_on_hub = not Path(source).expanduser().is_dir()
+    is_on_hub = not home(source).is_dir()
     carry_over(checkpoint.folder, folder, repository=str(source) if is_on_hub else None)
     write_json(folder / CONFIG, config)
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.strict import Strict
+from fcsd.base.strict import FolderPath, Strict
 from fcsd.base.unions import one_of
 
 
@@ -50,7 +50,7 @@ class CachedTeacherConfig(_OfACheckpoint):
     """Read the hidden states that the stage cache-teacher wrote; no teacher is run."""
 
     backend: Literal["cache"]
-    cache: str = Field(description="the folder of the stage cache-teacher")
+    cache: FolderPath = Field(description="the folder of the stage cache-teacher")
     # Rows that are compared with the loaded teacher before training starts; 0: it is
     # never loaded.
     spot_check_rows: int = Field(4, ge=0)
