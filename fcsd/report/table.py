@@ -7,7 +7,14 @@ from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
 from fcsd.evaluation.results import read_result
-from fcsd.report.verdict import interval_text, p_text, quick_look, signed
+from fcsd.report.verdict import (
+    interval_text,
+    mean_verdict,
+    p_text,
+    quick_look,
+    signed,
+    task_verdict,
+)
 
 
 def percent(value: float | None) -> str:
@@ -101,7 +108,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
             str(row["lost"]),
             p_text(row["p_value"]),
             _retained(row),
-            _verdict(row),
+            task_verdict(row),
         ]
         for task, row in comparison["tasks"].items()
     ]
@@ -117,22 +124,10 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
                 "",
                 "",
                 _retained(mean),
-                mean["verdict"],
+                mean_verdict(comparison),
             ]
         )
     return _with_notes(markdown(header, rows), _compared_at_limit(comparison))
-
-
-def _verdict(row: Mapping[str, Any]) -> str:
-    """Return a task's verdict; where its own interval excludes 0 and the correction for
-    several tasks makes it noise, the cell says so.
-    """
-    interval = row["interval"]
-    if row["verdict"] == "within noise" and interval is not None:
-        low, high = interval
-        if low > 0 or high < 0:
-            return "within noise, after correction for several tasks"
-    return str(row["verdict"])
 
 
 def narrow_table(comparison: Mapping[str, Any]) -> str:
@@ -142,12 +137,12 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
             task,
             f"{metric_words(row['metric'])}, {row['num_fewshot']}-shot",
             *_narrow(row),
-            _verdict(row),
+            task_verdict(row),
         ]
         for task, row in comparison["tasks"].items()
     ]
     if mean := comparison["mean"]:
-        rows.append(["mean", "", *_narrow(mean), mean["verdict"]])
+        rows.append(["mean", "", *_narrow(mean), mean_verdict(comparison)])
     header = [
         "task",
         "metric",

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from fcsd.base.stats import ALPHA
+
 LEGEND = (
     "Per cent ± one standard error; the delta's is paired (same items and prompts for"
     " both), and so is its 95 % interval. Gained and lost: items that only the model,"
@@ -36,7 +38,7 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
         return f"**{name}**: all {count} items have the original's score."
     sentences = [
         (
-            f"**{name}**: {_mean(mean)}"
+            f"**{name}**: {_mean(mean, mean_verdict(comparison))}"
             if mean
             else f"**{name}**: no task counts in the mean."
         )
@@ -102,7 +104,26 @@ def interval_text(interval: Sequence[float] | None) -> str:
     )
 
 
-def _mean(mean: Mapping[str, Any]) -> str:
+def task_verdict(row: Mapping[str, Any]) -> str:
+    """Return a task's verdict; with the reason where its interval excludes 0 and yet
+    the verdict is noise.
+    """
+    low, high = row["interval"] or (0.0, 0.0)
+    if row["verdict"] != "within noise" or low <= 0 <= high:
+        return str(row["verdict"])
+    # The exact test is stricter than the interval, and knows no sizes of changes.
+    if row["p_value"] >= ALPHA:
+        return f"within noise, as p is not below {ALPHA:g}"
+    return "within noise, after correction for several tasks"
+
+
+def mean_verdict(comparison: Mapping[str, Any]) -> str:
+    """Return the verdict of the mean; of a single task, that of the task."""
+    rows = [row for row in comparison["tasks"].values() if row["headline"]]
+    return task_verdict(rows[0]) if len(rows) == 1 else comparison["mean"]["verdict"]
+
+
+def _mean(mean: Mapping[str, Any], verdict: str) -> str:
     over = (
         f"the mean over {mean['num_tasks']} tasks"
         if mean["num_tasks"] > 1
@@ -113,7 +134,7 @@ def _mean(mean: Mapping[str, Any]) -> str:
         f" {interval_text(mean['interval'])})"
     )
     words = {"lost": "a loss beyond noise", "gained": "a gain beyond noise"}
-    return f"{text}: {words.get(mean['verdict'], mean['verdict'])}."
+    return f"{text}: {words.get(verdict, verdict)}."
 
 
 def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -17,8 +17,9 @@ from fcsd.evaluation.members import by_member
 from fcsd.evaluation.results import write_result
 from fcsd.evaluation.scores import compare
 from fcsd.report.comparison import read_evaluated, training_of
-from fcsd.report.table import paired_table
+from fcsd.report.table import narrow_table, paired_table
 from fcsd.report.verdict import quick_look, verdict
+from tests.evaluation.test_scores import result as scored
 from tests.report.test_report import result
 from tests.support import documented_keys
 
@@ -537,19 +538,41 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     )
     table = paired_table(same)
     assert "| extra (not in the mean) |" in table and "| mean " in table
-    # Only the cell of a task says that its change counts as noise after Holm's
-    # correction.
+    # Cells say why a change whose interval excludes 0 counts as noise.
     corrected = "within noise, after correction for several tasks"
+    by_p = "within noise, as p is not below 0.05"
     one_task = compare(evaluated({"x": [1.0] * 4}), evaluated({"x": [0.0] * 4}))
-    for word, interval, cell in (
-        ("within noise", [-0.5, -0.1], corrected),
-        ("within noise", [0.1, 0.5], corrected),
-        ("within noise", [-0.5, 0.1], "within noise"),
-        ("lost", [-0.5, -0.1], "lost"),
+    for word, interval, p_value, cell in (
+        ("within noise", [-0.5, -0.1], 0.04, corrected),
+        ("within noise", [0.1, 0.5], 0.04, corrected),
+        ("within noise", [-0.5, -0.1], 0.06, by_p),
+        ("within noise", [-0.5, 0.1], 0.06, "within noise"),
+        ("lost", [-0.5, -0.1], 0.04, "lost"),
     ):
-        one_task["tasks"]["x"] |= {"verdict": word, "interval": interval}
-        line = paired_table(one_task).splitlines()[2]
-        assert line.rstrip("| ").rpartition("| ")[2].strip() == cell
+        one_task["tasks"]["x"] |= {
+            "verdict": word,
+            "interval": interval,
+            "p_value": p_value,
+        }
+        for line in paired_table(one_task).splitlines()[2:4]:  # the task, the mean
+            assert line.rstrip("| ").rpartition("| ")[2].strip() == cell
+
+
+def test_a_single_task_is_not_called_noise_by_a_correction_for_several() -> None:
+    """3 of 100 items gained and 11 lost: McNemar's exact p is 0.057, and the interval
+    -15.5 to -0.2 excludes 0.
+    """
+    a = scored({"x": [0.0] * 3 + [1.0] * 97})
+    b = scored({"x": [1.0] * 3 + [0.0] * 11 + [1.0] * 86})
+    comparison = compare(a, b)
+    assert comparison["tasks"]["x"]["interval"][1] < 0
+    for text in (
+        paired_table(comparison),
+        narrow_table(comparison),
+        verdict("fcsd", comparison),
+    ):
+        assert "within noise, as p is not below 0.05" in text
+        assert "correction" not in text
 
 
 def test_every_key_of_the_comparison_is_documented(
