@@ -108,7 +108,11 @@ class CodeTaskConfig(TaskBase):
     metric: str = "pass@1"  # "pass@10", …
     split: str = "test"
     max_new_tokens: int = Field(768, gt=0)
-    stop: list[str] = CODE_STOP  # besides the end of the sequence
+    # Besides the end of the sequence. An answer through a template ends by itself, and
+    # a base model's strings would end it before its program.
+    stop: list[str] = Field(
+        default_factory=lambda row: [] if row.get("chat_template") else list(CODE_STOP)
+    )
     # processor time of a program; three times it on the clock
     timeout_s: float = Field(10.0, gt=0)
     # The prompt of the model: {prompt} is the data set's prompt, {test} its first
@@ -256,7 +260,9 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
 
 def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     """Return the suite with settings that apply to all its tasks (None: unchanged);
-    `thinking` applies to tasks that write their answers."""
+    `thinking` applies to tasks that write their answers. With a template the stop
+    strings of a base model's programs are left out; those of visible tests, as lm-eval
+    grades, stay."""
     changes = {key: value for key, value in settings.items() if value is not None}
     if not changes:
         return suite
@@ -269,7 +275,11 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         }
         # Only keys that were set, so that the rules of each kind see a row as in a
         # file.
-        rows.append(row.model_dump(mode="json", exclude_unset=True) | row_changes)
+        kept = row.model_dump(mode="json", exclude_unset=True)
+        answers = changes.get("chat_template") and not row.chat_template
+        if answers and row.kind == "code" and row.tests == "all":
+            kept.pop("stop", None)
+        rows.append(kept | row_changes)
     changed = validate(
         SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
     )

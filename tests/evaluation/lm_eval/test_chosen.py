@@ -15,7 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
-from fcsd.evaluation.code.generate import prompts
+from fcsd.evaluation.code.generate import first_stop, prompts
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, changed_suite, load_suite
 from fcsd.evaluation.lm_eval import chosen
@@ -31,6 +31,7 @@ MINE = {
     "doc_to_text": "Q: {{goal}}\nA:", "doc_to_choice": "{{[sol1, sol2]}}", "doc_to_target": "label",
     "num_fewshot": 1, "fewshot_split": "train", "metric_list": [{"metric": "acc"}],
 }  # fmt: skip
+CODE = {"task": "x", "kind": "code", "dataset": "a/b"}
 
 
 def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
@@ -157,6 +158,28 @@ def test_a_system_prompt_and_thinking_are_for_tasks_with_a_chat_template() -> No
     assert changed_suite(suite, thinking=None) == suite
 
 
+@pytest.mark.parametrize("name", ["humaneval_plus", "mbpp_plus"])
+def test_strings_that_end_a_base_models_program_do_not_end_a_chat_models_answer(
+    name: str,
+) -> None:
+    answer = 'Here it is:\n```python\n"""Adds."""\nimport math\n\ndef f(x):\n    return x\n```'
+    suite = load_suite("paper11")
+    (own,) = (row for row in suite.tasks if row.task == name)
+    assert isinstance(own, CodeTaskConfig)
+    assert first_stop(answer, own.stop) < len(answer)
+    chat = changed_suite(suite, chat_template=True)
+    for task in (
+        next(row for row in chat.tasks if row.task == name),
+        validate(CodeTaskConfig, {**CODE, "chat_template": True}, "row"),
+    ):
+        assert isinstance(task, CodeTaskConfig)
+        assert first_stop(answer, task.stop) == len(answer)
+    # graded as lm-eval grades, whose strings end a chat model's answer too
+    assert next(r for r in chat.tasks if r.task == "mbpp_plus_lmeval").stop == [
+        "[DONE]"
+    ]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("thinking", [None, True])
 def test_a_program_is_asked_for_with_the_system_prompt_and_with_or_without_thoughts(
     thinking: bool | None,
@@ -170,13 +193,7 @@ def test_a_program_is_asked_for_with_the_system_prompt_and_with_or_without_thoug
             asked.append((turns, options["enable_thinking"]))
             return "text"
 
-    code = {
-        "task": "x",
-        "kind": "code",
-        "dataset": "a/b",
-        "chat_template": True,
-        "thinking": thinking,
-    }
+    code = {**CODE, "chat_template": True, "thinking": thinking}
     row = validate(CodeTaskConfig, code | {"system_prompt": "Be brief."}, "row")
     assert prompts(Tokenizer(), [Problem("1", "Write f.", "", ())], row) == ["text"]  # type: ignore[arg-type]
     turns = [
