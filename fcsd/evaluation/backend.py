@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -26,6 +27,7 @@ from fcsd.evaluation.code.generate import (
     SAMPLING_SEED,
     TOKEN_BY_TOKEN,
     Reader,
+    RefuseOverflow,
     StopAtText,
     end_tokens,
     prompt_tokens,
@@ -354,6 +356,7 @@ class InMemoryBackend:
             attention_mask=mask.to(device),
             generation_config=config,
             stopping_criteria=criteria,
+            logits_processor=LogitsProcessorList([RefuseOverflow()]),
             synced_gpus=True if self.ranks.lockstep else None,
         )
         new = generated[:, width:].tolist()

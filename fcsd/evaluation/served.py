@@ -11,6 +11,7 @@ Not covered: KL, which needs all logits; several ranks.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -275,9 +276,13 @@ class ServedBackend:
                 entries[-count:], body["prompt"][-count:], strict=True
             )
         ]
-        return [float(token_entry["logprob"]) for token_entry in tokens], [
-            int(token_entry["rank"]) for token_entry in tokens
-        ]
+        logprobs = [float(token_entry["logprob"]) for token_entry in tokens]
+        if not all(map(math.isfinite, logprobs)):
+            raise self.server.error(
+                "returns log-probabilities that are NaN or infinite: the model"
+                " overflows in its precision; serve it in bfloat16 or float32"
+            )
+        return logprobs, [int(token_entry["rank"]) for token_entry in tokens]
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | Body:
         (choice,) = answer["choices"]
@@ -294,8 +299,10 @@ class ServedBackend:
                 f" {limit}; raise the server's limit"
             )
         if tokens is None:
+            if not isinstance(choice["text"], str):
+                raise ValueError(f"text: {choice['text']!r}")
             return {
-                "text": str(choice["text"]),
+                "text": choice["text"],
                 "at_limit": choice.get("finish_reason") == "length",
             }
         # The end token is kept: it tells an answer that ended from one that was cut.

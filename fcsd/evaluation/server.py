@@ -158,7 +158,7 @@ class Server:
             answer = self.ask({**body, "prompt_logprobs": 0})
         except UserError:
             answer = self.ask(body)
-        (choice,) = answer.get("choices") or [{}]
+        choice = (answer.get("choices") or [{}])[0]
         self.prompt_logprobs = len(choice.get("prompt_logprobs") or ()) == 2
         self.token_ids = choice.get("token_ids") is not None
         self._engine = _engine_of(answer)
@@ -203,8 +203,8 @@ class Server:
         async def worker(client: httpx2.AsyncClient) -> None:
             # All workers draw from one iterator, so each request is taken once.
             for number in waiting:
-                answer = await self._patiently(client, bodies[number], outage)
                 try:
+                    answer = await self._patiently(client, bodies[number], outage)
                     answers[number] = read(number, answer)
                 except (
                     KeyError,
@@ -347,7 +347,8 @@ class Server:
                 f"answers {path} with HTTP {status} and {kind}, not JSON: the address"
                 " belongs to another program, or to a proxy"
             ) from None
-        if status != 200:
+        # Some proxies answer errors with status 200.
+        if status != 200 or (isinstance(body, dict) and body.get("error")):
             raise self.error(f"refuses {path} (HTTP {status}): {_said(body)}")
         if not isinstance(body, dict):
             raise self.error(

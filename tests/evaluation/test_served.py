@@ -39,6 +39,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.reference.tiny import tiny_model
+from tests.support import evaluate
 
 ITEMS = 4
 
@@ -375,6 +376,61 @@ def test_an_answer_that_the_server_cut_short_is_an_error(
     ):
         evaluated(
             place, tmp_path / "out", url, suite=only("generation"), server_check=False
+        )
+
+
+def _choice(**changes: Any) -> Any:
+    return lambda answer: answer["choices"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        (_choice(text=None), "generation", r"without the requested fields \(text: None\)"),
+        (_choice(text=None), "code", r"without the requested fields \(text: None\)"),
+        (lambda answer: answer.update(choices=5), "generation", "without the requested fields"),
+        (lambda answer: answer.update(choices=[5]), "likelihood", "without the requested fields"),
+        (lambda answer: answer.update(error={"message": "full"}), "code", r"refuses .* \(HTTP 200\): full$"),
+        (
+            lambda answer: answer["choices"][0]["prompt_logprobs"][-1].update(
+                {token: {"logprob": float("nan"), "rank": 1} for token in map(str, range(512))}
+            ),
+            "likelihood", "log-probabilities that are NaN or infinite",
+        ),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_none_is_an_error_and_never_a_score(
+    change: Any, kind: str, message: str, place: Path, tmp_path: Path, engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    engine.token_ids = False
+    complete = engine.complete
+
+    def changed(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, answer = complete(body)
+        if len(engine.bodies) > 1:  # the first looks at the server alone
+            change(answer)
+        return status, answer
+
+    monkeypatch.setattr(engine, "complete", changed)
+    with serving(engine) as url, pytest.raises(UserError, match=message):
+        evaluated(place, tmp_path / "out", url, suite=only(kind), server_check=False)
+
+
+@pytest.mark.parametrize("kind", ["likelihood", "generation", "code"])
+def test_a_model_that_overflows_has_no_score(place: Path, kind: str) -> None:
+    model = load_model(place / "base")
+    for norm in (model.model.layers[1].post_attention_layernorm, model.model.norm):
+        norm.weight.data.fill_(3e38)  # finite, as weights must be
+    with pytest.raises(UserError, match="logits are NaN or infinite: it overflows"):
+        evaluate(
+            model,
+            tiny_tokenizer(),
+            only(kind),
+            progress=False,
+            data_root=str(place / "tiny" / "data"),
+            batch_size=4,
+            limit=2,
         )
 
 

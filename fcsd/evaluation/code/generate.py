@@ -20,6 +20,10 @@ SAMPLING_SEED = 1234
 # A config or generation_config.json may ask for MTP layers: they draft for one sequence
 # alone, and are not loaded.
 TOKEN_BY_TOKEN = {"use_mtp": False}
+OVERFLOW = (
+    "the model's logits are NaN or infinite: it overflows in its precision; evaluate it"
+    " in bfloat16 or float32"
+)
 _FENCE = re.compile(
     r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -165,6 +169,19 @@ def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[in
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
         ends.append(tokenizer.eos_token_id)
     return [int(end) for end in ends]
+
+
+class RefuseOverflow:
+    """Refuses logits that are NaN or infinite, of which the largest is no answer."""
+
+    def __call__(
+        self, input_ids: "torch.Tensor", scores: "torch.Tensor"
+    ) -> "torch.Tensor":
+        """Return the logits of the B sequences, shape (B, V), as they are."""
+        # Single tokens may be ruled out by -inf; the largest logit is finite.
+        if not bool(scores.amax(-1).isfinite().all()):
+            raise UserError(OVERFLOW)
+        return scores
 
 
 class StopAtText:

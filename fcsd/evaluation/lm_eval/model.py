@@ -10,6 +10,7 @@ Importing this imports lm-eval.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,13 +22,19 @@ from lm_eval.models.utils import (
     normalize_gen_kwargs,
     postprocess_generated_text,
 )
+from transformers import LogitsProcessorList
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.code.generate import TOKEN_BY_TOKEN, end_tokens
+from fcsd.evaluation.code.generate import (
+    OVERFLOW,
+    TOKEN_BY_TOKEN,
+    RefuseOverflow,
+    end_tokens,
+)
 from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
@@ -135,8 +142,15 @@ class LanguageModel(HFLM):
             return str(super().apply_chat_template(*arguments, **options))
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Answer as lm-eval does, with bars on the first rank only."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm or self.silent)
+        """Answer as lm-eval does, with bars on the first rank only; refuse answers that
+        are NaN or infinite, among which lm-eval would choose the first.
+        """
+        answers = super().loglikelihood(
+            requests, disable_tqdm=disable_tqdm or self.silent
+        )
+        if not all(math.isfinite(logprob) for logprob, _ in answers):
+            raise UserError(OVERFLOW)
+        return answers
 
     def check_answers(self, requests: Any) -> None:
         """Refuse an answer that is too long to be scored, and note which prompts will
@@ -320,4 +334,7 @@ class InMemory(LanguageModel):
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
         synced = {"synced_gpus": True} if self.source.ranks.lockstep else {}
-        return super()._model_generate(*args, **kwargs, **synced, **TOKEN_BY_TOKEN)
+        checks = LogitsProcessorList([RefuseOverflow()])
+        return super()._model_generate(
+            *args, **kwargs, **synced, **TOKEN_BY_TOKEN, logits_processor=checks
+        )
