@@ -3,6 +3,7 @@
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
+from fcsd.base.errors import UserError
 from fcsd.cli.options import (
     Command,
     connectivity_arguments,
@@ -41,6 +42,8 @@ def _convert(arguments: Namespace) -> None:
 
 def _calibrate(arguments: Namespace) -> None:
     options, suite = vars(arguments), arguments.decontaminate
+    if suite is None and arguments.data_root is not None:
+        raise UserError("--data-root has no meaning without --decontaminate")
     from fcsd.data.config import source_option
     from fcsd.model.config import ModelConfig
     from fcsd.recipe.recipe import Recipe

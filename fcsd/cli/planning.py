@@ -103,6 +103,12 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
                 f" --{ranks} out, or --sweep {ranks}"
             )
     key = name.replace("-", "_")
+    parser = ArgumentParser()
+    _plan_options(parser)
+    if getattr(arguments, key) != parser.get_default(key):
+        raise UserError(
+            f"--sweep {name} and --{name} are both given; leave --{name} out"
+        )
     values: dict[str, Any] = {}
     for value in text.split(","):
         try:
@@ -264,6 +270,8 @@ def _plan_layers(arguments: Namespace) -> None:
         )
         print_result(arguments, counts, within_text)
         return
+    if arguments.model is not None and not arguments.verify:
+        raise UserError("--model has no meaning without --verify")
     quiet_transformers()
     launch = join_launch() if arguments.verify else None
     plan = plan_layers(

@@ -9,7 +9,7 @@ import numpy as np
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import home
-from fcsd.data.sources import Opened, columns_of
+from fcsd.data.sources import Opened, broken_line, columns_of
 
 PIECE_EXAMPLES = 4096
 PIECE_BYTES = 1 << 24  # of examples
@@ -121,7 +121,8 @@ def _blocks(
             row += num_rows
     # File formats, compression and the network raise errors of many types.
     except Exception as error:
-        raise UserError(
-            f"{location}, row {row + 1}, or soon after it: cannot be read"
-            f" ({one_line(error)})"
-        ) from error
+        path = opened.files[file] if opened.files else opened.settings.path
+        reason = broken_line(home(path)) or (
+            f", row {row + 1}, or soon after it: cannot be read ({one_line(error)})"
+        )
+        raise UserError(f"{location}{reason}") from error

@@ -65,6 +65,11 @@ def check_place(source: TextConfig) -> None:
     file, and a split that a file does not have.
     """
     path = home(source.path)
+    if not source.path.strip():
+        raise UserError(
+            f"data set {source.path!r}: is not a path; name a file, a folder, or a data"
+            " set on the Hub"
+        )
     check_data(path)
     if path.is_dir():
         return
@@ -162,39 +167,56 @@ def open_source(source: Any) -> Opened:
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        # `datasets` wraps the errors of its readers, which are more specific.
-        cause = None
-        if isinstance(error, datasets.exceptions.DatasetGenerationError):
-            cause = error.__cause__
-        reason = _broken_json(home(source.path))
-        raise UserError(
-            f"data set {source.path}{reason or f': {one_line(cause or error)}'}"
-        ) from error
+        raise _fault(source, error) from error
     return dataclasses.replace(
         opened, settings=source.model_copy(update={"columns": columns})
     )
 
 
-def _broken_json(path: Path) -> str:
+def _fault(source: SourceConfig, error: Exception) -> UserError:
+    # `datasets` wraps the errors of its readers, which are more specific.
+    cause = None
+    if isinstance(error, datasets.exceptions.DatasetGenerationError):
+        cause = error.__cause__
+    reason = one_line(cause or error)
+    if "BatchSize must be greater than 0" in reason:  # a parquet file (`datasets` 5.2)
+        return _empty(source)
+    name, path = f"data set {source.path}", home(source.path)
+    if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError):
+        return UserError(
+            f"{name}: no such file or folder, and the Hub did not give a data set of"
+            f" this name: {reason}"
+        )
+    if broken := broken_line(path):
+        return UserError(f"{name}{broken}")
+    advice = "; correct the file, or fetch it again" if path.is_file() else ""
+    return UserError(f"{name}: {reason.rstrip('.')}{advice}")
+
+
+def broken_line(path: Path) -> str:
     """Say in which line a JSON file is broken, which the error of `datasets` does not;
     "" for other files and other faults.
     """
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return ""
+    number = 0
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                if number == 1 and line.lstrip().startswith("["):  # a list of objects
-                    json.loads(line + file.read())
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if number == 1 and text.lstrip().startswith("["):  # a list of objects
+                    json.loads(text + file.read().decode())
                     return ""
-                if line.strip() and not isinstance(json.loads(line), dict):
+                if text.strip() and not isinstance(json.loads(text), dict):
                     return f", line {number}: not a JSON object; {_JSONL}"
     except json.JSONDecodeError as error:
         if number == 1 and error.lineno > 1:
             number = error.lineno
         return f", line {number}: not valid JSON ({error.msg}); {_JSONL}"
-    except (UnicodeDecodeError, RecursionError) as error:
-        return f", line {number + 1}: not valid JSON ({one_line(error)}); {_JSONL}"
+    except UnicodeDecodeError as error:
+        return f", line {number}: not UTF-8 ({error.reason}); {_JSONL}, in UTF-8"
+    except RecursionError as error:
+        return f", line {number}: not valid JSON ({one_line(error)}); {_JSONL}"
     return ""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
@@ -14,7 +15,7 @@ from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
-from fcsd.evaluation.suites import chat_text, dataset_location
+from fcsd.evaluation.suites import chat_text, dataset_location, hub_advice
 
 _GENERATED = ("test",)
 
@@ -34,8 +35,7 @@ def suite_items(
 
 
 def _code_items(row: CodeTaskConfig, data_root: Path | None) -> Iterator[Item]:
-    location = dataset_location(row, data_root)
-    for index, problem in enumerate(_load(location, row)):
+    for index, problem in enumerate(_load(row, data_root)):
         # Generated inputs and outputs, megabytes of numbers; a reader sees the
         # other columns.
         visible_columns = {
@@ -54,8 +54,9 @@ def _lm_eval_items(
             yield Item(row.task, item, tuple(all_texts(document)))
 
 
-def _load(location: str, row: CodeTaskConfig) -> Any:
+def _load(row: CodeTaskConfig, data_root: Path | None) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
+    location = dataset_location(row, data_root)
     options: dict[str, Any] = {
         "path": location,
         "name": row.dataset_name,
@@ -65,7 +66,11 @@ def _load(location: str, row: CodeTaskConfig) -> Any:
     }
     # Not validated: a test set may have any columns, but a training source's columns
     # make an example.
-    return load_source(SourceConfig.model_construct(**options))
+    try:
+        return load_source(SourceConfig.model_construct(**options))
+    except UserError as error:
+        advice = "" if Path(location).exists() else hub_advice(data_root)
+        raise UserError(f"task {row.task}: {error}{advice}") from error
 
 
 def suite_prompts(

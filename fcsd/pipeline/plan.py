@@ -70,6 +70,8 @@ def plan_from_files(
         )
     link_model = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
+    if study is not None:
+        read_study(study)  # what is wrong with it is said before the planning
     planned = prepare(settings, link_model)
     if routing is not None:
         planned = planned.assuming(imbalance=_imbalance(routing, planned))
@@ -153,7 +155,7 @@ def _imbalance(folder: Path, planned: Planned) -> float:
     model.
     """
     check_outputs(folder, "routing.json")
-    study = read_json(folder / "routing.json")
+    study = read_json(folder / "routing.json", hint="`fcsd-steer routing` writes one")
     try:
         facts = study["models"][0]
         # A file with other content raises one of the errors below.

@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_named(
     (tmp_path / "data" / "train-1.jsonl").write_text(
         '{"text": "a"}\n' * 3 + '{"text": "brok'
     )
-    with pytest.raises(UserError, match=r"file train-1\.jsonl, row \d.*cannot be read"):
+    with pytest.raises(UserError, match=r"file train-1\.jsonl, line 4: not valid JSON"):
         list(build(path))
 
 

@@ -5,11 +5,14 @@ was last read.
 import json
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
+from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
 from fcsd.data.local import data_fingerprint, fresh_cache
-from fcsd.data.sources import load_source
+from fcsd.data.reading import read_pieces
+from fcsd.data.sources import load_source, open_source
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import load_task
@@ -48,6 +51,37 @@ def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(
             )
         )
         assert row["prompt"] == f"give {answer}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "line 1: not UTF-8"),
+        ("bytes.jsonl", bytes(range(256)), "line 1: not valid JSON"),
+        ("latin.jsonl", b'{"text": "a"}\n' * 3 + b'{"text": "\xe9"}', "line 4: not UTF-8"),
+        ("empty.parquet", None, "is empty; give a file or a split with rows"),
+        ("cut.parquet", b"PAR1", "parquet.*; correct the file, or fetch it again"),
+        ("nowhere", b"", "no such file or folder, and the Hub did not give"),
+        ("", b"", "data set '': is not a path; name a file"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_read_are_refused_with_place_and_advice(
+    name: str,
+    content: bytes | None,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if content is None:
+        columns = {"text": pyarrow.array([], pyarrow.string())}
+        pyarrow.parquet.write_table(pyarrow.table(columns), name)
+    elif content:
+        Path(name).write_bytes(content)
+    source = SourceConfig(path=name, columns={"text": "text"})
+    with pytest.raises(UserError, match=message):
+        # The fault may lie in the first row, or further back.
+        list(read_pieces(open_source(source), []))
 
 
 def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:

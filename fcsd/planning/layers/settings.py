@@ -1,7 +1,7 @@
 """Settings of a layer study: its measurements and its selections of layers."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -49,6 +49,12 @@ class Study(ModelStudy):
     batch_size: int = Field(EvaluationConfig.model_fields["batch_size"].default, gt=0)
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
 
+    needed: ClassVar[dict[str, str]] = ModelStudy.needed | {
+        "batch_size": "task",
+        "allow_weak_sandbox": "task",
+        "calibration_tokens": "calibrated",
+    }
+
     @model_validator(mode="after")
     def _measures_something(self) -> "Study":
         if self.text is None and not self.tasks:
@@ -93,6 +99,11 @@ class Study(ModelStudy):
                 raise ValueError(f"{name}: {', '.join(twice)} is given twice")
         if self.counts == [] or (self.counts is not None and self.every != 1):
             raise ValueError("counts: give at least one number, and leave `every` out")
+        if self.sides == ["single"] and (self.counts is not None or self.every != 1):
+            raise ValueError(
+                "counts and every: apply to the sides first and last only; leave them"
+                " out, or add a side"
+            )
         return self
 
     def connectivity(self, layers: Sequence[int]) -> Connectivity:
@@ -104,7 +115,7 @@ class Study(ModelStudy):
 
 def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
-    side_names = options["sides"].split(",") if options["sides"] else None
+    side_names = options["sides"].split(",") if options["sides"] is not None else None
     # Single layers with `mlp: full` are refused, so they are not in the default there.
     if side_names is None:
         side_names = (

@@ -202,11 +202,14 @@ def test_two_micro_batches_in_turn_fill_no_bubble() -> None:
 def test_the_plan_says_that_fcsd_does_not_run_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", lite(tmp_path), "--length", "512", "--tp", "2", "--pp", "2"]
-    assert main([*words, "--global-batch", "6", "--sweep", "pp=1,2,3"]) == 0
+    words = ["plan", lite(tmp_path), "--length", "512", "--tp", "2"]
+    words += ["--global-batch", "6"]
+    assert main([*words, "--sweep", "pp=1,2,3"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert len(rows) == 5 and "--tp 2 --pp 3: 6 ranks do not" in rows[-1]
-    assert main([*words, "--global-batch", "6"]) == 0
+    assert main([*words, "--pp", "2", "--sweep", "pp=1,2,3"]) == 2
+    assert "--sweep pp and --pp are both given" in capsys.readouterr().err
+    assert main([*words, "--pp", "2"]) == 0
     text = capsys.readouterr().out
     assert "phase      train, Megatron, tensor parallel 2, pipeline parallel 2," in text
     (line,) = (line for line in text.splitlines() if line.startswith("MEGATRON"))

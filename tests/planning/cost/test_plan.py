@@ -887,7 +887,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [model, "--routing", str(routed(tmp_path / "r", top_k=8))],
             "a routing study of 3 MoE layers, top 8 of 64 experts, but the model has 3, top 6 of 64",
         ),
-        "no routing": ([model, "--routing", str(tmp_path)], "routing.json: no such file"),
+        "no routing": ([model, "--routing", str(tmp_path)], "routing.json: no such file; `fcsd-steer routing` writes"),
         "routing twice": (
             [model, "--routing", str(tmp_path / "r"), "--measured", str(tmp_path / "times.json")],
             "--routing and --measured are both given",

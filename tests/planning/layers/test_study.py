@@ -116,22 +116,19 @@ def finished(model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def command(model: Path, text: Path, folder: Path, *more: str) -> list[str]:
-    sizes = (
-        "--text-examples",
-        str(ROWS["num_examples"]),
-        "--max-length",
-        str(ROWS["max_length"]),
-    )
-    return [
-        "layers",
-        str(model),
-        "--text",
-        str(text),
-        *sizes,
-        "--output",
-        str(folder),
-        *more,
+    usual = {
+        "--text": text,
+        "--text-examples": ROWS["num_examples"],
+        "--max-length": ROWS["max_length"],
+        "--output": folder,
+    }
+    words = [
+        str(word)
+        for name, value in usual.items()
+        if name not in more
+        for word in (name, value)
     ]
+    return ["layers", str(model), *words, *more]
 
 
 @pytest.fixture(scope="module")
@@ -506,6 +503,12 @@ def test_a_changed_study_is_refused_with_the_difference(
             r"--text: colums: unknown key; did you mean 'columns'",
         ),
         (["--text", "/absent/x.jsonl"], r"/absent/x\.jsonl: no such file"),
+        (["--limit", "3"], r"--limit has no meaning without --task; add that option"),
+        (["--data-root", "x"], r"--data-root has no meaning without --task"),
+        (["--suite", "paper11"], r"--suite has no meaning without --task"),
+        (["--calibration-tokens", "9"], r"-tokens has no meaning without --calibrated"),
+        (["--sides", ""], r"--sides: .*'first', 'last' or 'single'.*got ''"),
+        (["--sides", "single", "--counts", "1"], r"apply to the sides first and last"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(
@@ -621,7 +624,7 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
         "--counts",
         "1",
     ]
-    assert main([*command(model, text, folder), *words]) == 0
+    assert main(command(model, text, folder, *words)) == 0
     assert "± –" not in capsys.readouterr().out
     tokenizer, original, wired = (
         load_tokenizer(model),
@@ -683,7 +686,7 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
         "--counts",
         "2",
     ]
-    assert main([*command(model, text, folder), *words]) == 0
+    assert main(command(model, text, folder, *words)) == 0
     table, error = capsys.readouterr()
     assert (
         "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1"
@@ -1256,6 +1259,10 @@ def test_plans_that_cannot_be_made_are_refused(
     refused(
         [*here, "--max-loss", "1", "--calibrated"],
         r"--calibrated and --model belong to --budget",
+    )
+    refused(
+        [*here, "--budget", "1", "--model", "m"],
+        r"--model has no meaning without --verify",
     )
     alone = [point for point in study["points"] if point["side"] == "single"]
     hand_made([0.5, 0.1, 0.2], tmp_path / "d", points=alone)
