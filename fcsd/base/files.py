@@ -312,9 +312,12 @@ def new_folder(
     process makes in the meantime.
 
     Raises:
-        UserError: the disk is full, or `check_folder_place` refuses the path.
+        UserError: the path has no name, the disk is full, or `check_folder_place`
+            refuses the path.
     """
     check_path(path)
+    if not path.name:  # '', '.' or '/'
+        raise UserError(f"{str(path)!r}: is not the name of a new folder; choose one")
     # Renaming onto a link would replace the link, not the folder that it points to.
     if replaces and path.is_symlink():
         path = path.resolve()

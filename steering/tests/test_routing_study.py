@@ -79,7 +79,9 @@ def links(path: Path, size: int) -> None:
 
 def options(folder: Path, output: Path, *more: str) -> list[str]:
     text = f"{{path: {folder / 'rows.jsonl'}, columns: {{text: text}}}}"
-    words = ["--text", text, "--batch-size", str(BATCH), "--output", str(output), *more]
+    words = ["--text", text, "--output", str(output), *more]
+    if "--batch-size" not in more:
+        words += ["--batch-size", str(BATCH)]
     return ["routing", str(folder / "converted"), *words]
 
 

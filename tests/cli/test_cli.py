@@ -514,6 +514,25 @@ def test_a_mistake_in_a_command_line_is_argparse_usage(
     assert "invalid choice: 'half'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("out", ["", "."])
+def test_the_working_folder_is_not_replaced(
+    bench: Bench, refused: Refused, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (bench.folder / "here").mkdir()
+    monkeypatch.chdir(bench.folder / "here")
+    refused("convert", str(bench.base), out, message="not the name of a new folder")
+
+
+def test_data_are_not_looked_for_where_nothing_is_left_out(
+    bench: Bench, refused: Refused
+) -> None:
+    refused(
+        *("calibrate", str(bench.base), str(bench.folder / "out")),
+        *("--text", str(bench.rows), "--data-root", "nowhere"),
+        message="--data-root has no meaning without --decontaminate",
+    )
+
+
 def test_an_interruption_says_how_to_go_on(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,10 @@ __all__ = ["place"]  # a fixture
 
 
 def command(place: Path, output: Path, *more: str) -> list[str]:
+    batch = () if "--batch-size" in more else ("--batch-size", "2")
     return [
         "evaluate", str(place / "model"), "--suite", str(place / "suite.yaml"), "--data-root", str(place / "data"),
-        "--batch-size", "2", "--output", str(output), *more,
+        *batch, "--output", str(output), *more,
     ]  # fmt: skip
 
 

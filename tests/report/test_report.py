@@ -393,6 +393,11 @@ def test_a_finished_training_without_its_model_is_not_published(
             if (run / "distill" / "model").exists()
             else None
         )
+    (run / "distill" / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"no such model yet; distil it first \(`fcsd"):
+        write_publication(
+            recipe, None, run / "distill" / "model", run / "report", run / "publish"
+        )
 
 
 def test_what_is_published_is_neither_a_link_nor_changed_code(

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError, is_out_of_memory, one_line
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors
@@ -140,9 +140,10 @@ def load_speaker(
         )
     try:
         model = load_for_evaluation(checkpoint, join_launch(), device_map=device_map)
-    except ValueError as error:
-        # Without a map the mistake is not the user's, and keeps its traceback.
-        if device_map is None:
+    except (ValueError, RuntimeError, AssertionError) as error:
+        # Without a map the mistake is not the user's, and keeps its traceback. torch
+        # asserts that it was built for a device.
+        if device_map is None or is_out_of_memory(error):
             raise
         raise UserError(f"--device-map {device_map}: {one_line(error)}") from None
     return Speaker(path, model, tokenizer, thinking=thinking)

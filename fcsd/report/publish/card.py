@@ -181,6 +181,11 @@ def write_publication(
     """
     report = read_json(report_folder / "report.json")
     if not (model / CONFIG).is_file():
+        if not (model.parent / "manifest.json").is_file():
+            raise UserError(
+                f"{model}: no such model yet; distil it first (`fcsd run RECIPE --only"
+                " distill`)"
+            )
         raise UserError(
             f"{model}: holds no model, although its stage has finished; remove"
             f" {model.parent} to run the stage again"

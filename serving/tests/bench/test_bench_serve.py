@@ -126,7 +126,12 @@ class Place:
             "output-tokens": 8,
             "tensor-parallel": 2,
         }
-        options = [f"--{name}={value}" for name, value in settings.items()]
+        changed = {word.partition("=")[0] for word in more}
+        options = [
+            f"--{name}={value}"
+            for name, value in settings.items()
+            if f"--{name}" not in changed
+        ]
         return ["serve", str(self.folder / "model"), *options, *more]
 
     def calls(self) -> list[dict[str, Any]]:
@@ -832,13 +837,14 @@ def test_dummies_may_be_asked_for_and_real_weights_are_not_called_so(
 
 
 def test_sglang_simulates_routes_on_gpus_alone(place: Place) -> None:
-    words = place.with_sglang().without_weights().words("--rounds=1", "--rows=stock")
+    place.with_sglang().without_weights()
     for gpus, environment in (
         (0, {"SGLANG_EXTERNAL_MODEL_PACKAGE": "fcsd_sglang"}),
         (2, {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}),
     ):
         place.gpus(gpus)
-        assert main([*words, f"--output={place.folder / str(gpus)}"]) == 0
+        output = f"--output={place.folder / str(gpus)}"
+        assert main(place.words("--rounds=1", "--rows=stock", output)) == 0
         *_, last = (call for call in place.calls() if "serve" in call)
         assert last["serve"][1:4] == ["--disable-radix-cache", "--load-format", "dummy"]
         assert last["environment"] == environment

@@ -295,6 +295,8 @@ def test_what_cannot_be_talked_to_is_one_line(
         "--device-map nowhere: When passing device_map as a string"
         in capsys.readouterr().err
     )
+    assert main(["chat", str(base_checkpoint), "--device-map", "cuda:99"]) == 2
+    assert re.search(r"error: --device-map cuda:99: \w.*\n$", capsys.readouterr().err)
     assert main(["chat", str(base_checkpoint), "--max-new-tokens", "0"]) == 2
     assert "must be at least 1" in capsys.readouterr().err
 
