@@ -107,6 +107,29 @@ def lm_eval_sample(
     return sample | shown_question(requests)
 
 
+def generation_settings(
+    settings: Mapping[str, Any], max_new_tokens: int | None = None
+) -> dict[str, Any]:
+    """Describe lm-eval's `generation_kwargs` in the words of a suite's row.
+
+    max_new_tokens: where the task sets none; None: not known.
+    """
+    # lm-eval takes the first of these names (`normalize_gen_kwargs`).
+    limits = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+    for name in reversed(limits):
+        max_new_tokens = settings.get(name) or max_new_tokens
+    stop = settings.get("until") or []
+    temperature = settings.get("temperature")
+    # Greedy, unless it samples or has a temperature and does not say whether it does.
+    sampled = settings.get("do_sample", bool(temperature))
+    return {
+        "max_new_tokens": max_new_tokens,
+        "stop": [stop] if isinstance(stop, str) else list(stop),
+        "temperature": temperature if sampled else 0.0,
+        "top_p": settings.get("top_p", 1.0) if sampled else 1.0,
+    }
+
+
 def code_sample(
     row: CodeTaskConfig,
     problem: Problem,

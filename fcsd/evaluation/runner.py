@@ -175,6 +175,8 @@ def _prepare_task(
     return task, {
         "num_items_total": likelihood.num_items(task, None),
         "higher_is_better": likelihood.higher_is_better(task, row),
+        # of a group, as its first task
+        "generation": likelihood.generation(next(iter(task.values()))),
     }
 
 
@@ -364,7 +366,15 @@ class PreparedEvaluation:
             "template_date": date,
             "fewshot_seed": likelihood.FEWSHOT_SEED,
             "decoding": "greedy, except in rows with a temperature",
-            "suite": self.suite.model_dump(mode="json"),
+            "suite": self._recorded_suite(facts),
             "versions": {"python": platform.python_version(), **evaluation_versions()},
         }
         return whole_result(self.suite.name, name, tasks, settings, sandbox)
+
+    def _recorded_suite(self, facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the suite with what its rows leave to lm-eval's definitions."""
+        suite: dict[str, Any] = self.suite.model_dump(mode="json")
+        for row in suite["tasks"]:
+            generation = facts[row["task"]].get("generation", {})
+            row |= {key: generation[key] for key in generation if row.get(key) is None}
+        return suite

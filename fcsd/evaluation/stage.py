@@ -283,12 +283,16 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
     with contextlib.suppress(UserError, OSError, KeyError, AttributeError):
         check_outputs(stage.folder, "results.json")
         result = read_json(stage.folder / "results.json")
+        recorded = {row["task"]: row for row in result["settings"]["suite"]["tasks"]}
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
             facts = {
                 name: score[name] for name in ("num_items_total", "higher_is_better")
             }
-            facts |= {"sandbox": result["sandbox"]} if row.kind == "code" else {}
+            if row.kind == "code":
+                facts["sandbox"] = result["sandbox"]
+            else:
+                facts["generation"] = recorded[row.task]
             with contextlib.suppress(UserError):
                 store.put(row, read_samples(stage.folder, row.task, score), facts)
 

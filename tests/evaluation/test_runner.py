@@ -513,3 +513,19 @@ def test_a_config_that_asks_for_mtp_is_answered_token_by_token(
         model, tiny_tokenizer(), suite(place, *rows), progress=False, **plan
     )
     assert samples == expected
+
+
+def test_a_row_that_leaves_a_setting_to_lm_eval_is_compared_by_the_tasks_own(
+    model: Any, place: Path, tmp_path: Path
+) -> None:
+    results = []
+    for number, changes in enumerate(({}, {"max_new_tokens": 4}, {"stop": ["x"]})):
+        made, samples = judge(model, place, GENERATION | changes, limit=2)
+        write_result(made, samples, tmp_path / str(number))
+        results.append({"result": made, "samples": samples})
+    own, same, other = results
+    compare(own, same)
+    with pytest.raises(
+        UserError, match=r"^t_answers: stop is \['.n'\] against \['x'\]"
+    ):
+        compare(own, other)

@@ -345,6 +345,7 @@ def test_what_is_no_headline_has_no_mean() -> None:
         ({"chat_template": True}, {}, {}, "^x: chat_template is False against True"),
         ({}, {}, {"max_new_tokens": 512}, "^x: max_new_tokens is 256 against 512"),
         ({}, {}, {"temperature": 0.8}, "^x: temperature is 0.0 against 0.8"),
+        ({}, {}, {"thinking": True}, "^x: thinking is False against True"),
     ],
 )
 def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
@@ -353,7 +354,13 @@ def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
     suite_row: dict[str, Any],
     message: str,
 ) -> None:
-    own = {"task": "x", "max_new_tokens": 256, "temperature": 0.0, "stop": None}
+    own = {
+        "task": "x",
+        "max_new_tokens": 256,
+        "temperature": 0.0,
+        "stop": None,
+        "thinking": None,
+    }
     a, b = (result({"x": [1, 0]}, chat_template=False) for _ in range(2))
     a["result"]["settings"]["suite"] = {"tasks": [own]}
     b["result"]["settings"] |= {"suite": {"tasks": [own | suite_row]}} | settings

@@ -264,6 +264,39 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
     assert "no metric" in error_of(capsys, place, third)
 
 
+def test_lm_eval_results_that_were_sampled_otherwise_or_of_chosen_items_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--gen_kwargs` and `--samples` of lm_eval, as its files record them."""
+    whole, samples = with_a_group(0)
+    greedy = write_lm_eval(whole, samples, tmp_path / "greedy")
+
+    def changed(name: str, code: dict[str, Any], original: int = 4) -> Path:
+        place = write_lm_eval(whole, samples, tmp_path / name)
+        for folder, settings in ((place, code), (greedy, {})):
+            (file,) = folder.glob("results_*")
+            report = json.loads(file.read_text())
+            report["configs"]["code"]["generation_kwargs"] = {
+                "until": ["\n"], "do_sample": False, "temperature": 0, **settings,
+            }  # fmt: skip
+            report["n-samples"]["code"]["original"] = original
+            write_json(file, report)
+        return place
+
+    same = changed("same", {"until": "\n", "temperature": 0.7})
+    assert main(["compare", str(greedy), str(same)]) == 0  # greedy takes no temperature
+    assert "quick look" not in capsys.readouterr().out
+    drawn = changed("drawn", {"do_sample": True, "temperature": 0.7})
+    longer = changed("longer", {"max_tokens": 9})
+    shorter = changed("shorter", {"max_new_tokens": 8})
+    assert "code: temperature is 0.0 against 0.7" in error_of(capsys, greedy, drawn)
+    assert "code: max_new_tokens is 9 against 8" in error_of(capsys, longer, shorter)
+    some = changed("some", {}, original=378)
+    assert main(["compare", str(greedy), str(some), "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out).values()
+    assert comparison["complete"] is False and comparison["limit"] == 4
+
+
 def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
     tmp_path: Path,
 ) -> None:

@@ -15,6 +15,7 @@ from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.write import lm_eval_key
 from fcsd.evaluation.results import (
     Samples,
+    generation_settings,
     lm_eval_sample,
     mean_of,
     read_result,
@@ -84,7 +85,15 @@ def read_results(
         "lm-eval": newest.get("lm_eval_version"),
         "transformers": newest.get("transformers_version"),
     }
-    limit = config.get("limit")
+    # A choice of items (`--samples`) is as little a result as their first ones.
+    limit = config.get("limit") or min(
+        (
+            row["num_items"]
+            for row in tasks.values()
+            if row["num_items"] < row["num_items_total"]
+        ),
+        default=None,
+    )
     settings = {
         # lm-eval reads a limit below 1 as a share of the items.
         "limit": int(limit) if limit and limit >= 1 else limit,
@@ -133,19 +142,13 @@ def _leaves(task: str, report: Mapping[str, Any]) -> list[str]:
 
 
 def _suite_row(task: str, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe how a generated answer was cut, in the words of a suite."""
+    """Describe how answers were generated, in the words of a suite."""
     config = report["configs"].get(_leaves(task, report)[0]) or {}
-    settings = config.get("generation_kwargs") or {}
-    return {
-        "task": task,
-        "dataset": str(config.get("dataset_path", "")),
-        "max_new_tokens": settings.get("max_gen_toks"),
-        "stop": (
-            [settings["until"]]
-            if isinstance(settings.get("until"), str)
-            else settings.get("until")
-        ),
-    }
+    row = {"task": task, "dataset": str(config.get("dataset_path", ""))}
+    # Likelihoods have none, nor have files of an earlier fcsd.
+    settings = config.get("generation_kwargs")
+    generates = config.get("output_type") == "generate_until"
+    return row | (generation_settings(settings) if settings and generates else {})
 
 
 def _task(

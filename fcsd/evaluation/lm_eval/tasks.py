@@ -28,7 +28,7 @@ from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.progress import Work
-from fcsd.evaluation.results import lm_eval_sample
+from fcsd.evaluation.results import generation_settings, lm_eval_sample
 from fcsd.evaluation.suites import (
     damaged_file,
     dataset_location,
@@ -41,6 +41,7 @@ from fcsd.model.preserve import quiet
 
 FEWSHOT_SEED = 1234  # lm-eval's default
 _GROUP = "fcsd_row"  # the generated group around one row
+_MAX_NEW_TOKENS = 256  # where a task sets none (`HFLM.max_gen_toks`)
 _LONGEST = 8  # documents of a task whose length is looked at before it is run
 
 
@@ -248,6 +249,15 @@ def _apply(task: Any, row: LMEvalTaskConfig) -> None:
         task.set_config(key="generation_kwargs", value=settings, update=True)
 
 
+def generation(task: Any) -> dict[str, Any]:
+    """Describe how the answers to one of lm-eval's tasks are generated, in the words of
+    a suite's row; {} where none are.
+    """
+    if task.OUTPUT_TYPE != "generate_until":
+        return {}
+    return generation_settings(task.config.generation_kwargs or {}, _MAX_NEW_TOKENS)
+
+
 def num_items(tasks: dict[str, Any], limit: int | None) -> int:
     """Count the items that a row's tasks are evaluated on."""
     counts = [len(task.eval_docs) for task in tasks.values()]
@@ -258,10 +268,7 @@ def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Wor
     """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
     if row.kind == "generation":
-        tokens = [
-            (task.config.generation_kwargs or {}).get("max_gen_toks", 256)
-            for task in tasks.values()
-        ]
+        tokens = [generation(task)["max_new_tokens"] for task in tasks.values()]
         return Work(items, "tokens", items * max(tokens))
     characters = 0.0
     for task in tasks.values():

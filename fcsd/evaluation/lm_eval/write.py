@@ -52,6 +52,7 @@ def write_lm_eval(
         "chat_template_sha": settings.get("chat_template_sha256") if all(chat) else None,
         "total_evaluation_time_seconds": str(result.get("wall_s", 0.0)),
     }  # fmt: skip
+    suite = {row["task"]: row for row in settings.get("suite", {}).get("tasks", [])}
     # lm-eval has one file of samples for each member of a group, and a score for the
     # group.
     for task, row in result["tasks"].items():
@@ -68,6 +69,10 @@ def write_lm_eval(
                 items,
                 None if members else row.get("num_items_total"),
             )
+            if row["kind"] != "likelihood" and task in suite:
+                report["configs"][part]["generation_kwargs"] = _generation_kwargs(
+                    suite[task]
+                )
             rows = [_lm_eval_sample(item, row) for item in items]
             # lm-eval also hashes a task from the hashes of its samples.
             report["task_hashes"][part] = text_hash(
@@ -181,6 +186,21 @@ def _add_task(
         "original": total or len(items),
         "effective": len(items),
     }
+
+
+def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return lm-eval's words for a suite's row, of which `generation_settings` makes the
+    row again; null is left out.
+    """
+    temperature = row.get("temperature")
+    settings = {
+        "max_gen_toks": row.get("max_new_tokens"),
+        "until": row.get("stop"),
+        "do_sample": None if temperature is None else temperature > 0,
+        "temperature": temperature,
+        "top_p": row.get("top_p"),
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def lm_eval_key(metric: str) -> tuple[str, str]:
