@@ -12,12 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 import fcsd
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import make_folder, read_json, write_text
 from fcsd.base.stats import plain_mean, standard_error
-from fcsd.base.strict import check_name
+from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
@@ -26,17 +28,47 @@ from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
 Samples = dict[str, list[dict[str, Any]]]
-_SAMPLE_KEYS = ("doc_id", "doc_hash", "prompt_hash", "score")
+_SAMPLE_KEYS: dict[str, Any] = {
+    "doc_id": int | str,
+    "doc_hash": str,
+    "prompt_hash": str,
+    "score": int | float,
+}
 _LONGEST = 2000  # characters of a prompt; the whole prompt is identified by its hash
-_ROW_KEYS = (
-    "metric",
-    "value",
-    "stderr",
-    "num_items",
-    "num_fewshot",
-    "kind",
-    "headline",
-)
+
+
+class _Read(BaseModel, strict=True):
+    """What a comparison reads of results.json, whose other keys may hold anything."""
+
+
+class _Row(_Read):
+    metric: str
+    value: float
+    stderr: float | None
+    num_items: int
+    num_fewshot: int
+    kind: str
+    headline: bool
+
+
+class _SuiteRow(_Read):
+    task: str
+
+
+class _Suite(_Read):
+    tasks: list[_SuiteRow]
+
+
+class _Settings(_Read):
+    limit: float | None
+    suite: _Suite = _Suite(tasks=[])
+    versions: dict[str, Any] = {}
+
+
+class _Result(_Read):
+    tasks: dict[str, _Row]
+    settings: _Settings
+    sandbox: dict[str, Any] | None = None
 
 
 def shown_question(requests: Sequence[tuple[str, str]]) -> dict[str, Any]:
@@ -324,8 +356,10 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
             f"{path}: schema_version is {result.get('schema_version')}, this fcsd reads"
             f" {SCHEMA_VERSION}; evaluate again"
         )
-    if "limit" not in (result.get("settings") or {}):
-        raise UserError(f"{path}: lacks settings.limit; evaluate again")
+    try:
+        validate(_Result, result, str(path))
+    except UserError as error:
+        raise UserError(f"{error}; evaluate again") from None
     for task in result["tasks"]:
         try:
             check_name(task)  # the name becomes part of a file name
@@ -342,11 +376,6 @@ def read_samples(
     """Read the samples of one task; `row` is its entry in results.json. Raises as
     `read_result`.
     """
-    if missing := [key for key in _ROW_KEYS if key not in row]:
-        raise UserError(
-            f"{folder / 'results.json'}: task {task} lacks {', '.join(missing)};"
-            " evaluate again"
-        )
     file = folder / f"samples_{task}.jsonl"
     if not file.is_file():
         raise UserError(
@@ -356,7 +385,9 @@ def read_samples(
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
-        if not isinstance(sample, dict) or not sample.keys() >= set(_SAMPLE_KEYS):
+        if not isinstance(sample, dict) or not all(
+            isinstance(sample.get(key), kind) for key, kind in _SAMPLE_KEYS.items()
+        ):
             raise UserError(
                 f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
             )

@@ -262,6 +262,10 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
         results.read_text().replace('"acc,none": 0.5', '"acc,none": 0.25')
     )
     assert "no metric" in error_of(capsys, place, third)
+    whole_text = next(other.glob("results_*")).read_text()
+    for key, value in (("results", {}), ("configs", "x"), ("group_subtasks", [1])):
+        results.write_text(json.dumps(json.loads(whole_text) | {key: value}))
+        assert "not as lm_eval writes" in error_of(capsys, place, third)
 
 
 def test_lm_eval_results_that_were_sampled_otherwise_or_of_chosen_items_are_known(
@@ -323,6 +327,11 @@ def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
     )
 
 
+def json_with(old: str, new: str) -> Any:
+    """Return the function that changes the first `old` of a text."""
+    return lambda text: text.replace(old, new, 1)
+
+
 def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
     folders: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,9 +369,16 @@ def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
         "results.json",
         lambda text: text.replace('"schema_version": 1', '"schema_version": 7'),
     )
-    assert "task code lacks metric" in changed(
-        "results.json", lambda text: text.replace('"metric"', '"m"', 1)
-    )
+    for old, new, told in (
+        ('"metric"', '"m"', "tasks.code.metric: Field required; evaluate again"),
+        ('"value": ', '"value": "x", "v": ', "tasks.code.value: Input should be a"),
+        ('"limit": null', '"limit": "x"', "settings.limit: Input should be a"),
+    ):
+        assert told in changed("results.json", json_with(old, new))
+    for value in ('"1"', "null", "[1]"):
+        assert "line 1: not a sample (doc_id, doc_hash" in changed(
+            samples, json_with('"score": 1.0', f'"score": {value}')
+        )
     changed("results.json", lambda _: "")
     (place / "stage.json").write_text("{}")
     assert "the evaluation is not finished; run it again" in error_of(

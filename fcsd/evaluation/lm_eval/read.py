@@ -25,6 +25,7 @@ from fcsd.evaluation.results import (
 Result = dict[str, Any]
 # Sections that a results file may lack.
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")
+_DAMAGED = (LookupError, TypeError, ValueError, AttributeError)
 _PREFERRED = (
     "acc_norm,none",
     "acc,none",
@@ -68,6 +69,18 @@ def read_results(
     metrics = {
         task: row["metric"] for task, row in (like or {}).get("tasks", {}).items()
     }
+    try:
+        return _converted(folder.name, files, metrics)
+    except _DAMAGED as error:
+        raise UserError(
+            f"{folder}: results are not as lm_eval writes them ({error!r}); evaluate"
+            " again"
+        ) from None
+
+
+def _converted(
+    name: str, files: list[Path], metrics: Mapping[str, str]
+) -> tuple[Result, Samples]:
     by_task: dict[str, tuple[dict[str, Any], Path]] = {}
     for file in files:  # by time: the newest result of a task counts
         report = read_json(file, "evaluate again")
@@ -79,7 +92,7 @@ def read_results(
     tasks, samples = {}, {}
     for task, (report, file) in by_task.items():
         tasks[task], samples[task] = _task(task, report, file, metrics.get(task))
-    newest = by_task[next(reversed(by_task))][0]
+    newest = by_task[list(by_task)[-1]][0]
     config = newest.get("config") or {}
     versions = {
         "lm-eval": newest.get("lm_eval_version"),
@@ -109,7 +122,7 @@ def read_results(
         "suite": {"tasks": [_suite_row(task, by_task[task][0]) for task in tasks]},
         "versions": {name: version for name, version in versions.items() if version},
     }
-    model = str(newest.get("model_name") or folder.name)
+    model = str(newest.get("model_name") or name)
     return whole_result("lm_eval", model, tasks, settings, sandbox=None), samples
 
 
@@ -170,7 +183,7 @@ def _task(
                 lm_eval_sample(row, float(row[name]), member, _requests(row))
                 for row in chosen
             ]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except _DAMAGED as error:
         raise UserError(
             f"{file}: task {task}: result or samples are not as lm_eval writes them"
             f" ({error!r}); evaluate again"
@@ -223,7 +236,8 @@ def _read_samples(task: str, file: Path) -> list[dict[str, Any]]:
     description, rows = "a sample of lm_eval", []
     for where, row in json_lines(path, description, "; evaluate again"):
         try:
-            int(row["doc_id"]), row["doc_hash"], row["prompt_hash"], row["filter"]
+            int(row["doc_id"])
+            "".join(row[key] for key in ("doc_hash", "prompt_hash", "filter"))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{where}: not {description} ({error!r}); evaluate again"
