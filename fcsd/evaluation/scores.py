@@ -270,7 +270,7 @@ def _require_same(
 
 def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:
     rows = result["settings"].get("suite", {}).get("tasks", [])
-    row = next((row for row in rows if row["task"] == task), {})
+    row: dict[str, Any] = next((row for row in rows if row["task"] == task), {})
     # null and false both ask for no thoughts
     return row | {"thinking": bool(row["thinking"])} if "thinking" in row else row
 

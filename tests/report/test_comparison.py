@@ -266,6 +266,10 @@ def test_lm_eval_results_that_cannot_be_compared_are_refused(
     for key, value in (("results", {}), ("configs", "x"), ("group_subtasks", [1])):
         results.write_text(json.dumps(json.loads(whole_text) | {key: value}))
         assert "not as lm_eval writes" in error_of(capsys, place, third)
+    fourth = write_lm_eval(whole, samples, tmp_path / "four")
+    file = next(fourth.glob("samples_mmlu_art_*"))  # of another evaluation
+    file.write_text(file.read_text().replace('"acc": 0.0', '"acc": 1.0'))
+    assert "task mmlu has no metric" in error_of(capsys, place, fourth)
 
 
 def test_lm_eval_results_that_were_sampled_otherwise_or_of_chosen_items_are_known(

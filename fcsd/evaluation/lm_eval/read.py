@@ -5,7 +5,7 @@ Not covered: metrics that are not means over items; several answers an item (`re
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -256,20 +256,13 @@ def _metric(
     """Choose the `metric,filter` of a task: the requested one, or the first preferred
     one that is a mean over items.
     """
-    leaf, rows = next(iter(items.items()))
-    means = []
-    for key, value in results[leaf].items():
-        name, comma, rule = key.partition(",")
-        if not comma or name.endswith("_stderr"):
-            continue
-        # Models are compared item by item, so the reported value must be the mean of
-        # the item scores.
-        scores = [row.get(name) for row in rows if row["filter"] == rule]
-        numbers = [float(score) for score in scores if isinstance(score, int | float)]
-        if scores and len(numbers) == len(scores) and math.isclose(
-            math.fsum(numbers) / len(numbers), value, rel_tol=1e-6, abs_tol=1e-9
-        ):  # fmt: skip
-            means.append(key)
+    # Models are compared item by item, so the value reported for a task, and for every
+    # member of a group, must be the mean of the item scores.
+    means = [
+        key
+        for key in results[next(iter(items))]
+        if all(_is_mean(key, results[leaf], rows) for leaf, rows in items.items())
+    ]
     if requested_metric is not None:
         if ",".join(lm_eval_key(requested_metric)) not in means:
             raise UserError(
@@ -283,6 +276,23 @@ def _metric(
             " be compared"
         )
     return next((key for key in _PREFERRED if key in means), means[0])
+
+
+def _is_mean(
+    key: str, values: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> bool:
+    name, comma, rule = key.partition(",")
+    if not comma or name.endswith("_stderr") or key not in values:
+        return False
+    scores = [row.get(name) for row in rows if row["filter"] == rule]
+    numbers = [float(score) for score in scores if isinstance(score, int | float)]
+    return (
+        bool(scores)
+        and len(numbers) == len(scores)
+        and math.isclose(
+            math.fsum(numbers) / len(numbers), values[key], rel_tol=1e-6, abs_tol=1e-9
+        )
+    )
 
 
 def _requests(row: Mapping[str, Any]) -> list[list[Any]]:
