@@ -271,8 +271,10 @@ def convert_checkpoint(
     return Path(out)
 
 
-# Options of `from_pretrained` that would have no effect: the files are local by then.
+# Options that would have no effect, or that have another name here. Those of
+# `from_pretrained`: the files are local by then.
 _NOT_OPTIONS = {
+    "connectivity": "give it as layers=… (an fcsd.Connectivity has layers and sides)",
     "torch_dtype": "use dtype=… instead, for example dtype='bfloat16'",
     "token": "set HF_TOKEN, or log in with `hf auth login`",
     "cache_dir": "set HF_HUB_CACHE",

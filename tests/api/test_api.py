@@ -244,6 +244,10 @@ def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
     [
         ({"token": "hf_x"}, "token: set HF_TOKEN, or log in"),
         ({"cache_dir": "/big/disk"}, "cache_dir: set HF_HUB_CACHE"),
+        (
+            {"connectivity": fcsd.Connectivity(layers="all")},
+            "connectivity: give it as layers=",
+        ),
         ({"local_files_only": True}, "local_files_only: set HF_HUB_OFFLINE=1"),
         ({"config": object()}, "config: change the config.json of the checkpoint"),
         ({"output_loading_info": True}, "output_loading_info: a checkpoint that does"),
