@@ -9,6 +9,7 @@ Not covered: tool calls, which are not answers; models that think without any ma
 """
 
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -88,9 +89,11 @@ _FAMILIES = (
     _pair("<|begin_of_thought|>", "<|end_of_thought|>"),
     _pair("◁think▷", "◁/think▷"),  # Kimi-VL
 )
-_TAG = re.compile(
-    r"</((?:\w+[:_])?(?:think|thinking|thoughts?|reasoning))>"
-)  # also <seed:think>, <longcat_think>
+# Also <seed:think>, <longcat_think>.
+_NAME = r"((?:\w+[:_])?(?:think|thinking|thoughts?|reasoning))"
+_OPENING, _CLOSING = (
+    re.compile(rf"<{slash}{_NAME}>", re.IGNORECASE) for slash in ("", "/")
+)
 _WRAPPERS = (
     ("<answer>", "</answer>"),  # Hunyuan
     ("<response>", "</response>"),  # Granite, ERNIE
@@ -120,24 +123,31 @@ def thinking_options(tokenizer: Any, thinking: bool) -> dict[str, Any]:
     The switch is the first of `_SWITCHES` that the template reads; one without any is
     given the first of all, and passes over it.
     """
+    name, on, off = _SWITCHES[0]
+    switch = _switch_in(_template_of(tokenizer)) or ({name: on}, {name: off})
+    return dict(switch[0 if thinking else 1])
+
+
+def _template_of(tokenizer: Any) -> str:
+    """Return the template of prompts; "" for none."""
     template = getattr(tokenizer, "chat_template", None)
     if template is not None and not isinstance(template, str):  # several, by name
         template = tokenizer.get_chat_template()
-    return dict(_switch_in(template or "")[0 if thinking else 1])
+    return template or ""
 
 
 @functools.lru_cache
-def _switch_in(template: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a template's arguments with thoughts, and without."""
+def _switch_in(template: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return a template's arguments with thoughts, and without; None where it has no
+    switch.
+    """
     from jinja2 import TemplateError, meta, nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    name, on, off = _SWITCHES[0]
-    usual = {name: on}, {name: off}
     try:
         tree = _compile_jinja_template(template).environment.parse(template)
     except TemplateError:  # who writes a conversation with it says so
-        return usual
+        return None
     variables = meta.find_undeclared_variables(tree)
     words = {
         word
@@ -149,22 +159,24 @@ def _switch_in(template: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if name in variables and (not isinstance(off, str) or off in words):
             has_on = not isinstance(on, str) or on in words
             return ({name: on} if has_on else {}), {name: off}
-    return usual
+    return None
 
 
 def markers_in(text: str) -> Markers | None:
     """Return the markers in a chat template or an answer; None: no known ones."""
-    markers: Markers | None = next(
-        (
-            family
-            for family in _FAMILIES
-            if family.begin in text or re.search(family.end, text)
-        ),
-        None,
+    # Those at the beginning of an answer count first: its thoughts may quote others.
+    start = text.lstrip()
+    tag = _OPENING.match(start)
+    begun = (family for family in _FAMILIES if start.startswith(family.begin))
+    found = (
+        family
+        for family in _FAMILIES
+        if family.begin in text or re.search(family.end, text)
     )
+    markers = None if tag else next(itertools.chain(begun, found), None)
     # Unlisted families often use XML-like tags, whose name is taken as it occurs.
     if markers is None and (
-        tag := _TAG.search(text) or re.search(_TAG.pattern.replace("</", "<"), text)
+        tag := tag or _CLOSING.search(text) or _OPENING.search(text)
     ):
         markers = _pair(f"<{tag[1]}>", f"</{tag[1]}>")
     if markers is None or markers.always:
@@ -222,6 +234,10 @@ class Thoughts:
             for token_id, token in tokenizer.added_tokens_decoder.items()
         }
         self.markers = markers_of(tokenizer, map(str, added.values()))
+        # A template that knows thoughts and has no switch cannot ask for none: its
+        # model thinks unasked (DeepSeek-R1), or never does.
+        template = _template_of(tokenizer)
+        self.unasked = bool(markers_in(template)) and _switch_in(template) is None
         special = {
             token_id: str(token)
             for token_id, token in added.items()
@@ -246,10 +262,10 @@ class Thoughts:
         return prompt.rstrip().endswith(self.markers.begin)
 
     def are_in(self, prompt: str, asked: bool) -> bool:
-        """Return whether the answer to a prompt has thoughts: they are asked for, or
-        the template cannot leave them out.
+        """Return whether the answer to a prompt may have thoughts: they are asked for,
+        or the template cannot leave them out.
         """
-        return asked or self.markers.always or self.opened_by(prompt)
+        return asked or self.markers.always or self.unasked or self.opened_by(prompt)
 
     def ends_of_text(self, stop: Iterable[str]) -> list[str]:
         """Return the stop strings at which the generation of an answer with thoughts

@@ -87,6 +87,29 @@ def test_a_stream_shows_the_answer_alone_however_the_text_is_cut_into_pieces(
     assert list(thoughts.streamed(list(endless), "")) == []
 
 
+@pytest.mark.parametrize(
+    ("template", "may_think"),
+    [
+        ("deepseekv3", True),  # also of DeepSeek-R1-0528, which thinks
+        ("lfm2_2_5", True),
+        ("qwen3", False),  # it has a switch
+        ("qwen2_5", False),  # it knows no thoughts
+    ],
+)
+def test_a_model_whose_template_has_no_switch_may_think_unasked(
+    template: str, may_think: bool
+) -> None:
+    thoughts = Thoughts(tokenizer_with(template))
+    assert thoughts.are_in("prompt", asked=False) is may_think
+
+
+def test_thoughts_may_quote_the_markers_of_other_families() -> None:
+    for quoted in ("</reasoning>", "[THINK]", "<|channel|>", "<|END_THINKING|>"):
+        assert answer_in(f"<think>\nTags: {quoted} is one.</think>\nHello!") == "Hello!"
+        assert answer_in(f"<think>\nTags: {quoted} is one.") == ""
+    assert answer_in("<Thinking>x</Thinking>Hello!") == "Hello!"
+
+
 def test_an_answer_is_shown_while_it_is_written() -> None:
     thoughts = Thoughts(tokenizer_with("qwen3"))
     stream = thoughts.streamed(

@@ -54,7 +54,7 @@ THINK = "<think> </think>"
 MARKERS = {
     "think": (THINK, "<think>", "</think>", ()),
     "opened by the prompt": (THINK + "{% if add_generation_prompt %}<think>\n{% endif %}", "", "</think>", ()),
-    "seed": ("</seed:think>", "<seed:think>", "</seed:think>", ()),
+    "seed": ("{# </seed:think> #}{% if thinking_budget == 0 %}{% endif %}", "<seed:think>", "</seed:think>", ()),
     "mistral": ("[/THINK]", "[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),
     "gptoss": (
         "<|channel|>", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>",
@@ -238,7 +238,8 @@ def test_without_thoughts_an_answer_ends_at_its_stop_string(place: Path) -> None
 def test_a_family_that_cannot_answer_without_thoughts_is_read_alike_when_none_are_asked_for(
     place: Path,
 ) -> None:
-    for kind in ("gptoss", "opened by the prompt"):
+    # The last two may think unasked: their templates know thoughts and no switch.
+    for kind in ("gptoss", "opened by the prompt", "think", "mistral"):
         _, samples = in_memory(place, kind, thinking=False)
         assert samples[0]["completion"].strip() == "7"
     _, samples = in_memory(place, "gptoss", thinking=None, chat_template=False)
