@@ -39,6 +39,9 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     """
     if problem.block == "first":
         return problem.prefix + str((_FENCE.findall(text) or [text])[0])
+    # As EvalPlus does (evalplus/provider/hf.py): the heads of functions are indented
+    # with spaces, which Python does not let tabs continue.
+    text = text.replace("\t", "    ")
     if problem.entry_point is None:
         return problem.prefix + longest_block(text, least=1)
     # EvalPlus's sanitiser, which also drops calls and tests that follow the function.

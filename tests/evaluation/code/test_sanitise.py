@@ -169,6 +169,8 @@ def test_a_base_models_completion_goes_on_from_the_head_of_the_function(
     body = "    return math.fsum([a, b])"
     assert program_in(problem, body) == head + body
     assert program_in(problem, f"{body}\n\nThis adds the two") == head + body
+    # Python refuses a tab after the head's spaces.
+    assert program_in(problem, body.replace("    ", "\t")) == head + body
     answer = f"Sure:\n```python\ndef add0(a, b):\n{body}\n```"
     assert program_in(problem, answer) == f"{problem.prefix}def add0(a, b):\n{body}\n"
     assert (
