@@ -340,7 +340,7 @@ class InMemoryBackend:
             **sampling,
             num_beams=1,
             max_new_tokens=row.max_new_tokens,
-            eos_token_id=ends or None,
+            eos_token_id=readers[0].ends(ends) or None,
             pad_token_id=pad,
             bos_token_id=tokenizer.bos_token_id,
             use_cache=True,

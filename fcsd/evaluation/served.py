@@ -155,7 +155,7 @@ class ServedBackend:
                         "prompt": prompt,
                         "max_tokens": row.max_new_tokens,
                         "stop": reader.stop,
-                        "stop_token_ids": self.ends,
+                        "stop_token_ids": reader.ends(self.ends),
                         "repetition_penalty": 1.0,
                         **({"skip_special_tokens": False} if reader.thinks else {}),
                         **sampling,

@@ -113,8 +113,11 @@ def scripted(tokenizer: Any, kind: str) -> Any:
             else options["generation_config"].max_new_tokens
         )
         made = input_ids
+        ends = getattr(options.get("generation_config"), "eos_token_id", None) or []
         for token in script(tokenizer, kind, input_ids[0].tolist(), new):
             made = torch.cat([made, torch.tensor([[token]])], dim=1)
+            if token in ends:
+                break
             if stopping_criteria and bool(
                 torch.as_tensor(stopping_criteria(made, None)).all()
             ):
@@ -274,6 +277,52 @@ def test_code_tasks_cut_thoughts_by_the_same_markers_and_count_the_same(
     right, endless, long = (sample["completion"] for sample in samples["code"])
     assert right == "7" and endless == "" and long.startswith("7 is it")
     assert result["tasks"]["code"]["answers_at_limit"] == 2
+
+
+def test_a_special_token_among_the_stop_strings_ends_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory and through a server, of which one returns token ids and one does not."""
+    monkeypatch.setitem(MARKERS, "plain", ("", "", "", ("<|eot|>",)))
+    reply = "def f(): return 1<|eot|>\nf = 2\n" + "f = 3\n" * LIMIT
+    monkeypatch.setattr(f"{__name__}.replies", lambda *_: {"right": reply})
+    code = {"task_id": 1, "prompt": "right: add", "code": "def f(): return 1", "test_imports": [], "test_list": [],
+            "test": "assert f() == 1"}  # fmt: skip
+    write_rows(tmp_path / "data/o/code", [code], "test")
+    row = {
+        "task": "code", "kind": "code", "dataset": "o/code", "max_new_tokens": LIMIT, "chat_template": True,
+        "stop": ["<|eot|>"],
+    }  # fmt: skip
+    suite = SuiteConfig.model_validate({"name": "mine", "tasks": [row]})
+    tokenizer = tokenizer_of("plain")
+    model = scripted(tokenizer, "plain")
+    plan: dict[str, Any] = {
+        "data_root": str(tmp_path / "data"),
+        "allow_weak_sandbox": True,
+    }
+    results = [evaluate(model, tokenizer, suite, progress=False, batch_size=1, **plan)]
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    for ids in (True, False):
+        engine = Scripted(model, tokenizer)
+        engine.kind, engine.token_ids = "plain", ids
+        with serving(engine) as url:
+            asked = Evaluation(
+                "model",
+                EvaluatedFolder(find_model(ModelConfig(path=str(tmp_path / "model")))),
+                suite=suite,
+                config=EvaluationConfig(server=ServerConfig(url=url), **plan),
+                server_check=False,
+            )
+            run_evaluation(asked, tmp_path / f"ids {ids}", join_launch())
+        results.append(read_result(tmp_path / f"ids {ids}"))
+    for result, samples in results:
+        (sample,) = samples["code"]
+        assert (sample["completion"], sample["outcome"]) == (
+            "def f(): return 1",
+            "passed",
+        )
+        assert result["tasks"]["code"]["answers_at_limit"] == 0
 
 
 def test_every_table_says_how_many_answers_hit_the_token_limit(place: Path) -> None:

@@ -133,6 +133,13 @@ class Reader:
         """The strings at which generation ends; thoughts hold anything."""
         return [] if self.thinks else list(self.task.stop)
 
+    def ends(self, ends: Sequence[int]) -> list[int]:
+        """Return the tokens that end a completion: these of the model, and the special
+        tokens among the stop strings, which do not show in the text.
+        """
+        words = self.thoughts.ends_of_text(self.task.stop)
+        return [*ends, *self.tokenizer.convert_tokens_to_ids(words)]
+
     def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
         """Return the completion that new tokens hold, and whether the token limit ended
         it; ends: the tokens that end a sequence.
@@ -144,7 +151,7 @@ class Reader:
             text = str(
                 self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
             )
-        end_ids = {*ends, self.tokenizer.pad_token_id}
+        end_ids = {*self.ends(ends), self.tokenizer.pad_token_id}
         return self.text(
             text, len(tokens) >= self.task.max_new_tokens and end_ids.isdisjoint(tokens)
         )
