@@ -244,7 +244,7 @@ def _folder(text: str) -> str:
 FolderPath = Annotated[str, AfterValidator(_folder)]
 """A path that a folder can have (`check_path`), with `~` replaced."""
 
-Document = TypeVar("Document", bound=Strict)
+Document = TypeVar("Document", bound=BaseModel)
 _TYPES = {
     "int",
     "str",
