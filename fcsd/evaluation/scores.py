@@ -142,7 +142,8 @@ def compare(
 
     original, converted: {"result": …, "samples": …} from `read_result`. only: tasks to
     compare, if the results have more. A task is "lost" or "gained" where its p after
-    Holm's correction for the number of tasks is below 0.05; the mean where its interval
+    Holm's correction for the number of tasks is below 0.05 and the mean changed in the
+    same direction as most changed items; the mean over tasks where its interval
     does not hold 0, of one task as that task.
 
     Raises:
@@ -183,9 +184,11 @@ def compare(
     adjusted = holm([row["p_value"] for row in tasks.values()])
     for row, p_value in zip(tasks.values(), adjusted, strict=True):
         row["p_holm"] = p_value
-        if p_value >= ALPHA:
+        # With fractional scores many small gains may stand against few large losses.
+        direction = row["gained"] - row["lost"]
+        if p_value >= ALPHA or row["delta"] * direction <= 0:
             row["verdict"] = "within noise"
-        elif row["gained"] > row["lost"]:
+        elif direction > 0:
             row["verdict"] = "gained"
         else:
             row["verdict"] = "lost"

@@ -105,9 +105,11 @@ def interval_text(interval: Sequence[float] | None) -> str:
 
 
 def task_verdict(row: Mapping[str, Any]) -> str:
-    """Return a task's verdict; with the reason where its interval excludes 0 and yet
-    the verdict is noise.
+    """Return a task's verdict; with the reason where its interval excludes 0 or its p is
+    small, and yet the verdict is noise.
     """
+    if row["verdict"] == "within noise" and row["p_holm"] < ALPHA:
+        return "within noise, as most items changed against the mean"
     low, high = row["interval"] or (0.0, 0.0)
     if row["verdict"] != "within noise" or low <= 0 <= high:
         return str(row["verdict"])

@@ -16,6 +16,7 @@ from fcsd.base.stats import (
     standard_error,
 )
 from fcsd.evaluation.scores import compare, paired
+from fcsd.report.verdict import task_verdict
 
 
 def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:
@@ -192,6 +193,19 @@ def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
     assert (
         row["p_value"] == pytest.approx(2 * 0.5 ** row["gained"]) and row["lost"] == 0
     )
+
+
+def test_a_mean_that_fell_is_no_gain_however_many_items_gained() -> None:
+    """35 of 40 items gain a hundredth and 5 lose a half: p is below 0.001, and the mean
+    falls by 5.4 points.
+    """
+    a = result({"x": [0.5] * 40})
+    b = result({"x": [0.51] * 35 + [0.0] * 5})
+    row = compare(a, b)["tasks"]["x"]
+    assert row["p_holm"] < 0.001 and row["delta"] == pytest.approx(-2.15 / 40)
+    assert row["verdict"] == "within noise"
+    assert task_verdict(row) == "within noise, as most items changed against the mean"
+    assert compare(b, a)["tasks"]["x"]["verdict"] == "within noise"
 
 
 def test_one_item_and_no_change_do_not_pass_for_certainty() -> None:
