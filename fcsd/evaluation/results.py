@@ -49,6 +49,7 @@ class _Row(_Read):
     num_fewshot: int
     kind: str
     headline: bool
+    dataset: str
 
 
 class _SuiteRow(_Read):
@@ -370,6 +371,17 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     }
 
 
+def _is_sample(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    lists = [value.get(key, []) for key in ("choices", "loglikelihoods", "completions")]
+    return (
+        all(isinstance(value.get(key), kind) for key, kind in _SAMPLE_KEYS.items())
+        and all(isinstance(items, list) for items in lists)
+        and all(isinstance(number, int | float) for number in lists[1])
+    )
+
+
 def read_samples(
     folder: Path, task: str, row: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
@@ -385,9 +397,7 @@ def read_samples(
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
-        if not isinstance(sample, dict) or not all(
-            isinstance(sample.get(key), kind) for key, kind in _SAMPLE_KEYS.items()
-        ):
+        if not _is_sample(sample):
             raise UserError(
                 f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
             )

@@ -377,11 +377,18 @@ def test_results_that_are_damaged_or_unfinished_are_refused_with_their_place(
         ('"metric"', '"m"', "tasks.code.metric: Field required; evaluate again"),
         ('"value": ', '"value": "x", "v": ', "tasks.code.value: Input should be a"),
         ('"limit": null', '"limit": "x"', "settings.limit: Input should be a"),
+        ('"dataset"', '"d"', "tasks.code.dataset: Field required"),
     ):
         assert told in changed("results.json", json_with(old, new))
-    for value in ('"1"', "null", "[1]"):
+    for old, new in (
+        ('"score": 1.0', '"score": "1"'),
+        ('"score": 1.0', '"score": null'),
+        ('"doc_hash": ', '"doc_hash": 1, "hash": '),
+        ('"loglikelihoods": [-1.5', '"loglikelihoods": [null'),
+        ('"choices": ', '"choices": 2, "more": '),
+    ):
         assert "line 1: not a sample (doc_id, doc_hash" in changed(
-            samples, json_with('"score": 1.0', f'"score": {value}')
+            samples, json_with(old, new)
         )
     changed("results.json", lambda _: "")
     (place / "stage.json").write_text("{}")
