@@ -44,22 +44,6 @@ SEVERAL = (
 )
 
 
-class Once(argparse._StoreAction):
-    """Stores a value, and refuses a second one, which would silently replace it."""
-
-    def __call__(
-        self,
-        parser: ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        given = getattr(namespace, self.dest, self.default) is not self.default
-        if given and option_string is not None:
-            parser.error(f"{option_string} is given twice; give it once")
-        super().__call__(parser, namespace, values, option_string)
-
-
 class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows only informative defaults, and breaks no word at a hyphen."""
 

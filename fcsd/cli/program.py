@@ -14,7 +14,7 @@ from fcsd import __version__
 from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
 from fcsd.base.files import home, release_folders
 from fcsd.base.temporary import sweep_scratch
-from fcsd.cli.options import Command, Help, Once
+from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
 
 
@@ -156,8 +156,6 @@ class Program:
                 name, help=text, description=description, formatter_class=Help
             )
             command.set_defaults(run=run)
-            for action in (None, "store"):
-                command.register("action", action, Once)
             # Adding options imports the records that they mirror.
             if command_name in (None, name):
                 options(command)

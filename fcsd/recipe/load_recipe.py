@@ -49,7 +49,6 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, but this file {found};"
             " `fcsd run tiny/demo --show` prints a whole recipe"
         )
-    overridden = set()
     for override in overrides or []:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -57,9 +56,6 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
                 f"--set {override}: must have the form KEY=VALUE, such as"
                 " train.learning_rate=4e-5"
             )
-        if key in overridden:
-            raise UserError(f"--set {key} is given twice; give it once")
-        overridden.add(key)
         where = f"--set {' '.join(override.split())}"
         where = where if len(where) <= 200 else f"{where[:199]}…"
         set_dotted(raw, key, parse_yaml(text, where), where)

@@ -109,26 +109,6 @@ def test_a_layer_study_takes_what_the_key_of_a_recipe_takes(
     )
 
 
-@pytest.mark.parametrize(
-    ("words", "option"),
-    [
-        (("convert", "m", "o", "--layers", "all", "--layers", "none"), "--layers"),
-        (("evaluate", "m", "--tasks=a", "--tasks", "b"), "--tasks"),
-        (("run", "r.yaml", "--only", "convert", "--only", "report"), "--only"),
-        (("layers", "m", "--output", "o", "--output", "p"), "--output"),
-    ],
-)
-def test_a_second_value_does_not_replace_the_first_silently(
-    words: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    assert f"{option} is given twice; give it once" in capsys.readouterr().err
-    several = parsed("layers", "m", "--output", "o", "--task", "a", "--task", "b")
-    assert several.task == ["a", "b"]
-
-
 def test_a_tilde_means_the_home_folder_in_options_and_recipes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

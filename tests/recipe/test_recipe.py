@@ -802,8 +802,6 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
         load_recipe(write(tmp_path, "- a\n"))
     with pytest.raises(UserError, match=r"--set train: must have the form"):
         load_recipe(write(tmp_path, MINIMAL), ["train"])
-    with pytest.raises(UserError, match=r"--set seed is given twice; give it once"):
-        load_recipe(write(tmp_path, MINIMAL), ["seed=1", "name=b", "seed=2"])
     with pytest.raises(
         UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"
     ):
