@@ -286,9 +286,8 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
         recorded = {row["task"]: row for row in result["settings"]["suite"]["tasks"]}
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
-            facts = {
-                name: score[name] for name in ("num_items_total", "higher_is_better")
-            }
+            names = ("num_items_total", "higher_is_better", "answers_at_limit")
+            facts = {name: score[name] for name in names if name in score}
             if row.kind == "code":
                 facts["sandbox"] = result["sandbox"]
             else:

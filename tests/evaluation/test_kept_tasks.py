@@ -178,6 +178,20 @@ def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
     assert one == other
 
 
+def test_a_result_whose_file_is_gone_is_the_same_again_once_that_task_is_done(
+    place: Path, tmp_path: Path, asked: list[str]
+) -> None:
+    judge(place, tmp_path)
+    before = read_json(tmp_path / "results.json")
+    assert before["tasks"]["gsm8k"]["answers_at_limit"] == 3
+    (tmp_path / "samples_piqa.jsonl").unlink()
+    asked.clear()
+    judge(place, tmp_path)
+    again = read_json(tmp_path / "results.json")
+    assert asked == ["piqa"]
+    assert again | {"wall_s": 0} == before | {"wall_s": 0}
+
+
 @pytest.mark.parametrize("kind", [UserError, ScorerError])
 def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
     kind: type[Exception], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
