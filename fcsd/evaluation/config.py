@@ -30,6 +30,10 @@ from fcsd.model.config import check_capacity
 CODE_STOP = ["\nif __name__", "\ndef main(", "\nprint(", "\nassert ", '\n"""']
 
 
+# An empty string would end every answer at once.
+StopString = Annotated[str, Field(min_length=1)]
+
+
 class TaskBase(Strict, strict=True):
     """The keys of tasks of every kind.
 
@@ -96,7 +100,7 @@ class GenerationTaskConfig(LMEvalTaskConfig):
 
     kind: Literal["generation"]
     max_new_tokens: int | None = Field(None, gt=0)
-    stop: list[str] | None = None
+    stop: list[StopString] | None = None
 
 
 class CodeTaskConfig(TaskBase):
@@ -110,7 +114,7 @@ class CodeTaskConfig(TaskBase):
     max_new_tokens: int = Field(768, gt=0)
     # Besides the end of the sequence. An answer through a template ends by itself, and
     # a base model's strings would end it before its program.
-    stop: list[str] = Field(
+    stop: list[StopString] = Field(
         default_factory=lambda row: [] if row.get("chat_template") else list(CODE_STOP)
     )
     # processor time of a program; three times it on the clock

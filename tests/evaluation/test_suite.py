@@ -61,6 +61,10 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ),
         ("{task: a, kind: code, dataset: null}", "tasks.0.dataset"),
         (
+            "{task: a, kind: code, dataset: x/y, stop: ['']}",
+            "tasks.0.stop.0: String should have at least 1 character",
+        ),
+        (
             "{task: a, kind: code, dataset: x/y, num_fewshot: 3}",
             (
                 "tasks.0.num_fewshot: has no meaning for kind 'code', whose shots are"
