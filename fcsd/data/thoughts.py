@@ -235,7 +235,7 @@ class Thoughts:
         }
         self.markers = markers_of(tokenizer, map(str, added.values()))
         # A template that knows thoughts and has no switch cannot ask for none: its
-        # model thinks unasked (DeepSeek-R1), or never does.
+        # model thinks unasked (LFM2.5), or never does.
         template = _template_of(tokenizer)
         self.unasked = bool(markers_in(template)) and _switch_in(template) is None
         special = {

@@ -90,8 +90,8 @@ def test_a_stream_shows_the_answer_alone_however_the_text_is_cut_into_pieces(
 @pytest.mark.parametrize(
     ("template", "may_think"),
     [
-        ("deepseekv3", True),  # also of DeepSeek-R1-0528, which thinks
         ("lfm2_2_5", True),
+        ("deepseekv3", True),
         ("qwen3", False),  # it has a switch
         ("qwen2_5", False),  # it knows no thoughts
     ],
