@@ -54,9 +54,11 @@ class Place:
             + Path(__file__).with_name("fake_vllm.py").read_text(),
         )
         site = folder / "env/site"
+        # -B, no bytecode: Python compares its source's size and time in seconds alone,
+        # and `gpus` may write two files of one size within a second.
         self.program(
             "python",
-            f"#!/bin/sh\nPYTHONPATH={site}:{ROOT / 'serving'} exec {sys.executable}"
+            f"#!/bin/sh\nPYTHONPATH={site}:{ROOT / 'serving'} exec {sys.executable} -B"
             ' "$@"\n',
         )
         self.distribution("vllm", "0.32.0+cpu")
