@@ -78,6 +78,11 @@ def main() -> None:
         help="tokens on which the routed experts are fitted",
     )
     parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="where the routed experts are fitted (default: a GPU if there is one)",
+    )
+    parser.add_argument(
         "--layers",
         type=int,
         help="cut the model to its first layers, for a test of the whole path",
@@ -102,6 +107,7 @@ def main() -> None:
         options.data,
         num_tokens=options.tokens,
         num_layers=options.layers,
+        device=options.device,
     )
 
 
@@ -112,6 +118,7 @@ def prepare(
     *,
     num_tokens: int,
     num_layers: int | None = None,
+    device: str = "cpu",
 ) -> None:
     """Make those of the four folders that do not exist."""
     if not (output / "data").is_dir():
@@ -128,7 +135,7 @@ def prepare(
         with new_folder(output / "partitioned") as folder:
             dense, tokenizer = load(output / "dense")
             rows = rows_of_text(output / "data", tokenizer, num_tokens)
-            save(partitioned(dense, rows), tokenizer, folder)
+            save(partitioned(dense.to(device), rows.to(device)), tokenizer, folder)
 
 
 # ---- the dense model
@@ -235,7 +242,7 @@ def partitioned(dense: LlamaForCausalLM, rows: Tensor) -> Qwen2MoeForCausalLM:
     model = Qwen2MoeForCausalLM(config)
     tensors = shared_tensors(model, dense)
     hidden = dense.model.embed_tokens(rows).detach()
-    positions = torch.arange(rows.shape[1])[None]
+    positions = torch.arange(rows.shape[1], device=rows.device)[None]
     missed = []
     with torch.no_grad():
         for index, layer in enumerate(
@@ -306,7 +313,7 @@ class Experts:
             "shared_expert.up_proj.weight": up,
             # The gate of the shared expert is the sigmoid of 0.
             "shared_expert.down_proj.weight": 2 * down,
-            "shared_expert_gate.weight": torch.zeros(1, gate.shape[1]),
+            "shared_expert_gate.weight": gate.new_zeros(1, gate.shape[1]),
             "experts.gate_up_proj": torch.stack(
                 [torch.cat([gate, up]) for gate, up, _ in self.routed]
             ),
@@ -324,7 +331,7 @@ def split_mlp(
     strength = down.norm(dim=0).square()
     order = (activations.square().mean(0) * strength).argsort(descending=True)
     shared, rest = order[:shared_size], order[shared_size:]
-    fitted = torch.arange(len(inputs)) % 4 != 3
+    fitted = torch.arange(len(inputs), device=inputs.device) % 4 != 3
     router = cluster_router(inputs[fitted])
     weights, chosen = (inputs @ router.T).softmax(-1).topk(NUM_ACTIVE)
     weights = weights / weights.sum(-1, keepdim=True)
@@ -340,7 +347,7 @@ def split_mlp(
         kept = rest[importance.topk(EXPERT_SIZE).indices.sort().values]
         own = activations[use][:, kept]
         gram = (own * share).T @ own
-        gram += RIDGE * gram.diagonal().mean() * torch.eye(EXPERT_SIZE)
+        gram.diagonal().add_(RIDGE * gram.diagonal().mean())
         residual = target[use] - own @ down[:, kept].T
         projection = (
             down[:, kept] + torch.linalg.solve(gram, (own * share).T @ residual).T
@@ -370,9 +377,9 @@ def cluster_router(inputs: Tensor) -> Tensor:
     # A router has no bias. The common part of the inputs serves as one: in this
     # direction they are 1 on average.
     gram = inputs.T @ inputs
-    gram += 1e-3 * gram.diagonal().mean() * torch.eye(len(gram))
+    gram.diagonal().add_(1e-3 * gram.diagonal().mean())
     constant = torch.linalg.solve(gram, inputs.sum(0))
-    logits, bias = inputs @ weights.T, torch.zeros(NUM_EXPERTS)
+    logits, bias = inputs @ weights.T, inputs.new_zeros(NUM_EXPERTS)
     level = inputs @ constant
     for step in range(_BALANCE_STEPS):
         chosen = (logits + level[:, None] * bias).topk(NUM_ACTIVE).indices

@@ -1,0 +1,496 @@
+"""Measure on one GPU what a real network needs to recover: many distillations of
+gpu.yaml, several at once, each with its KL on four kinds of text and its benchmarks.
+
+    python examples/real/gpu.py runs/gpu --model FOLDER_OR_HUB_ID
+
+    runs/gpu/models      what prepare.py makes
+    runs/gpu/moe         the MoE after moe.yaml: the original of all trainings
+    runs/gpu/own.jsonl   text that the dense model writes (own_text.py)
+    runs/gpu/results     one file per training, and its benchmarks
+
+One network of this size cannot fill a GPU: a step waits for the CPU that starts its
+kernels. So `--workers` processes train at once, each the next training in the list. The
+same command continues: a training with results is not run again. After `--minutes` no
+training begins, and those that run are ended.
+"""
+
+import argparse
+import fcntl
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+KL_TEXTS, KL_TOKENS = 256, 256
+
+
+@dataclass
+class Training:
+    """Values of gpu.yaml that one training changes, and whether it is graded."""
+
+    name: str
+    changes: dict[str, Any] = field(default_factory=dict)
+    graded: bool = True
+
+
+def trainings(small: bool) -> list[Training]:
+    """Return all trainings, the longest first, then those that matter most.
+
+    Names: weights, rewired layers, tokens of the training, learning rate, seed.
+    """
+    copied = {"calibration.starts_training": False}
+    last_half = {"connectivity.layers": "last:50%"}
+    cheap_14 = {"connectivity.layers": "all", "connectivity.mlp": "4-12,22,24-27"}
+    given = {"data.train.0.weight": 1e-6}
+    upcycled = {"model.path": "{state}/models/upcycled"}
+    untrained = {"train.max_steps": 0, "train.warmup_steps": 0}
+
+    every = {"connectivity.layers": "all"}
+
+    def tokens(count: int) -> dict[str, Any]:
+        return {"calibration.tokens": count}
+
+    def quarter(rate: float, seed: int = 0) -> dict[str, Any]:
+        return {"train.learning_rate": rate, "seed": seed}
+
+    def million(rate: float, seed: int = 0) -> dict[str, Any]:
+        return quarter(rate, seed) | {
+            "train.max_steps": 256,
+            "train.warmup_steps": 16,
+            "early_stopping.every_steps": 32,
+        }
+
+    def five_million(rate: float) -> dict[str, Any]:
+        return million(rate) | {
+            "train.max_steps": 320,
+            "train.batch_size_tokens": 16384,
+            "train.per_device_train_batch_size": 64,
+            "early_stopping.every_steps": 40,
+        }
+
+    found = [
+        Training("copied-28-5m-6e-4", copied | five_million(6e-4)),
+        Training("calibrated-28-5m-2e-4", five_million(2e-4)),
+        Training("copied-28-1m-3e-4-s0", copied | million(3e-4)),
+        Training("copied-28-1m-6e-4-s0", copied | million(6e-4)),
+        Training("copied-28-1m-1.2e-3-s0", copied | million(1.2e-3)),
+        Training("calibrated-28-1m-1e-4-s0", million(1e-4)),
+        Training("calibrated-15-1m-1e-4", last_half | million(1e-4)),
+        Training("calibrated-cheap14-1m-1e-4", cheap_14 | million(1e-4)),
+        Training("upcycled-calibrated-28-1m-1e-4", upcycled | million(1e-4)),
+        Training("calibrated-28-24576", untrained | tokens(24576)),
+        Training("calibrated-28-524288", untrained | tokens(524288)),
+        Training("calibrated-28-24576-given", untrained | given | tokens(24576)),
+        Training("calibrated-28-131072", untrained),
+        Training("calibrated-28-quarter-1e-4-s0", quarter(1e-4)),
+        Training("calibrated-28-quarter-3e-4-s0", quarter(3e-4)),
+        Training("calibrated-28-1m-3e-4-s0", million(3e-4)),
+        Training("copied-28-1m-6e-4-given", copied | given | million(6e-4)),
+        Training("calibrated-28-1m-1e-4-given", given | million(1e-4)),
+        Training("copied-28-1m-3e-4-s1", copied | million(3e-4, 1), graded=False),
+        Training("copied-28-1m-6e-4-s1", copied | million(6e-4, 1)),
+        Training("calibrated-28-quarter-1e-4-s1", quarter(1e-4, 1)),
+        Training("calibrated-28-quarter-3e-4-s1", quarter(3e-4, 1)),
+        Training("calibrated-28-1m-1e-4-s1", million(1e-4, 1)),
+        Training("copied-28-1m-3e-4-s2", copied | million(3e-4, 2), graded=False),
+        Training("copied-28-1m-6e-4-s2", copied | million(6e-4, 2)),
+        Training("calibrated-28-quarter-1e-4-s2", quarter(1e-4, 2)),
+        Training("calibrated-28-quarter-3e-4-s2", quarter(3e-4, 2)),
+        Training("calibrated-28-1m-1e-4-s2", million(1e-4, 2)),
+        Training("calibrated-cheap14-131072", untrained | cheap_14),
+        Training("copied-cheap14", untrained | cheap_14 | copied),
+        Training("calibrated-15-131072", untrained | last_half),
+        Training("upcycled-calibrated-28-131072", untrained | upcycled),
+        Training("upcycled-copied-28-1m-6e-4", upcycled | copied | million(6e-4)),
+        Training("copied-all-1m-6e-4", copied | every | million(6e-4)),
+        Training("calibrated-all-1m-1e-4", every | million(1e-4)),
+    ]
+    if small:
+        for each in found:
+            each.changes |= {
+                "train.max_steps": min(2, each.changes.get("train.max_steps", 2)),
+                "train.warmup_steps": 0,
+                "early_stopping.every_steps": 1,
+                "calibration.tokens": 4096,
+                "train.batch_size_tokens": 512,
+                "train.per_device_train_batch_size": 2,
+                "data.heldout_examples": 2,
+                "connectivity.layers": {"last": 1},
+                "connectivity.mlp": "outdated",
+                "model.experts_implementation": "eager",
+            }
+    return found
+
+
+# ---- what all trainings read
+
+
+def prepare(state: Path, options: argparse.Namespace) -> None:
+    """Make models, texts and the MoE. What exists is not made again."""
+    models = state / "models"
+    data = ["--data", options.data] if options.data else []
+    layers = ["--layers", "2", "--tokens", "2048"] if options.small else []
+    python = [sys.executable]
+    call(state, "prepare", *python, HERE / "prepare.py", models, "--model", options.model, *data, *layers)  # fmt: skip
+    rows, batch = (24, 8) if options.small else (8192, 2048)
+    writing = []
+    for name, number, seed in (
+        ("own", rows, 0),
+        ("own-heldout", 8 if options.small else KL_TEXTS, 1),
+    ):
+        if not (state / f"{name}.jsonl").is_file():
+            words = [models / "dense", state / f"{name}.jsonl", "--rows", number]
+            words += ["--batch-size", batch, "--seed", seed]
+            writing.append(start(state, name, *python, HERE / "own_text.py", *words))
+    if not (state / "moe").is_dir():
+        settings = {
+            "output_dir": state / "heal",
+            "model.path": models / "partitioned",
+            "teacher.path": models / "dense",
+            "data.train.0.path": models / "data/train.jsonl",
+            "data.train.1.path": models / "data/text.jsonl",
+            "data.heldout.path": models / "data/heldout.jsonl",
+            **(
+                {"train.max_steps": 1, "train.warmup_steps": 0}
+                if options.small
+                else {
+                    "model.experts_implementation": "grouped_mm",
+                    "train.max_steps": 150,
+                    "train.batch_size_tokens": 8192,
+                    "train.per_device_train_batch_size": 32,
+                    "train.learning_rate": 3e-4,
+                    "train.warmup_steps": 10,
+                    "train.save_steps": 100000,
+                    "train.bf16": True,
+                    "train.gradient_checkpointing": False,
+                }
+            ),
+        }
+        words = [f"--set={key}={json_text(value)}" for key, value in settings.items()]
+        fcsd = [*python, "-m", "fcsd"]
+        call(state, "heal", *fcsd, "distill", HERE / "moe.yaml", *words)
+        call(state, "unconvert", *fcsd, "unconvert", state / "heal/distill/model", state / "moe")  # fmt: skip
+    for process in writing:
+        if process.wait():
+            sys.exit(f"own_text.py failed: {state}/logs")
+
+
+def start(state: Path, name: str, *words: Any) -> subprocess.Popen[bytes]:
+    with (state / "logs" / name).open("wb") as log:
+        return subprocess.Popen(list(map(str, words)), stdout=log, stderr=log)
+
+
+def call(state: Path, name: str, *words: Any) -> None:
+    begin = time.monotonic()
+    if start(state, name, *words).wait():
+        sys.exit(f"{name} failed: {state}/logs/{name}")
+    print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
+
+
+def json_text(value: Any) -> str:
+    return json.dumps(str(value) if isinstance(value, Path) else value)
+
+
+# ---- one worker
+
+
+def work(number: int, jobs: Any, state: Path, options: argparse.Namespace) -> None:
+    """Run trainings until none is left."""
+    warnings.simplefilter("ignore")
+    log = (state / "logs" / f"worker-{number}").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    texts = None
+    while True:
+        try:
+            training = jobs.get_nowait()
+        except queue.Empty:
+            return
+        begin = time.monotonic()
+        try:
+            model = train(training, state, options)
+            seconds = {"train": time.monotonic() - begin}
+            if texts is None:
+                texts = Texts(state, options.data)
+            result: dict[str, Any] = {
+                "name": training.name,
+                "changes": training.changes,
+                "curve": curve(state, training),
+                "kl": texts.kl(model, training.changes.get("model.path")),
+            }
+            if training.graded:
+                seconds["kl"] = time.monotonic() - begin - sum(seconds.values())
+                evaluate(model, state, training.name, options)
+                seconds["evaluate"] = time.monotonic() - begin - sum(seconds.values())
+            result["seconds"] = seconds
+            write_json(state / "results" / f"{training.name}.json", result)
+            release(model)
+        except BaseException:  # one failure does not take the others along
+            traceback.print_exc()
+        free()
+
+
+def train(training: Training, state: Path, options: argparse.Namespace) -> Path:
+    from fcsd.cli.main import main
+
+    models, output = state / "models", state / "run" / training.name
+    settings = {
+        "output_dir": output,
+        "model.path": state / "moe",
+        "data.train.0.path": state / "own.jsonl",
+        "data.train.1.path": models / "data/train.jsonl",
+        "data.train.2.path": models / "data/text.jsonl",
+        "data.heldout.path": models / "data/heldout.jsonl",
+    } | {
+        key: value.format(state=state) if isinstance(value, str) else value
+        for key, value in training.changes.items()
+    }
+    if not torch_has_gpu():
+        settings["train.bf16"] = False
+    words = [f"--set={key}={json_text(value)}" for key, value in settings.items()]
+
+    def run(*command: str) -> None:
+        ended = main([command[0], str(HERE / "gpu.yaml"), *command[1:], *words])
+        if ended:
+            raise RuntimeError(f"{training.name}: {command} ended with {ended}")
+
+    calibrated = settings.get("calibration.starts_training") is not False
+    if calibrated:
+        calibrate(state, settings, output / "calibrate/fcsd", run)
+    if settings.get("train.max_steps") != 0:
+        run("distill")
+        return output / "distill/model"
+    if calibrated:
+        return output / "calibrate/fcsd/model"
+    run("run", "--only", "convert")
+    return output / "convert/model"
+
+
+def calibrate(state: Path, settings: dict[str, Any], folder: Path, run: Any) -> None:
+    """Put calibrated weights into a folder: those of an earlier training whose settings
+    were the same, or new ones.
+    """
+    ours = {
+        key: str(value)
+        for key, value in settings.items()
+        if key.startswith(("model", "connectivity", "calibration", "data", "seed"))
+    } | {"seed": settings.get("seed", 0)}
+    key = hashlib.sha256(json.dumps(ours, sort_keys=True).encode()).hexdigest()[:12]
+    known = state / "calibrations" / key
+    known.parent.mkdir(exist_ok=True)
+    with known.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not known.exists():
+            if not folder.exists():
+                run("run", "--only", "calibrate")
+            shutil.copytree(folder, known.with_suffix(".new"), copy_function=os.link)
+            known.with_suffix(".new").rename(known)
+    if not folder.exists():
+        shutil.copytree(known, folder, copy_function=os.link)
+
+
+def curve(state: Path, training: Training) -> Any:
+    """Return the held-out KL by step, as early stopping recorded it."""
+    file = state / "run" / training.name / "distill/scores.json"
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def evaluate(model: Path, state: Path, name: str, options: argparse.Namespace) -> None:
+    from fcsd.cli.main import main
+
+    words = ["--suite", str(HERE / "suite.yaml"), "--batch-size", "128"]
+    words += ["--limit", "4" if options.small else "1000"]
+    words += ["--data-root", str(Path(options.data) / "hub")] if options.data else []
+    output = state / "scores" / name
+    if main(["evaluate", str(model), "--output", str(output), *words]):
+        raise RuntimeError(f"the evaluation of {name} failed")
+
+
+class Texts:
+    """Tokens of four kinds of text that no training reads, and the originals' KL."""
+
+    def __init__(self, state: Path, data: str | None) -> None:
+        self.state = state
+        self.rows: dict[str, Any] = {}
+        self.originals: dict[str, Any] = {}
+        import fcsd
+
+        _, tokenizer = fcsd.load(state / "moe")
+        for kind, texts in texts_of(state, data, tokenizer).items():
+            ids = [
+                tokenizer(text, add_special_tokens=False).input_ids[:KL_TOKENS]
+                for _, text in zip(range(KL_TEXTS), texts, strict=False)
+            ]
+            self.rows[kind] = sorted(ids, key=len)
+
+    def kl(self, model: Path, original: str | None) -> dict[str, list[float]]:
+        """Return for each kind the mean KL(original || model) per token in nats after
+        the eighth token, and its standard error over texts.
+        """
+        import fcsd
+
+        name = (original or "{state}/moe").format(state=self.state)
+        device = "cuda" if torch_has_gpu() else "cpu"
+        if name not in self.originals:
+            self.originals[name] = fcsd.load(name)[0].to(device)
+        student = fcsd.load(model)[0].to(device)
+        return {
+            kind: mean_kl(self.originals[name], student, rows, device)
+            for kind, rows in self.rows.items()
+        }
+
+
+def mean_kl(original: Any, student: Any, rows: Any, device: str) -> list[float]:
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    sums, counts = [], []
+    for first in range(0, len(rows), 16):
+        part = rows[first : first + 16]
+        ids = pad_sequence([torch.tensor(row) for row in part], batch_first=True)
+        lengths = torch.tensor([len(row) for row in part])
+        mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
+        ids, mask = ids.to(device), mask.to(device)
+        with torch.no_grad():
+            p, q = (
+                model(input_ids=ids, attention_mask=mask.long()).logits.float()
+                .log_softmax(-1)
+                for model in (original, student)
+            )  # fmt: skip
+            kl = (p.exp() * (p - q)).sum(-1) * mask
+        sums += kl[:, 8:].sum(1).tolist()
+        counts += mask[:, 8:].sum(1).tolist()
+    mean = sum(sums) / sum(counts)
+    squares = sum((s - mean * c) ** 2 for s, c in zip(sums, counts, strict=True))
+    return [mean, squares**0.5 / sum(counts)]
+
+
+def texts_of(state: Path, data: str | None, tokenizer: Any) -> dict[str, Iterable[str]]:
+    from datasets import load_dataset
+
+    def lines(file: Path) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for line in file.read_text().splitlines())
+
+    def hub(name: str) -> Any:
+        folder = name if data is None else str(Path(data) / "hub" / name)
+        return load_dataset(folder, split="validation", streaming=True)
+
+    return {
+        "conversations": (
+            tokenizer.apply_chat_template(row["messages"], tokenize=False)
+            for row in lines(state / "models/data/heldout.jsonl")
+        ),
+        "own": (row["text"] for row in lines(state / "own-heldout.jsonl")),
+        "hellaswag": (
+            f"{row['ctx']} {row['endings'][int(row['label'])]}"
+            for row in hub("Rowan/hellaswag")
+        ),
+        "piqa": (
+            f"{row['goal']} {row['sol' + str(int(row['label']) + 1)]}"
+            for row in hub("baber/piqa")
+        ),
+    }
+
+
+def torch_has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def release(model: Path) -> None:
+    """Delete weights that are not needed any more: a run leaves a gigabyte."""
+    for file in model.parent.parent.rglob("*.safetensors"):
+        file.unlink()
+
+
+def free() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def write_json(file: Path, value: Any) -> None:
+    file.with_suffix(".new").write_text(json.dumps(value, indent=1))
+    file.with_suffix(".new").rename(file)
+
+
+# ---- all
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("state", type=Path)
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--data", help="folder with hub/ and corpora/")
+    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--only", help="part of the names of the trainings to run")
+    parser.add_argument("--small", action="store_true", help="rehearse on a CPU")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    state = options.state.resolve()
+    for name in ("logs", "results", "scores"):
+        (state / name).mkdir(parents=True, exist_ok=True)
+    prepare(state, options)
+    context = multiprocessing.get_context("spawn")
+    jobs = context.Queue()
+    waiting = [
+        each
+        for each in trainings(options.small)
+        if not (state / "results" / f"{each.name}.json").exists()
+        and (options.only or "") in each.name
+    ]
+    for each in waiting:
+        jobs.put(each)
+    processes = [
+        context.Process(target=work, args=(number, jobs, state, options), daemon=True)
+        for number in range(options.workers)
+    ]
+    processes.append(
+        context.Process(target=references, args=(state, options), daemon=True)
+    )
+    for process in processes:
+        process.start()
+        time.sleep(0.1)
+    end = begin + 60 * options.minutes
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+    finished = sum(
+        (state / "results" / f"{each.name}.json").exists() for each in waiting
+    )
+    print(
+        f"{finished} of {len(waiting)} in {time.monotonic() - begin:.0f} s: {state}/results"
+    )
+
+
+def references(state: Path, options: argparse.Namespace) -> None:
+    """Grade the originals."""
+    log = (state / "logs" / "references").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    for name, path in (("original", "moe"), ("dense", "models/dense")):
+        evaluate(state / path, state, name, options)
+
+
+if __name__ == "__main__":
+    main()
