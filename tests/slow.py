@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 import pytest
 
 LIST = Path(__file__).with_suffix(".txt")
-CASE_S, CASES_S = 0.4, 1.0
+CASE_S, CASES_S = 0.3, 0.7
 """Seconds of a slow case, on average, and of many quick cases together."""
 
 
