@@ -81,6 +81,7 @@ _REFUSED: dict[tuple[str, ...], tuple[Collection[str], str]] = {
     ),
     ("completion_mask", "assistant_masks", "loss_mask"): ((*_CHATS, "text"), _A_MASK),
     ("labels",): (_CHATS, _A_MASK),
+    # Beside tokens these are read.
     ("loss_mask", "assistant_masks", "completion_mask"): (("packed",), _LABELS),
     # verl's, OpenRLHF's, and singular or plural of those that are read
     ("assistant_mask", "completion_masks", "loss_masks", "response_mask", "action_mask", "prompt_mask",
