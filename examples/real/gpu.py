@@ -167,7 +167,7 @@ def prepare(state: Path, options: argparse.Namespace) -> None:
                 {"train.max_steps": 1, "train.warmup_steps": 0}
                 if options.small
                 else {
-                    "model.experts_implementation": "grouped_mm",
+                    "model.experts_implementation": None,
                     "train.max_steps": 150,
                     "train.batch_size_tokens": 8192,
                     "train.per_device_train_batch_size": 32,
@@ -382,7 +382,7 @@ def texts_of(state: Path, data: str | None, tokenizer: Any) -> dict[str, Iterabl
     from datasets import load_dataset
 
     def lines(file: Path) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for line in file.read_text().splitlines())
+        return (json.loads(line) for line in file.open(encoding="utf-8"))
 
     def hub(name: str) -> Any:
         folder = name if data is None else str(Path(data) / "hub" / name)

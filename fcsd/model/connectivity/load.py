@@ -101,13 +101,15 @@ def load_model(
         _check_sharded_loading(
             checkpoint.family, folder, options.get("distributed_config")
         )
-        config, cls = config_and_class(checkpoint, connectivity, original)
+        config, cls = config_and_class(
+            checkpoint, connectivity, original, chosen.get("experts_implementation")
+        )
         check_tensors(checkpoint, config, cls)
         if not weights:
-            with torch.device("meta"):
+            with torch.device("meta"), implementations(folder, chosen):
                 return cls._from_config(config, **chosen).eval()
         try:
-            with _loading(checkpoint):
+            with _loading(checkpoint), implementations(folder, chosen):
                 loaded = cls.from_pretrained(folder, config=config, **options)
         # each family's file has its own
         except modeling_module(checkpoint.family).StageError as error:
@@ -126,6 +128,27 @@ def _check_quantisation(checkpoint: Checkpoint) -> None:
         reason := why_not_loaded(checkpoint.quantisation)
     ):
         raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
+
+
+@contextlib.contextmanager
+def implementations(folder: Path, chosen: dict[str, Any]) -> Iterator[None]:
+    """Turn the error of a model that is built with an implementation of attention or
+    experts that does not exist, or whose package is missing, into one line.
+
+    chosen: `attn_implementation` and `experts_implementation`, where they are set.
+    """
+    try:
+        yield
+    # Before weights are read, transformers raises either of these.
+    except (ValueError, ImportError) as error:
+        name = next((name for name in chosen if name in str(error)), None)
+        if name is None and isinstance(error, ImportError) and chosen:
+            name = next(iter(chosen))
+        if name is None:
+            raise
+        raise UserError(
+            f"{folder}: {name} {chosen[name]!r}: {one_line(error)}"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -170,8 +193,12 @@ def _load_unknown(
             options["config"] = without_quantisation_fields(
                 AutoConfig.from_pretrained(folder, trust_remote_code=code)
             )
+        # The `model` section of a recipe sets it for the student; a dense teacher has none.
+        if not _has_experts(folder, options["trust_remote_code"]):
+            options.pop("experts_implementation", None)
         # Sizes that do not match are in the report, and refused.
-        with _loading(checkpoint):
+        chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
+        with _loading(checkpoint), implementations(folder, chosen):
             return AutoModelForCausalLM.from_pretrained(
                 folder, ignore_mismatched_sizes=True, **options
             )
@@ -180,6 +207,34 @@ def _load_unknown(
         raise UserError(
             f"{folder}: transformers cannot load it: {one_line(error)}"
         ) from None
+
+
+def _check_experts(checkpoint: Checkpoint, cls: Any, implementation: Any) -> None:
+    """Refuse an implementation of the experts that the family does not have."""
+    if (
+        implementation not in (None, "eager")
+        and not cls._can_set_experts_implementation()
+    ):
+        raise UserError(
+            f"{checkpoint.folder}: experts_implementation {implementation!r}: transformers"
+            f" has one implementation of the experts of {checkpoint.config['model_type']};"
+            " leave it out"
+        )
+
+
+def _has_experts(folder: Path, trust_remote_code: bool) -> bool:
+    """Tell whether transformers can choose how a model's experts are computed; true for
+    code in the model's own repository.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    return bool(
+        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._can_set_experts_implementation()
+    )
 
 
 def _check_sharded_loading(
@@ -201,14 +256,18 @@ def config_and_class(
     checkpoint: Checkpoint,
     connectivity: Connectivity | None = None,
     original: bool = False,
+    experts_implementation: Any = None,
 ) -> tuple[Any, Any]:
     """Return the config object and model class that a checkpoint of a known family is
     to be loaded with.
+
+    experts_implementation: the one to load it with, which is checked.
     """
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
     _check_architectures(checkpoint)
+    _check_experts(checkpoint, base_model_class(family), experts_implementation)
     config = load_config(checkpoint)
     mask = moe_mask(config, family)
     if original and connectivity is not None:

@@ -61,6 +61,9 @@ _STATE = "state.json"
 _AGAIN = "fcsd calibrates it again from the first layer"
 _LEFT_OUT = 8  # one further token measures the result for each 8 that are solved on
 _MOST_LEFT_OUT = 16_384
+# The streams grow with text and width, up to many gigabytes, and are hashed: a save that
+# takes longer than this is followed by nine times as long without one.
+_SHORT_SAVE_S = 1.0
 
 
 def calibrate_checkpoint(
@@ -117,13 +120,16 @@ def calibrate_checkpoint(
                 ranks=ranks,
                 left_out=measured,
             )
+            next_save = 0.0
             # A layer's weights are written before `_save` counts it: killed between the
             # two, it is solved again.
             for result in steps:
                 if result is not None:
                     _write_layer(models, state, model, original.folder, ranks)
                     bar.set_postfix_str(shown(result))
-                _save(state, work, ranks, measured)
+                due = state.next_layer == end or time.monotonic() >= next_save
+                if ranks.from_first(lambda due=due: due):
+                    next_save = _timed_save(state, work, ranks, measured)
                 bar.update()
         # A result that is ruled out never becomes a calibrated model: the mark in the
         # config comes last.
@@ -144,6 +150,16 @@ def calibrate_checkpoint(
         "kl": kl,
         "seconds": round(time.perf_counter() - started, 1),
     }
+
+
+def _timed_save(
+    state: State, work: Path, ranks: Ranks, measured: LeftOut | None
+) -> float:
+    """Save; return the time from which the next save is due."""
+    begin = time.monotonic()
+    _save(state, work, ranks, measured)
+    took = time.monotonic() - begin
+    return time.monotonic() + (9 * took if took > _SHORT_SAVE_S else 0.0)
 
 
 def _layers_bar(begun: int, end: int, ranks: Ranks) -> Any:

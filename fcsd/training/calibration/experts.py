@@ -52,24 +52,29 @@ class Call:
     out: Tensor
 
     def expert(
-        self, module: nn.Module, number: int, mask: Tensor | None = None
+        self,
+        module: nn.Module,
+        number: int,
+        device: torch.device,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the tokens (N_e,) that are routed to expert `number`, restricted to
-        `mask`, and the expert's output at them.
+        `mask`, and the expert's output at them, which is computed on `device`.
         """
         chosen = self.choices == number
         if mask is not None:
             chosen = chosen & mask.to(chosen.device)[:, None]
         tokens, slots = chosen.nonzero(as_tuple=True)
         if not len(tokens):
-            return tokens, self.out.new_empty(0, self.out.shape[-1])
+            return tokens, self.out.new_empty(0, self.out.shape[-1], device=device)
         # Families differ in the order and names of the arguments, so each tensor is
         # recognised by identity. One choice a token makes the module run this expert
-        # alone.
+        # alone. Only its tokens go to the device: with many experts the whole text would
+        # go there once for each.
         slices = {
-            id(self.hidden): self.hidden[tokens],
-            id(self.choices): self.choices[tokens, slots][:, None],
-            id(self.weights): self.weights[tokens, slots][:, None],
+            id(self.hidden): self.hidden[tokens].to(device),
+            id(self.choices): self.choices[tokens, slots][:, None].to(device),
+            id(self.weights): self.weights[tokens, slots][:, None].to(device),
         }
         args = [slices.get(id(value), value) for value in self.args]
         kwargs = {
@@ -133,7 +138,7 @@ def adds_up(module: nn.Module, call: Call, num_experts: int) -> bool:
     # A shared expert inside the module, or a scale on the sum, shows here.
     total = torch.zeros_like(call.out)
     for number in range(num_experts):
-        tokens, out = call.expert(module, number)
+        tokens, out = call.expert(module, number, call.out.device)
         total.index_add_(0, tokens, out)
     return bool((total - call.out).abs().max() <= 1e-4 * call.out.abs().max())
 
@@ -260,11 +265,11 @@ def _fold_adds(
     def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch_index, (call, error) in enumerate(zip(calls, errors, strict=True)):
             with torch.no_grad():
-                tokens, out = call.to(work.device).expert(
-                    module, number, work.masks[batch_index]
+                tokens, out = call.expert(
+                    module, number, work.device, work.masks[batch_index]
                 )
-            tokens, out = tokens.cpu(), out.double() * experts.factor
             outputs.append((tokens, out.cpu()))
+            out = out.double() * experts.factor
             # The expert's output, and its target: the output plus the whole error. The
             # experts after it get the error that its map cannot remove.
             yield (
@@ -278,9 +283,13 @@ def _fold_adds(
         return
     work.models.fold(work.index, experts.writers, solution.map, "writes", number)
     # The stream has `out` already, so the fold adds out (M - 1).
-    change = solution.map.cpu() - torch.eye(work.width, dtype=torch.float64)
+    change = solution.map.clone()
+    change.diagonal().sub_(1.0)
+    change *= experts.factor
     for (tokens, out), error in zip(outputs, errors, strict=True):
-        error[tokens] -= (out @ change).to(error.dtype)
+        # On the device, where float64 is fast; a CPU takes longer for this product than a
+        # GPU for all others.
+        error[tokens] -= (out.to(work.device).double() @ change).to(error.dtype).cpu()
 
 
 def _solve(

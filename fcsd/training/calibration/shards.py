@@ -26,7 +26,7 @@ from fcsd.base.files import safetensors_header
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.checkpoint import Checkpoint
-from fcsd.model.connectivity.load import config_and_class
+from fcsd.model.connectivity.load import config_and_class, implementations
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families.structure import output_head
 from fcsd.training.calibration.roles import Place
@@ -48,8 +48,12 @@ class Layerwise(Models):
     ) -> None:
         assert checkpoint.family is not None
         self.checkpoint = checkpoint
-        config, cls = config_and_class(checkpoint, connectivity)
-        with torch.device("meta"):
+        config, cls = config_and_class(
+            checkpoint,
+            connectivity,
+            experts_implementation=options.get("experts_implementation"),
+        )
+        with torch.device("meta"), implementations(checkpoint.folder, options):
             self.model = cls._from_config(config, dtype=torch.float32, **options).eval()
         steps = Steps(self.model, checkpoint.family)
         super().__init__(steps, steps, device)

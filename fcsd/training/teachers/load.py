@@ -20,7 +20,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import NOT_COMPUTED
 from fcsd.base.memory import free_memory
 from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
-from fcsd.model.connectivity.load import config_and_class
+from fcsd.model.connectivity.load import config_and_class, implementations
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families.structure import head_scaling, output_head
@@ -64,7 +64,9 @@ def unloaded(source: ModelFolder) -> Unloaded:
     """
     model = source.config
     checkpoint = read_checkpoint(source.folder)
-    config, cls = config_and_class(checkpoint, None, False)
+    config, cls = config_and_class(
+        checkpoint, experts_implementation=model.experts_implementation
+    )
     if model.dtype == "auto":
         dtype = declared_dtype(checkpoint)
     else:
@@ -74,7 +76,7 @@ def unloaded(source: ModelFolder) -> Unloaded:
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
     # No storage is needed: only shapes, names and the config are read.
-    with torch.device("meta"):
+    with torch.device("meta"), implementations(source.folder, options):
         return Unloaded(
             checkpoint, cls._from_config(config, dtype=dtype, **options), dtype
         )

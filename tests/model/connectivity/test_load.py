@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fcsd.model.connectivity import (
     load_model,
 )
 from fcsd.model.connectivity import load as load_module
+from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
@@ -519,3 +521,77 @@ def test_an_empty_folder_and_an_adapter_are_named_as_such(tmp_path):
             UserError, match=r"is a LoRA adapter of owner/base.* merge_and_unload"
         ):
             read(tmp_path / "adapter")
+
+
+def test_how_experts_are_computed_has_no_meaning_for_a_dense_model(tmp_path):
+    """A recipe's `model` section sets it for the student, and its teacher may be dense."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=99,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    ).eval()
+    model.save_pretrained(tmp_path)
+    for implementation in ("eager", "grouped_mm", "batched_mm"):
+        loaded = load_model(
+            tmp_path, any_family=True, experts_implementation=implementation
+        )
+        assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("connectivity", [None, Connectivity("all")])
+def test_an_implementation_that_a_family_does_not_have_is_refused_in_a_line(
+    tmp_path, connectivity
+):
+    model = tiny_model("jetmoe", experts_implementation="eager")
+    model.save_pretrained(tmp_path)
+    options = {"connectivity": connectivity}
+    loaded = load_model(tmp_path, experts_implementation="eager", **options)
+    assert torch.equal(logits(loaded), logits(load_model(tmp_path, **options)))
+    with pytest.raises(
+        UserError, match=r"'grouped_mm': transformers has one implementation .* jetmoe"
+    ):
+        load_model(tmp_path, experts_implementation="grouped_mm", **options)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"experts_implementation": "fast"}, "experts_implementation 'fast': .*eager"),
+        ({"attn_implementation": "fast"}, "attn_implementation 'fast': .*eager"),
+        pytest.param(
+            {
+                "attn_implementation": "flash_attention_2",
+                "experts_implementation": "eager",
+            },
+            "attn_implementation 'flash_attention_2': .*installed",
+            marks=pytest.mark.skipif(
+                find_spec("flash_attn") is not None, reason="FlashAttention is there"
+            ),
+        ),
+    ],
+)
+def test_an_implementation_that_does_not_exist_here_is_refused_in_a_line(
+    saved, options, message, weights, tmp_path
+):
+    for folder in ("base", "far"):
+        with pytest.raises(UserError, match=message):
+            load_model(saved / folder, weights=weights, **options)
+    if weights and "fast" in options.values():
+        from fcsd.model.config import ModelConfig
+        from fcsd.model.load import find_model
+        from fcsd.training.calibration.shards import Layerwise
+        from fcsd.training.teachers.load import unloaded
+
+        source = find_model(ModelConfig(path=str(saved / "base"), **options))
+        with pytest.raises(UserError, match=message):
+            unloaded(source)
+        checkpoint = read_checkpoint(saved / "base")
+        with pytest.raises(UserError, match=message):
+            Layerwise(checkpoint, Connectivity("all"), torch.device("cpu"), **options)

@@ -415,6 +415,59 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
     assert all(torch.equal(value, old[name]) for name, value in tensors(base).items())
 
 
+@pytest.mark.parametrize(
+    ("seconds_per_layer", "expected"), [(1.0, [1, 4]), (18.0, [1, 2, 4])]
+)
+def test_slow_saves_are_spaced_out_and_a_killed_calibration_solves_from_the_last_one(
+    base: Path,
+    tmp_path: Path,
+    seconds_per_layer: float,
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streams of many gigabytes take longer to save than a layer to solve. A save takes
+    two seconds here, so that none follows within 18.
+    """
+    ids, clock, saved = text(24), [0.0], []
+    save, write = folder_module._save, folder_module.write_changed
+    whole = run_folder(base, tmp_path / "whole", ids)
+
+    def slow_save(state: Any, *rest: Any) -> None:
+        save(state, *rest)
+        saved.append(state.next_layer)
+        clock[0] += 2.0
+
+    def slow_write(*arguments: Any) -> Any:
+        clock[0] += seconds_per_layer
+        return write(*arguments)
+
+    def dies_in_layer_3(*arguments: Any) -> Any:
+        if clock[0] >= 2.0 + seconds_per_layer:  # in the second rewired layer
+            write(*arguments)
+            raise KeyboardInterrupt
+        return slow_write(*arguments)
+
+    monkeypatch.setattr(folder_module, "_save", slow_save)
+    monkeypatch.setattr(folder_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(folder_module, "write_changed", dies_in_layer_3)
+    with pytest.raises(KeyboardInterrupt):
+        run_folder(base, tmp_path / "killed", ids)
+    assert saved == expected[:-1]
+    monkeypatch.setattr(folder_module, "write_changed", slow_write)
+    result = run_folder(base, tmp_path / "killed", ids)
+    assert result["layers"] == whole["layers"] and saved[-1] == 4
+    clock[0] = 0.0
+    saved.clear()
+    run_folder(base, tmp_path / "slow", ids)
+    assert saved == expected
+    for name in ("killed", "slow"):
+        new = tensors(tmp_path / name / "model")
+        assert all(
+            torch.equal(value, new[key])
+            for key, value in tensors(tmp_path / "whole" / "model").items()
+        )
+
+
 def test_a_rank_without_text_adds_nothing_and_the_weights_are_those_of_one_process(
     base: Path, tmp_path: Path
 ) -> None:

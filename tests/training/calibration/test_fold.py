@@ -284,7 +284,7 @@ def check_experts(
             for name, value in call.kwargs.items()
         }
         moved = Call(args, kwargs, hidden, call.choices, call.weights, call.out)
-        tokens, out = moved.expert(module, number)
+        tokens, out = moved.expert(module, number, hidden.device)
         wanted.index_add_(0, tokens, out @ adds)
         seen += len(tokens)
         fold_map(layer, experts.readers, reads, "reads", number)
