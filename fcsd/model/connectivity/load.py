@@ -232,9 +232,8 @@ def _has_experts(folder: Path, trust_remote_code: bool) -> bool:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return True
-    return bool(
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._can_set_experts_implementation()
-    )
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return bool(cls._can_set_experts_implementation())
 
 
 def _check_sharded_loading(

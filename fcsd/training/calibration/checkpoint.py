@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def calibrate_checkpoint(
                     _write_layer(models, state, model, original.folder, ranks)
                     bar.set_postfix_str(shown(result))
                 due = state.next_layer == end or time.monotonic() >= next_save
-                if ranks.from_first(lambda due=due: due):
+                if ranks.from_first(partial(bool, due)):
                     next_save = _timed_save(state, work, ranks, measured)
                 bar.update()
         # A result that is ruled out never becomes a calibrated model: the mark in the
