@@ -52,13 +52,13 @@ def trainings(small: bool) -> list[Training]:
     Names: weights, rewired layers, tokens of the training, learning rate, seed.
     """
     copied = {"calibration.starts_training": False}
-    last_half = {"connectivity.layers": "last:50%"}
-    cheap_14 = {"connectivity.layers": "all", "connectivity.mlp": "4-12,22,24-27"}
-    given = {"data.train.0.weight": 1e-6}
-    upcycled = {"model.path": "{state}/models/upcycled"}
     untrained = {"train.max_steps": 0, "train.warmup_steps": 0}
-
     every = {"connectivity.layers": "all"}
+    last_half = {"connectivity.layers": "last:50%"}
+    # Attention ahead in all layers, MoE blocks in the 14 that cost least (docs/real.md).
+    cheap_14 = {"connectivity.layers": "all", "connectivity.mlp": "4-12,22,24-27"}
+    given = {"data.train.0.weight": 1e-6}  # hardly any text of the model's own
+    upcycled = {"model.path": "{state}/models/upcycled"}
 
     def tokens(count: int) -> dict[str, Any]:
         return {"calibration.tokens": count}
