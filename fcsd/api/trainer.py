@@ -126,7 +126,7 @@ class FCSDTrainer(ReadyTrainer):
                 launch=launch,
                 processing_class=ready.tokenizer,
                 compute_metrics=compute_metrics,
-                callbacks=callbacks,
+                callbacks=[*(callbacks or []), _OptimizerCheck(self)],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -316,8 +316,6 @@ class FCSDTrainer(ReadyTrainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        if not self.engine.shards:
-            refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             folder = (
@@ -332,6 +330,27 @@ class FCSDTrainer(ReadyTrainer):
         if self.is_world_process_zero():
             bound = inspect.signature(super().create_model_card).bind(*args, **kwargs)
             write_trainer_card(self, bound.arguments)
+
+
+class _OptimizerCheck(TrainerCallback):
+    """Refuse an optimiser that fcsd cannot checkpoint once it has states: after the first
+    step, not when the first checkpoint would be written.
+    """
+
+    def __init__(self, trainer: FCSDTrainer) -> None:
+        self.trainer, self.is_checked = trainer, False
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.is_checked = False
+
+    def on_step_end(self, args: TrainingArguments, *rest: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        if self.is_checked or args.save_strategy == "no" or trainer.engine.shards:
+            return
+        self.is_checked = True
+        refuse_factored_states(
+            getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        )
 
 
 def _own_launch() -> Launch:
