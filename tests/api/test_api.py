@@ -251,10 +251,6 @@ def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
         ({"local_files_only": True}, "local_files_only: set HF_HUB_OFFLINE=1"),
         ({"config": object()}, "config: change the config.json of the checkpoint"),
         ({"output_loading_info": True}, "output_loading_info: a checkpoint that does"),
-        (
-            {"attn_implementation": "flash_attention_2"},
-            "transformers refuses attn_implementation='flash_attention_2': FlashAttention2",
-        ),
     ],
 )
 def test_an_option_of_from_pretrained_that_would_have_no_effect_is_refused(

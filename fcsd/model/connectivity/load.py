@@ -147,7 +147,7 @@ def implementations(folder: Path, chosen: dict[str, Any]) -> Iterator[None]:
         if name is None:
             raise
         raise UserError(
-            f"{folder}: {name} {chosen[name]!r}: {one_line(error)}"
+            f"{folder}: transformers refuses {name}={chosen[name]!r}: {one_line(error)}"
         ) from None
 
 
@@ -216,9 +216,9 @@ def _check_experts(checkpoint: Checkpoint, cls: Any, implementation: Any) -> Non
         and not cls._can_set_experts_implementation()
     ):
         raise UserError(
-            f"{checkpoint.folder}: experts_implementation {implementation!r}: transformers"
-            f" has one implementation of the experts of {checkpoint.config['model_type']};"
-            " leave it out"
+            f"{checkpoint.folder}: transformers refuses experts_implementation="
+            f"{implementation!r}: it computes the experts of"
+            f" {checkpoint.config['model_type']} in one way; leave it out"
         )
 
 
