@@ -402,7 +402,8 @@ def texts_of(state: Path, data: str | None, tokenizer: Any) -> dict[str, Iterabl
     from datasets import load_dataset
 
     def lines(file: Path) -> Iterator[dict[str, Any]]:
-        return (json.loads(line) for line in file.open(encoding="utf-8"))
+        with file.open(encoding="utf-8") as rows:
+            yield from map(json.loads, rows)
 
     def hub(name: str) -> Any:
         folder = name if data is None else str(Path(data) / "hub" / name)

@@ -442,14 +442,15 @@ def rows_of_text(folder: Path, tokenizer: Any, num_tokens: int) -> Tensor:
     parts = []
     for name in ("text", "train"):
         ids: list[int] = []
-        for line in (folder / f"{name}.jsonl").open(encoding="utf-8"):
-            row = json.loads(line)
-            text = row.get("text") or tokenizer.apply_chat_template(
-                row["messages"], tokenize=False
-            )
-            ids += tokenizer(text, add_special_tokens=False).input_ids
-            if len(ids) >= num_tokens // 2:
-                break
+        with (folder / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            for line in lines:
+                row = json.loads(line)
+                text = row.get("text") or tokenizer.apply_chat_template(
+                    row["messages"], tokenize=False
+                )
+                ids += tokenizer(text, add_special_tokens=False).input_ids
+                if len(ids) >= num_tokens // 2:
+                    break
         num_rows = min(len(ids), num_tokens // 2) // ROW
         parts.append(torch.tensor(ids[: num_rows * ROW]).view(num_rows, ROW))
     return torch.cat(parts)
