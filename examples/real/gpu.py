@@ -32,6 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prepare import source_arguments
+
+from fcsd.base.errors import one_line
+from fcsd.base.files import read_json, write_json
+from fcsd.base.text import progress_bar
+
 HERE = Path(__file__).parent
 KL_TEXTS, KL_TOKENS = 256, 256
 SAVING_S = 40  # of the time: for the checkpoints of trainings that are ended
@@ -191,7 +197,9 @@ def start(state: Path, name: str, *words: Any) -> subprocess.Popen[bytes]:
 def call(state: Path, name: str, *words: Any) -> None:
     begin = time.monotonic()
     if start(state, name, *words).wait():
-        sys.exit(f"{name} failed: {state}/logs/{name}")
+        lines = (state / "logs" / name).read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        sys.exit(f"{name} failed: {last.strip()[-300:]} ({state}/logs/{name})")
     print(f"{name}: {time.monotonic() - begin:.0f} s", flush=True)
 
 
@@ -234,9 +242,11 @@ def work(
                     "scores", grade(model, state, training.name, options), finished=True
                 )
             release(model)
-        # One failure does not take the others along.
-        except BaseException:
+        # One failure does not take the others along; the result has its reason.
+        except Exception as error:
             traceback.print_exc()
+            if not stop.is_set():
+                note("error", one_line(error))
         free()
 
 
@@ -252,9 +262,13 @@ def result_file(state: Path, training: Training) -> Path:
     return state / "results" / f"{training.name}.json"
 
 
-def is_finished(state: Path, training: Training) -> bool:
+def result_of(state: Path, training: Training) -> dict[str, Any]:
     file = result_file(state, training)
-    return file.is_file() and json.loads(file.read_text())["finished"]
+    return read_json(file) if file.is_file() else {}
+
+
+def is_finished(state: Path, training: Training) -> bool:
+    return bool(result_of(state, training).get("finished"))
 
 
 def train(training: Training, state: Path, options: argparse.Namespace) -> Path:
@@ -310,10 +324,16 @@ def calibrate(state: Path, settings: dict[str, Any], folder: Path, run: Any) -> 
         if not known.exists():
             if not folder.exists():
                 run("run", "--only", "calibrate")
-            shutil.copytree(folder, known.with_suffix(".new"), copy_function=os.link)
-            known.with_suffix(".new").rename(known)
+            link_tree(folder, known)
     if not folder.exists():
-        shutil.copytree(known, folder, copy_function=os.link)
+        link_tree(known, folder)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    temporary = target.with_name(f".{target.name}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary, copy_function=os.link)
+    temporary.rename(target)
 
 
 def curve(state: Path, training: Training) -> Any:
@@ -446,11 +466,6 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def write_json(file: Path, value: Any) -> None:
-    file.with_suffix(".new").write_text(json.dumps(value, indent=1))
-    file.with_suffix(".new").rename(file)
-
-
 # ---- all
 
 
@@ -459,31 +474,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("state", type=Path, help="folder of models, texts and results")
-    parser.add_argument(
-        "--model",
-        default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        help="hub id or folder, also of GGUF files",
-    )
-    parser.add_argument(
-        "--data",
-        help="folder with `hub/` and `corpora/` (default: data come from the Hub)",
-    )
+    source_arguments(parser)
     parser.add_argument("--workers", type=int, default=8, help="trainings at once")
-    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument(
+        "--minutes", type=float, default=60, help="time after which all is ended"
+    )
     parser.add_argument("--only", default="", help="part of the trainings' names")
     parser.add_argument(
         "--small", action="store_true", help="rehearse with two layers and few tokens"
     )
     options = parser.parse_args()
+    chosen = [each for each in trainings(options.small) if options.only in each.name]
+    if not chosen:
+        names = ", ".join(each.name for each in trainings(options.small))
+        parser.error(f"--only {options.only}: is in no name; there are {names}")
+    if options.workers < 1:
+        parser.error(f"--workers {options.workers}: at least 1")
     end = time.monotonic() + 60 * options.minutes
     state = options.state.resolve()
     for name in ("logs", "results", "scores"):
         (state / name).mkdir(parents=True, exist_ok=True)
     prepare(state, options)
-    chosen = [each for each in trainings(options.small) if options.only in each.name]
     run_all(chosen, state, options, end)
     finished = [each for each in chosen if is_finished(state, each)]
     print(f"{len(finished)} of {len(chosen)} trainings: {state}/results")
+    if failed := [each.name for each in chosen if "error" in result_of(state, each)]:
+        sys.exit(f"failed: {', '.join(failed)}; see `error` there, and {state}/logs")
     if len(finished) < len(chosen):
         sys.exit(75)
 
@@ -503,8 +519,12 @@ def run_all(
     processes.append(context.Process(target=grade_originals, args=(state, options)))
     for process in processes:
         process.start()
-    for process in processes:
-        process.join(max(0.0, end - SAVING_S - time.monotonic()))
+    with progress_bar(total=len(chosen), desc="trainings", unit="training") as bar:
+        while time.monotonic() < end - SAVING_S:
+            bar.update(sum(is_finished(state, each) for each in chosen) - bar.n)
+            if not any(process.is_alive() for process in processes):
+                break
+            time.sleep(1)
     # fcsd ends a training at SIGTERM after its step, and writes a checkpoint.
     stop.set()
     for process in processes:

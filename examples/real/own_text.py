@@ -38,6 +38,12 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if not options.model.is_dir():
+        parser.error(
+            f"{options.model}: no such folder; prepare.py makes runs/real/dense"
+        )
+    if min(options.rows, options.batch_size) < 1 or options.tokens < 64:
+        parser.error("--rows and --batch-size: at least 1; --tokens: at least 64")
     torch.manual_seed(options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -84,7 +90,7 @@ class Writer:
         questions = [
             text.strip()
             for text in self.tokenizer.batch_decode(
-                self.continued([start] * count, QUESTION_TOKENS),
+                self.continued([start] * count, min(QUESTION_TOKENS, self.tokens // 4)),
                 skip_special_tokens=True,
             )
         ]
@@ -100,7 +106,7 @@ class Writer:
             self.tokenizer.encode(text, add_special_tokens=False) for text in prompts
         ]
         answers = self.tokenizer.batch_decode(
-            self.continued(ids, self.tokens - max(map(len, ids), default=0)),
+            self.continued(ids, max(1, self.tokens - max(map(len, ids), default=0))),
             skip_special_tokens=True,
         )
         return [

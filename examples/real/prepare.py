@@ -60,16 +60,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("output", type=Path, help="folder for models and data")
-    parser.add_argument(
-        "--model",
-        default="HuggingFaceTB/SmolLM2-135M-Instruct",
-        help="hub id or folder, also of GGUF files",
-    )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        help="folder with `hub/` and `corpora/` (default: data come from the Hub)",
-    )
+    source_arguments(parser)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -94,6 +85,19 @@ def main() -> None:
         num_tokens=options.tokens,
         num_layers=options.layers,
         device=options.device,
+    )
+
+
+def source_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="HuggingFaceTB/SmolLM2-135M-Instruct",
+        help="hub id or folder, also of GGUF files",
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        help="folder with `hub/` and `corpora/` (default: data come from the Hub)",
     )
 
 

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.api.trainer_inputs import TrainerInputs, check_kinds, check_optimizer
@@ -315,7 +320,13 @@ class FCSDTrainer(ReadyTrainer):
         self.save_model(_internal_call=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
+    def refuse_unsaved_optimizer(self) -> None:
+        """Refuse an optimiser whose states a checkpoint of one process would lose."""
+        if not self.engine.shards:
+            refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self.refuse_unsaved_optimizer()
         super()._save_checkpoint(model, trial)
         if self.args.push_to_hub:
             folder = (
@@ -333,24 +344,19 @@ class FCSDTrainer(ReadyTrainer):
 
 
 class _OptimizerCheck(TrainerCallback):
-    """Refuse an optimiser that fcsd cannot checkpoint once it has states: after the first
-    step, not when the first checkpoint would be written.
+    """Refuse an optimiser that fcsd cannot checkpoint before work is lost: in the first
+    steps, when it has states, and not only when the first checkpoint is written.
     """
 
     def __init__(self, trainer: FCSDTrainer) -> None:
-        self.trainer, self.is_checked = trainer, False
+        self.trainer = trainer
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.is_checked = False
-
-    def on_step_end(self, args: TrainingArguments, *rest: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        if self.is_checked or args.save_strategy == "no" or trainer.engine.shards:
-            return
-        self.is_checked = True
-        refuse_factored_states(
-            getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        )
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
+    ) -> None:
+        # A skipped step leaves no states, so the first ten are looked at.
+        if state.global_step <= 10 and args.save_strategy != "no":
+            self.trainer.refuse_unsaved_optimizer()
 
 
 def _own_launch() -> Launch:

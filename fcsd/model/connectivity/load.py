@@ -109,7 +109,7 @@ def load_model(
             with torch.device("meta"), implementations(folder, chosen):
                 return cls._from_config(config, **chosen).eval()
         try:
-            with _loading(checkpoint), implementations(folder, chosen):
+            with implementations(folder, chosen), _loading(checkpoint):
                 loaded = cls.from_pretrained(folder, config=config, **options)
         # each family's file has its own
         except modeling_module(checkpoint.family).StageError as error:
@@ -142,8 +142,9 @@ def implementations(folder: Path, chosen: dict[str, Any]) -> Iterator[None]:
     # Before weights are read, transformers raises either of these.
     except (ValueError, ImportError) as error:
         name = next((name for name in chosen if name in str(error)), None)
-        if name is None and isinstance(error, ImportError) and chosen:
-            name = next(iter(chosen))
+        # The message about a missing package names the package alone.
+        if isinstance(error, ImportError) and "attn_implementation" in chosen:
+            name = "attn_implementation"
         if name is None:
             raise
         raise UserError(
@@ -194,11 +195,13 @@ def _load_unknown(
                 AutoConfig.from_pretrained(folder, trust_remote_code=code)
             )
         # The `model` section of a recipe sets it for the student; a dense teacher has none.
-        if not _has_experts(folder, options["trust_remote_code"]):
-            options.pop("experts_implementation", None)
+        if "experts_implementation" in options and not _has_experts(
+            folder, options["trust_remote_code"]
+        ):
+            del options["experts_implementation"]
         # Sizes that do not match are in the report, and refused.
         chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
-        with _loading(checkpoint), implementations(folder, chosen):
+        with implementations(folder, chosen), _loading(checkpoint):
             return AutoModelForCausalLM.from_pretrained(
                 folder, ignore_mismatched_sizes=True, **options
             )

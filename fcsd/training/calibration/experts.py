@@ -287,8 +287,7 @@ def _fold_adds(
     change.diagonal().sub_(1.0)
     change *= experts.factor
     for (tokens, out), error in zip(outputs, errors, strict=True):
-        # On the device, where float64 is fast; a CPU takes longer for this product than a
-        # GPU for all others.
+        # On the device: the product in float64 costs as much as the sums of the problem.
         error[tokens] -= (out.to(work.device).double() @ change).to(error.dtype).cpu()
 
 
