@@ -1,5 +1,6 @@
 """The helpers on which other tests rely."""
 
+import multiprocessing
 import os
 import time
 
@@ -113,13 +114,12 @@ def _one_fails(rank):
 
 
 def test_a_failing_rank_raises_its_traceback_and_the_others_are_stopped():
-    started = time.monotonic()
     with pytest.raises(
         RuntimeError,
         match=r"(?s)rank 1 failed:.*_one_fails.*ValueError: rank one is out",
     ):
         run_ranks(_one_fails, 2)
-    assert time.monotonic() - started < 20
+    assert multiprocessing.active_children() == []
 
 
 def _one_dies(rank):

@@ -448,7 +448,7 @@ def test_a_folder_in_which_another_process_works_is_refused_until_that_has_ended
 
 
 def test_two_ranks_hash_the_original_once(bench: Bench, tmp_path: Path) -> None:
-    hashed = tmp_path / "hashed"
+    hashed, path = tmp_path / "hashed", str(bench.recipe("r"))
 
     def one(rank: int) -> int:
         def fingerprint(folder: Path) -> str:
@@ -457,7 +457,7 @@ def test_two_ranks_hash_the_original_once(bench: Bench, tmp_path: Path) -> None:
             return weights_fingerprint(folder)
 
         load.weights_fingerprint = fingerprint
-        return main(["distill", str(bench.recipe("r"))])
+        return main(["distill", path])
 
     assert [status for status, _ in in_forked_ranks(one, 2, tmp_path)] == [0, 0]
     assert hashed.read_text() == f"0 {bench.base}\n"

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +339,10 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
         # a job in the background ignores it
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "once = fcsd.evaluation.chat.chat.Reply._criterion\n"
-        "def slow(*a, **k): time.sleep(0.2); return once(*a, **k)\n"
+        "def slow(*a, **k):\n"
+        f"    open({str(tmp_path / 'a step')!r}, 'w').close()\n"
+        "    time.sleep(0.2)\n"
+        "    return once(*a, **k)\n"
         "fcsd.evaluation.chat.chat.Reply._criterion = slow\n"
         f"raise SystemExit(fcsd.cli.main.main(['chat', {str(folder)!r}]))\n"
     )
@@ -350,28 +354,33 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
     os.close(other)
     seen = ""
 
-    def until(pattern: str, seconds: float = 120.0) -> None:
+    def until(pattern: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         nonlocal seen
-        end = time.monotonic() + seconds
+        end = time.monotonic() + 120
         while not re.search(pattern, seen):
             assert time.monotonic() < end, seen
-            if select.select([terminal], [], [], 0.2)[0]:
+            if select.select([terminal], [], [], 0.5)[0]:
                 seen += os.read(terminal, 4096).decode("utf-8", "replace")
+            else:
+                meanwhile()
+
+    def press_ctrl_c() -> None:
+        child.send_signal(signal.SIGINT)
 
     try:
         until(r"/exit leaves\.\s+> ")
         os.write(terminal, b"hello\n")
         until(r"hello\r\n")
         # the reply continues for 100 steps of 0.2 s; its letters wait for a space
-        time.sleep(2)
-        child.send_signal(signal.SIGINT)
+        while not (tmp_path / "a step").exists():
+            assert child.poll() is None
+            time.sleep(0.02)
+        press_ctrl_c()
         until(r"\(interrupted\)\s+> ")
-        # a signal between the prompt and the read would wait for the next line
-        time.sleep(1)
-        child.send_signal(signal.SIGINT)  # at the prompt
-        until(r"\(/exit leaves\)\s+> ")
+        # between the prompt and the read, a signal waits for the next one
+        until(r"\(/exit leaves\)\s+> ", meanwhile=press_ctrl_c)
         os.write(terminal, b"/exit\n")
-        assert child.wait(30) == 0
+        assert child.wait(120) == 0
         assert "Traceback" not in seen
     finally:
         child.kill()

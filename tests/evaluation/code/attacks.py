@@ -96,4 +96,4 @@ def raw_server(
     finally:
         server.stdin.close()
         server.stdout.close()
-        assert server.wait(10) == 0
+        assert server.wait(120) == 0

@@ -713,7 +713,7 @@ scorer.score([Problem("p", "", "", ("f(1)",))], {"p": "import time\\ndef f(x): t
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and (
         Path(folder).exists() or any(folder in x for x in command_lines())
     ):

@@ -92,20 +92,13 @@ def sends_other_rows() -> None:
 def test_a_rank_that_goes_wrong_between_dispatch_and_combine_ends_the_other(
     bench: Bench, tmp_path: Path, fault: Callable[[], None], message: str
 ) -> None:
+    path = str(bench.recipe("r"))
+
     def one(rank: int) -> int:
         impatient()
         if rank == 1:
             fault()
-        return main(
-            [
-                "distill",
-                str(bench.recipe("r")),
-                "--expert-parallel",
-                "2",
-                "--overlap",
-                "full",
-            ]
-        )
+        return main(["distill", path, "--expert-parallel", "2", "--overlap", "full"])
 
     outcomes = in_forked_ranks(one, 2, tmp_path)
     output = "".join(text for _, text in outcomes)
@@ -123,6 +116,8 @@ def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_
     score.
     """
 
+    path = str(bench.recipe("r"))
+
     def one(rank: int) -> int:
         failure._PERIOD_S, failure._GRACE_S, failure._HUNG_S = 0.2, 1.0, 6.0
         unshard, calls = FSDPParamGroup.unshard, [0]
@@ -134,16 +129,7 @@ def test_a_rank_that_hangs_while_others_gather_weights_ends_all_long_before_the_
             return unshard(group, *args, **kwargs)
 
         FSDPParamGroup.unshard = hangs  # type: ignore[method-assign]
-        return main(
-            [
-                "distill",
-                str(bench.recipe("r")),
-                "--expert-parallel",
-                "2",
-                "--overlap",
-                "full",
-            ]
-        )
+        return main(["distill", path, "--expert-parallel", "2", "--overlap", "full"])
 
     outcomes = in_forked_ranks(one, 2, tmp_path)
     output = "".join(text for _, text in outcomes)
