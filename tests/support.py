@@ -120,6 +120,7 @@ class Bench:
 
     def recipe(self, name: str = "r", **changes: Any) -> Path:
         """Return a recipe file: 12 KL steps of 4 rows of 32 tokens; `changes` replace sections."""
+        assert "RANK" not in os.environ, "another rank may read what this one writes"
         recipe = {
             "name": name,
             "output_dir": str(self.folder / name),
