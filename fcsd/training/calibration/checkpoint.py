@@ -108,7 +108,7 @@ def calibrate_checkpoint(
         while state is None:  # again if the leftovers of a killed run are damaged
             ranks.from_first(lambda: _prepare(original, connectivity, model, changed))
             state = _resume(
-                work, models, original.folder, changed, text.batches, ranks, measured
+                work, models, original.folder, text.batches, ranks, measured
             )
         end = max(layers) + 1 if measured is None else len(models.student.layers)
         with _layers_bar(state.next_layer, end, ranks) as bar:
@@ -252,17 +252,17 @@ def _resume(
     work: Path,
     models: Layerwise,
     source: Path,
-    changed: set[str],
     batches: Sequence[Batch],
     ranks: Ranks,
     measured: LeftOut | None,
 ) -> State | None:
     """Return the state of an interrupted run, or that before the first layer.
 
-    changed: the weight files that change. If the interrupted run left damaged files,
-    they are removed with a message, and None is returned.
+    If the interrupted run left damaged files, they are removed with a message, and None
+    is returned.
     """
-    state = ranks.from_first(lambda: _read_state(work, source, changed))
+    files = models.checkpoint.weight_files
+    state = ranks.from_first(lambda: _read_state(work, source, files))
     if state is None:
         if measured is not None:
             measured.begin(models)
@@ -280,7 +280,9 @@ def _resume(
         )
     # Each rank has a file of streams; all begin again if one rank's is unusable.
     file = _streams(work, state["next_layer"], ranks)
-    tensors = _whole_streams(file)
+    # A state of an earlier fcsd has no hashes.
+    hashes = state.get("streams") or [None] * ranks.size
+    tensors = _whole_streams(file, hashes[ranks.rank])
     lost = next(
         filter(None, ranks.share(lambda: None if tensors is not None else str(file))),
         None,
@@ -309,9 +311,11 @@ def _resume(
     )
 
 
-def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] | None:
-    """Return the record that `_save` wrote, or {"damage": message} if it or the model is
-    damaged; None without a record.
+def _read_state(
+    work: Path, source: Path, files: Iterable[str]
+) -> dict[str, Any] | None:
+    """Return the record that `_save` wrote, or {"damage": message} if it or the model,
+    whose weights are in `files`, is damaged; None without a record.
 
     Streams of other layers and half-written ones are removed.
     """
@@ -328,7 +332,7 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
             file.unlink()
     if state is None:
         return None
-    damaged = damage_of_copies(work / "model", source, changed, state["written"])
+    damaged = damage_of_copies(work / "model", source, files, state["written"])
     if damaged is None and _files_beside(work / "model") != state["files"]:
         damaged = "a file next to the weights"
     return (
@@ -338,12 +342,13 @@ def _read_state(work: Path, source: Path, changed: set[str]) -> dict[str, Any] |
     )
 
 
-def _whole_streams(file: Path) -> dict[str, Tensor] | None:
-    """Read the streams that `_save` wrote; None if they are gone or damaged."""
+def _whole_streams(file: Path, written: str | None) -> dict[str, Tensor] | None:
+    """Read the streams that `_save` wrote with this hash; None if they are gone,
+    damaged, or those of another run.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            written = (opened.metadata() or {}).get("sha256")
     except (OSError, ValueError, SafetensorError):
         return None
     return tensors if checksum(tensors) == written else None
@@ -400,16 +405,17 @@ def _save(state: State, work: Path, ranks: Ranks, measured: LeftOut | None) -> N
         for name, value in stream.items()
     }
     target = _streams(work, state.next_layer, ranks)
-    save_file(tensors, target.with_suffix(".tmp"), {"sha256": checksum(tensors)})
+    save_file(tensors, target.with_suffix(".tmp"))
     os.replace(target.with_suffix(".tmp"), target)
     # From here on all ranks have saved theirs, and the first has written the layer.
-    ranks.share(lambda: None)
+    hashes = ranks.share(lambda: checksum(tensors))
 
     def note() -> None:
         record = {
             "next_layer": state.next_layer,
             "ranks": ranks.size,
             "results": state.results,
+            "streams": hashes,
         }
         record |= {"written": state.written, "files": _files_beside(work / "model")}
         write_sealed(work / _STATE, record)

@@ -245,11 +245,16 @@ class Layerwise(Models):
 def own_copies(folder: Path, source: Path, files: Iterable[str]) -> None:
     """Replace weight files in `folder` that are links to the source's by copies."""
     for name in files:
-        # The copy is renamed into place, so that a kill never leaves a part of a file.
-        if os.path.samefile(folder / name, source / name):
+        # One that is gone is damage, which `damage_of_copies` tells.
+        if _is_link(folder / name, source / name):
+            # The copy is renamed into place, so that a kill never leaves a part of it.
             temporary = folder / f".{name}.tmp"
             shutil.copyfile(source / name, temporary)
             os.replace(temporary, folder / name)
+
+
+def _is_link(file: Path, target: Path) -> bool:
+    return file.is_file() and os.path.samefile(file, target)
 
 
 def write_changed(
@@ -294,8 +299,10 @@ def damage_of_copies(
     it differs: an interrupted layer is solved from these.
     """
     for file in sorted({*files}):
-        if os.path.samefile(folder / file, source / file):
+        if _is_link(folder / file, source / file):
             continue
+        if not (folder / file).is_file():
+            return f"{file}, which is gone"
         try:
             header, begin = safetensors_header(folder / file)
             source_header, source_begin = safetensors_header(source / file)

@@ -652,8 +652,11 @@ def test_what_measures_a_calibration_shares_no_example_with_what_it_is_solved_on
 
 
 @pytest.mark.parametrize(
-    "what", ["streams", "model", "config", "state", "streams are gone"]
-)
+    "what",
+    [
+        "streams", "model", "config", "state", "streams are gone", "model is gone", "streams of another run",
+    ],
+)  # fmt: skip
 def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
     base: Path,
     tmp_path: Path,
@@ -670,13 +673,17 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
         if next(calls) == 1:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(folder_module, "_save", stop_behind_layer_1)
-        with pytest.raises(KeyboardInterrupt):
-            run_folder(base, tmp_path / "out", ids)
+    def killed(folder: Path, ids: Tensor) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(folder_module, "_save", stop_behind_layer_1)
+            with pytest.raises(KeyboardInterrupt):
+                run_folder(base, folder, ids)
+        (streams,) = folder.glob("streams-*")
+        return streams
+
     work = tmp_path / "out"
-    (streams,) = work.glob("streams-*")
-    if what == "model":
+    streams = killed(work, ids)
+    if what in ("model", "model is gone"):
         solved = json.loads((work / "state.json").read_text())["written"]
         name = next(name for name in sorted(solved) if ".1." in name)
         (file,) = [
@@ -684,8 +691,14 @@ def test_what_a_killed_calibration_left_is_begun_again_where_it_is_damaged(
             for f in (work / "model").glob("*.safetensors")
             if name in safetensors_header(f)[0]
         ]
-        header, begin = safetensors_header(file)
-        change_byte(file, begin + header[name]["data_offsets"][0])
+        if what == "model":
+            header, begin = safetensors_header(file)
+            change_byte(file, begin + header[name]["data_offsets"][0])
+        else:
+            file.unlink()
+    elif what == "streams of another run":
+        calls = iter(range(9))
+        shutil.copy(killed(tmp_path / "another", text(8, seed=1)), streams)
     elif what == "config":
         config = json.loads((work / "model" / "config.json").read_text())
         (work / "model" / "config.json").write_text(
