@@ -194,7 +194,7 @@ def write_arrays(
     complete.
     """
     # A single entry, because safetensors writes several in any order.
-    text = json.dumps({"sha256": arrays_fingerprint(arrays, record), "record": record})
+    text = json.dumps({"sha256": _fingerprint(path, arrays, record), "record": record})
     with writing(path), file_beside(path) as temporary:
         # Not save_file: safetensors 0.8 writes a file of its own naming first, which
         # nobody would remove after a kill.
@@ -203,13 +203,22 @@ def write_arrays(
         _WHOLE.add(file_state(path))
 
 
+def _fingerprint(
+    path: Path, arrays: Mapping[str, np.ndarray], record: Mapping[str, Any]
+) -> str:
+    # With the name, which tells the file from those of other pieces, sources and runs:
+    # that of rows is a hash, and that of a shard a number in the folder of its source.
+    name = f"{path.parent.name}/{path.name}" if path.stem.isdigit() else path.name
+    return arrays_fingerprint(arrays, {"name": name, "record": record})
+
+
 # States of the files that this process has written or verified.
 _WHOLE: set[tuple[int, ...]] = set()
 
 
 def keep_whole(path: Path) -> bool:
-    """Return whether a file of `write_arrays` exists undamaged; a damaged one is
-    removed, with a message.
+    """Return whether a file of `write_arrays` exists undamaged; a damaged one, or one
+    with another file's content, is removed, with a message.
 
     Each process verifies a file only once.
     """
@@ -222,7 +231,7 @@ def keep_whole(path: Path) -> bool:
         with safe_open(path, "numpy") as file:
             text = json.loads(file.metadata()[_RECORD])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        is_whole = arrays_fingerprint(arrays, text["record"]) == text["sha256"]
+        is_whole = _fingerprint(path, arrays, text["record"]) == text["sha256"]
     except (OSError, ValueError, SafetensorError, KeyError, TypeError):
         is_whole = False
     if is_whole:

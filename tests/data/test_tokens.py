@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -135,12 +136,15 @@ def mixed(tmp_path: Path) -> Iterator[Any]:
         [Item("task", "1", ("One two three four five six seven eight.",))]
     )
 
-    def make(place: Path | None = None, num_proc: int = 1) -> tuple[Any, Any]:
+    def make(
+        place: Path | None = None, num_proc: int = 1, **layout: Any
+    ) -> tuple[Any, Any]:
         decontaminator, bad = Decontaminator(index), BadRows("skip")
         options: dict[str, Any] = {
             "max_length": 32,
             "decontaminator": decontaminator,
             "bad_rows": bad,
+            **layout,
         }
         if place is not None:
             options["place"] = (place, ["a", "b"])
@@ -357,6 +361,9 @@ def _damage(path: Path, kind: str) -> None:
         ("a/00002.safetensors", "an id"),
         ("rows-*.safetensors", "an id"),
         ("b/00000.safetensors", "the record"),
+        ("a/00000.safetensors", "another shard"),
+        ("b/00000.safetensors", "another source's"),
+        ("rows-*.safetensors", "another run's"),
     ],
 )
 def test_damaged_tokens_and_rows_are_written_again_with_a_line_and_the_same_bytes(
@@ -366,7 +373,17 @@ def test_damaged_tokens_and_rows_are_written_again_with_a_line_and_the_same_byte
     built, record = mixed(place)
     said, before = texts(built), files(place)
     (path,) = place.glob(name)
-    _damage(path, kind)
+    others = {
+        "another shard": "a/00001.safetensors",
+        "another source's": "a/00000.safetensors",
+    }
+    if kind in others:
+        shutil.copy(place / others[kind], path)
+    elif kind == "another run's":
+        mixed(tmp_path / "another", seed=1)
+        shutil.copy(next((tmp_path / "another").glob(name)), path)
+    else:
+        _damage(path, kind)
     capsys.readouterr()
     again, after = mixed(place)
     assert f"{path}: is damaged; fcsd writes it again" in capsys.readouterr().err
