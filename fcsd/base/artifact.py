@@ -29,7 +29,12 @@ from fcsd.base.files import (
     read_json,
     write_json,
 )
-from fcsd.base.fingerprints import check_seal, checkpoint_files, sealed
+from fcsd.base.fingerprints import (
+    check_seal,
+    checkpoint_files,
+    content_fingerprint,
+    sealed,
+)
 from fcsd.base.weights import weights_fingerprint
 
 SCHEMA_VERSION = 8
@@ -137,6 +142,20 @@ class Stage:
             "settings": self.settings,
             "inputs": self.inputs,
         }
+
+    @property
+    def identity(self) -> str:
+        """A hash of what the result depends on: the owner of sealed files that only this
+        stage continues from.
+        """
+        record: dict[str, Any] = json.loads(json.dumps(self._record()))
+        for dotted in self.may_change:
+            *sections, key = dotted.split(".")
+            section = record["settings"]
+            for name in sections:
+                section = section.get(name) or {}
+            section.pop(key, None)
+        return content_fingerprint(record)
 
     def _refuse_lost(self, outputs: dict[str, str]) -> None:
         # Readers of all other files compare them, or make them again.

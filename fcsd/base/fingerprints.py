@@ -130,21 +130,28 @@ def content_fingerprint(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def sealed(value: dict[str, Any]) -> dict[str, Any]:
+def sealed(value: dict[str, Any], owner: Any = None) -> dict[str, Any]:
     """Return a JSON object with an added hash of its content, which `check_seal`
     checks.
+
+    owner: what the object belongs to, JSON-able and not part of the object; another
+    owner's object does not pass the check.
     """
-    return {_SEAL: content_fingerprint(value), **value}
+    return {_SEAL: _seal(value, owner), **value}
 
 
-def write_sealed(path: Path, value: dict[str, Any]) -> None:
+def _seal(value: dict[str, Any], owner: Any) -> str:
+    return content_fingerprint(value if owner is None else [owner, value])
+
+
+def write_sealed(path: Path, value: dict[str, Any], owner: Any = None) -> None:
     """Write a JSON object with its seal (`sealed`)."""
-    write_json(path, sealed(value))
+    write_json(path, sealed(value, owner))
 
 
-def read_sealed(path: Path, hint: str) -> dict[str, Any]:
+def read_sealed(path: Path, hint: str, owner: Any = None) -> dict[str, Any]:
     """Read an object that `write_sealed` wrote, without its hash. hint: what to do
-    where the file is damaged.
+    where the file is damaged. owner: as of `sealed`.
 
     Raises:
         UserError: as `read_json`; the content has no hash, or does not match it.
@@ -152,7 +159,7 @@ def read_sealed(path: Path, hint: str) -> dict[str, Any]:
     value = read_json(path, hint, keys=())
     if _SEAL not in value:
         raise UserError(f"{path}: has no hash, which fcsd writes into it; {hint}")
-    check_seal(path, value, hint)
+    check_seal(path, value, hint, owner)
     return {key: item for key, item in value.items() if key != _SEAL}
 
 
@@ -183,14 +190,14 @@ def arrays_fingerprint(
     return digest.hexdigest()
 
 
-def check_seal(path: Path, value: Any, hint: str) -> None:
+def check_seal(path: Path, value: Any, hint: str, owner: Any = None) -> None:
     """Raise UserError where an object read from `path` has a hash that its content does
-    not match. Objects without a hash pass.
+    not match. Objects without a hash pass. owner: as of `sealed`.
     """
     if not isinstance(value, dict) or not isinstance(value.get(_SEAL), str):
         return
     content = {key: item for key, item in value.items() if key != _SEAL}
-    if content_fingerprint(content) != value[_SEAL]:
+    if _seal(content, owner) != value[_SEAL]:
         raise UserError(
             f"{path}: is damaged: its content differs from what was written; {hint}"
         )

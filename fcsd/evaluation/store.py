@@ -9,6 +9,7 @@ enters it. A server's answers are kept one by one (`Journal`).
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,12 @@ class TaskStore:
     def get(
         self, row: TaskConfig
     ) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
-        """Return (samples, facts) of a finished task; None when it is not there or
-        damaged.
+        """Return (samples, facts) of a finished task; None when it is not there, or
+        damaged, which a line says.
         """
+        path = self._path(row)
         try:
-            record = json.loads(self._path(row).read_text(encoding="utf-8"))
+            record = json.loads(path.read_text(encoding="utf-8"))
             content = {name: record[name] for name in ("key", "facts", "samples")}
             # The key in the file has been through JSON, which turns tuples into lists.
             if record["sha256"] == content_fingerprint(content) and record[
@@ -78,6 +80,11 @@ class TaskStore:
                 return list(record["samples"]), dict(record["facts"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
+        if path.exists():
+            print(
+                f"evaluate: {path}: is damaged; fcsd evaluates {row.task} again",
+                file=sys.stderr,
+            )
         return None
 
     def put(
@@ -121,11 +128,16 @@ class Journal:
                 key, answer, checksum = json.loads(line)
             except (ValueError, TypeError):
                 continue
-            if checksum == content_fingerprint([key, answer]):
+            if checksum == self._checksum(key, answer):
                 self._known[key] = answer
 
     def __len__(self) -> int:
         return len(self._known)
+
+    def _checksum(self, key: str, answer: Any) -> str:
+        # The name of the file identifies what has answered: a model, and its settings.
+        name = "" if self.path is None else self.path.name
+        return content_fingerprint([name, key, answer])
 
     def get(self, question: Any) -> Any:
         """Return the answer to a question, which is JSON-able; None when there is none."""
@@ -144,7 +156,7 @@ class Journal:
                     self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666
                 )
                 try:
-                    record = [key, answer, content_fingerprint([key, answer])]
+                    record = [key, answer, self._checksum(key, answer)]
                     os.write(
                         descriptor,
                         f"\n{json.dumps(record, allow_nan=False)}\n".encode(),

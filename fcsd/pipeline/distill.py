@@ -82,6 +82,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
         remove_checkpoints=lambda candidate_folder: remove_checkpoints(
             candidate_folder, launch
         ),
+        identity=stage.identity,
         ranks=launch.ranks,
     )
     if launch.first:

@@ -105,13 +105,15 @@ def run_sweep(
     run_candidate: Callable[[Candidate, TrainConfig, Path], None],
     *,
     remove_checkpoints: Callable[[Path], None],
+    identity: str = "",
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Run the missing candidates of both stages and write `sweep.json` and `sweep.md`
     to `folder`; all ranks call this.
 
     run_candidate(candidate, train, folder) trains and writes `history.jsonl`;
-    remove_checkpoints(folder) is called when its result is on the disk. Returns
+    remove_checkpoints(folder) is called when its result is on the disk. identity: of the
+    stage, whose results are not read in any other. Returns
     `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
 
@@ -120,6 +122,7 @@ def run_sweep(
     ) -> dict[str, Any]:
         candidate = Candidate(stage, batch_size_tokens, learning_rate)
         candidate_folder = folder / candidate.folder
+        owner = [identity, candidate.folder]
         # Only the first rank looks at the disk, so that all ranks take the same branch.
         if not ranks.from_first(lambda: (candidate_folder / "result.json").is_file()):
             train, diverged = candidate.train(base, sweep), False
@@ -134,13 +137,16 @@ def run_sweep(
             # Written when the run has ended, so a candidate without it is run again.
             ranks.from_first(
                 lambda: _note_losses(
-                    candidate_folder, 0 if diverged else train.max_steps, last_steps
+                    candidate_folder,
+                    0 if diverged else train.max_steps,
+                    last_steps,
+                    owner,
                 )
             )
         remove_checkpoints(candidate_folder)
         advice = f"remove {candidate_folder} to train this candidate again"
         score = ranks.from_first(
-            lambda: read_sealed(candidate_folder / "result.json", advice)
+            lambda: read_sealed(candidate_folder / "result.json", advice, owner)
         )
         # a loss of null means that it diverged
         return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}
@@ -175,7 +181,9 @@ def run_sweep(
     return result
 
 
-def _note_losses(folder: Path, num_steps: int, last_steps: int) -> None:
+def _note_losses(
+    folder: Path, num_steps: int, last_steps: int, owner: list[str]
+) -> None:
     """Write `result.json` of a candidate that was trained for num_steps; 0: diverged."""
     points = read_history(folder) if num_steps else []
     # A skipped step has no point, so a run whose last step has none was diverging.
@@ -186,6 +194,7 @@ def _note_losses(folder: Path, num_steps: int, last_steps: int) -> None:
     write_sealed(
         folder / "result.json",
         {"loss": loss if math.isfinite(loss) else None, "losses": losses},
+        owner,
     )
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -252,7 +253,9 @@ def test_a_shared_cache_is_by_weights_and_never_by_path(
     assert asked == ["piqa", "sciq", "gsm8k"]
 
 
-def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> None:
+def test_a_damaged_or_foreign_file_of_the_store_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     row = validate(TaskConfig, ROWS[0], "row")
     store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
     assert store.get(row) is None
@@ -262,10 +265,12 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(tmp_path: Path) -> N
     assert TaskStore(tmp_path, {"model": "1"}, {"piqa": "e"}).get(row) is None
     assert store.get(row.model_copy(update={"num_fewshot": 1})) is None
     assert store.get(row.model_copy(update={"headline": False})) is not None
+    assert not capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     whole = file.read_text()
     file.write_text(whole.replace('"score": 1.0', '"score": 0.0'))
     assert store.get(row) is None, "a flipped byte is no answer"
+    assert f"{file}: is damaged; fcsd evaluates piqa again" in capsys.readouterr().err
     file.write_text(whole[:-9])
     assert store.get(row) is None
 
@@ -332,6 +337,14 @@ def test_an_answer_of_a_server_with_another_digit_is_asked_for_again(
         None,
         [-2.5],
     ]
+
+
+def test_the_answers_of_another_model_or_task_are_not_read(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "piqa-0.jsonl")
+    journal.put(["question"], [-1.25])
+    shutil.copy(tmp_path / "piqa-0.jsonl", tmp_path / "piqa-1.jsonl")
+    assert Journal(tmp_path / "piqa-1.jsonl").get(["question"]) is None
+    assert Journal(tmp_path / "piqa-0.jsonl").get(["question"]) == [-1.25]
 
 
 def test_a_definition_beside_the_suite_is_part_of_what_a_task_is(

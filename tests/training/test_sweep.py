@@ -3,6 +3,7 @@ the last steps; nothing is trained twice.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,16 @@ def recipe(**sweep: object) -> Recipe:
     )
 
 
-def swept(plan: Recipe, folder: Path, runner: Any) -> dict[str, Any]:
+def swept(plan: Recipe, folder: Path, runner: Any, **options: Any) -> dict[str, Any]:
     """Return the sweep of a recipe, as its stage runs it."""
     assert plan.sweep is not None
     result = run_sweep(
-        plan.sweep, plan.train, folder, runner, remove_checkpoints=runner.removed.append
+        plan.sweep,
+        plan.train,
+        folder,
+        runner,
+        remove_checkpoints=runner.removed.append,
+        **options,
     )
     write_ready_recipe(plan, result, folder)
     return result
@@ -157,6 +163,24 @@ def test_a_digit_of_a_candidates_loss_does_not_change_unseen(tmp_path: Path) -> 
         match=r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate",
     ):
         swept(recipe(), tmp_path, Runner())
+
+
+@pytest.mark.parametrize("owner", ["another candidate", "another run"])
+def test_the_loss_of_another_candidate_or_run_is_refused(
+    owner: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        swept(recipe(), tmp_path / "out", Runner(die_at=3))
+    file = "batch_size_tokens=128,learning_rate=0.002/result.json"
+    other = tmp_path / "out" / file.replace("0.002", "0.001")
+    if owner == "another run":
+        swept(recipe(), tmp_path / "other", Runner(), identity="other")
+        other = tmp_path / "other" / file
+    shutil.copy(other, tmp_path / "out" / file)
+    with pytest.raises(
+        UserError, match=r"result\.json: is damaged: .*; remove .*0\.002"
+    ):
+        swept(recipe(), tmp_path / "out", Runner())
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,9 @@ def study_layers(
     path = folder / "layers.json"
     # Only the first rank reads the points of a killed study, because all ranks must
     # skip the same ones.
-    done = ranks.from_first(lambda: _points_so_far(path) if path.is_file() else [])
+    done = ranks.from_first(
+        lambda: _points_so_far(path, stage.identity) if path.is_file() else []
+    )
     with measuring(study, model, launch) as measure:
         weights = (
             ["values", "calibrated"] if study.calibrated is not None else ["values"]
@@ -222,7 +224,7 @@ def study_layers(
                 }
                 result["points"].insert(index, point)
                 if len(result["points"]) > len(done) and ranks.first:
-                    write_sealed(path, result)
+                    write_sealed(path, result, stage.identity)
 
             for index, (side_name, layers) in enumerate(targets):
                 add(side_name, layers, index)
@@ -498,13 +500,13 @@ def read_study(folder: Path) -> dict[str, Any]:
     return study
 
 
-def _points_so_far(path: Path) -> list[dict[str, Any]]:
+def _points_so_far(path: Path, identity: str) -> list[dict[str, Any]]:
     """Return the points that a killed study has measured; none if the file was changed
-    since.
+    since, or is that of another study.
     """
     study = _read(path)
     try:
-        check_seal(path, study, "fcsd measures its points again")
+        check_seal(path, study, "fcsd measures its points again", identity)
     except UserError as error:
         print(f"layers: {error}", file=sys.stderr)
         return []

@@ -17,6 +17,7 @@ import yaml
 from matplotlib.axes import Axes
 
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
@@ -417,12 +418,14 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
     assert one == two and len(one["tiny_choice"]) == 8
 
 
-def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
+@pytest.mark.parametrize("num_kept", [3, 0])
+def test_a_killed_study_goes_on_with_its_own_points_and_ends_with_the_same_bytes(
     model: Path,
     text: Path,
     finished: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    num_kept: int,
 ) -> None:
     folder = tmp_path / "study"
     measure, calls = study_module.kl_by_row, []
@@ -440,15 +443,19 @@ def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
         UserError, match="not finished; run the same `fcsd layers` command again"
     ):
         plan_layers(folder, "50%")
+    if num_kept == 0:  # those of another study
+        points = json.loads((folder / "layers.json").read_text())
+        del points["sha256"]
+        write_sealed(folder / "layers.json", points, "another study")
     assert main(command(model, text, folder)) == 0
     # 12 points are 9 selections: all layers, the first layer and the last layer each
     # belong to two sides.
-    assert len(calls) == 4 + 9 - 3
+    assert len(calls) == 4 + 9 - num_kept
     assert (folder / "layers.json").read_bytes() == (
         finished / "layers.json"
     ).read_bytes()
     assert main(command(model, text, folder)) == 0
-    assert len(calls) == 10
+    assert len(calls) == 13 - num_kept
 
 
 def test_a_changed_study_is_refused_with_the_difference(
