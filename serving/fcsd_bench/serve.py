@@ -93,13 +93,13 @@ def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, A
     engine = find_program(benchmark.engine, program, benchmark.comm)
     if engine.warning:
         print(f"fcsd-bench: warning: {engine.warning}", file=sys.stderr)
-    bench = _Bench(benchmark, engine, folder)
+    bench = _Bench(benchmark, engine, folder, config)
     if benchmark.trace and not engine.devices:
         raise UserError(
             "--trace: measures overlap on GPUs, and this machine has none; on a CPU,"
             " use --comm timed"
         )
-    stage = bench.stage(config)
+    stage = bench.stage
     if stage.state() == "finished":
         check_outputs(folder)
         print(f"fcsd-bench: finished before, in {folder}", file=sys.stderr)
@@ -118,7 +118,7 @@ def bench_serve(benchmark: Benchmark, program: str, folder: Path) -> dict[str, A
     # Read back from the files, which an earlier process may have written.
     measured = {
         row.name: [
-            read_sealed(bench.file(number, row), _AGAIN)
+            bench.read(bench.file(number, row))
             for number in range(1, benchmark.rounds + 1)
         ]
         for row in rows
@@ -164,6 +164,7 @@ class _Bench:
     benchmark: Benchmark
     program: Program
     folder: Path
+    config: Mapping[str, Any]
 
     @property
     def versions(self) -> dict[str, Any]:
@@ -173,11 +174,12 @@ class _Bench:
             "devices": list(self.program.devices),
         }
 
-    def stage(self, config: Mapping[str, Any]) -> Stage:
+    @property
+    def stage(self) -> Stage:
         """Return the stage with everything that the times depend on; the weights'
         values do not matter.
         """
-        text = json.dumps(config, sort_keys=True)
+        text = json.dumps(self.config, sort_keys=True)
         inputs = {"config": hashlib.sha256(text.encode()).hexdigest()}
         return Stage(
             self.folder,
@@ -185,6 +187,16 @@ class _Bench:
             self.benchmark.model_dump(mode="json") | self.versions,
             inputs,
         )
+
+    def write(self, file: Path, figures: dict[str, Any]) -> None:
+        write_sealed(file, figures, self._owner(file))
+
+    def read(self, file: Path) -> dict[str, Any]:
+        return read_sealed(file, _AGAIN, self._owner(file))
+
+    def _owner(self, file: Path) -> list[str]:
+        # The figures of another row, round or benchmark are not read as this one's.
+        return [self.stage.identity, str(file.relative_to(self.folder))]
 
     def file(self, number: int, row: Row) -> Path:
         return self.folder / "rounds" / f"{number}-{row.name}.json"
@@ -220,7 +232,7 @@ class _Bench:
                             figures = self.measure_row(
                                 row, number, _Progress(bar, where)
                             )
-                            write_sealed(self.file(number, row), figures)
+                            self.write(self.file(number, row), figures)
                         except NotServed as failure:
                             # Only rivals and wide rows may be missing, and only from
                             # the first round on: a server that worked once must work
@@ -232,7 +244,7 @@ class _Bench:
                                     f" {self.log(number, row)}: {failure.tail}"
                                 ) from None
                             missing[row.name] = failure.reason
-                            write_sealed(
+                            self.write(
                                 self.file(1, row).with_suffix(".refused"),
                                 {"reason": failure.reason},
                             )
@@ -244,7 +256,7 @@ class _Bench:
     def refused(self, row: Row) -> str | None:
         """Return the recorded reason why a row is missing; None without one."""
         file = self.file(1, row).with_suffix(".refused")
-        return str(read_sealed(file, _AGAIN)["reason"]) if file.is_file() else None
+        return str(self.read(file)["reason"]) if file.is_file() else None
 
     def forget_cut(self, number: int, rows: list[Row]) -> None:
         """Remove the files of a round that lacks rows."""
@@ -310,14 +322,14 @@ class _Bench:
                 ) as server:
                     first_shape = self.benchmark.shapes[0]
                     self.measure_phase(server, None, first_shape, 1, 0, "--profile")
-                write_sealed(file, read_trace(folder))
+                self.write(file, read_trace(folder))
             except NotServed as failure:
                 raise UserError(
                     f"the traced server of row {row.name} failed: {failure.reason}; the"
                     f" last lines of {log}:"
                     f" {failure.tail or tail_of(log.read_text(encoding='utf-8', errors='replace'))}"
                 ) from None
-        return read_sealed(file, _AGAIN)
+        return self.read(file)
 
     def log(self, number: int, row: Row) -> Path:
         return self.folder / "logs" / f"{number}-{row.name}.log"

@@ -661,14 +661,18 @@ def test_a_round_that_was_cut_off_is_measured_again_as_a_whole(
     )
 
 
-def test_a_measured_round_with_another_digit_is_refused(
-    place: Place, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", ["another digit", "another row's figures"])
+def test_a_measured_round_that_was_changed_is_refused(
+    place: Place, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
     words = place.words("--rows=stock,farskip_overlapped", "--rounds=2")
     (place.bin / "fail").write_text("8")
     assert main(words) == 2
     file = place.out / "rounds" / "1-stock.json"
-    write_json(file, read_json(file) | {"begin": 0})
+    figures = read_json(file) | {"begin": 0}
+    if damage == "another row's figures":
+        figures = read_json(file.with_name("1-farskip_overlapped.json"))
+    write_json(file, figures)
     capsys.readouterr()
     assert main(words) == 2
     assert (

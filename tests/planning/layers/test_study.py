@@ -419,7 +419,7 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
 
 
 @pytest.mark.parametrize("num_kept", [3, 0])
-def test_a_killed_study_goes_on_with_its_own_points_and_ends_with_the_same_bytes(
+def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
     model: Path,
     text: Path,
     finished: Path,
