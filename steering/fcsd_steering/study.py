@@ -3,6 +3,7 @@ traffic, evaluate the model under each, and report.
 """
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from fcsd.extension.base import (
     UserError,
     did_you_mean,
     file_sha256,
+    read_sealed,
     read_yaml,
     validate,
+    write_sealed,
 )
 from fcsd.extension.evaluation import (
     Original,
@@ -45,6 +48,8 @@ from fcsd_steering.routing.bottleneck import Deployment
 from fcsd_steering.routing.placement import contiguous, placed
 from fcsd_steering.routing.tables import Calibration, make_tables
 from fcsd_steering.sweep import Sweep
+
+_TABLES = "tables.json"  # the hash of each table, by its name
 
 
 def load_study(path: str | Path) -> SteeringStudy:
@@ -206,13 +211,14 @@ class _SteeredModel:
             return
         table_files = {name: self._place(name) for name in self.names}
         # A stage that was interrupted makes only the tables that it has not written.
-        missing = self.launch.ranks.from_first(
-            lambda: [name for name in table_files if not table_files[name].is_file()]
-        )
+        written = self.launch.ranks.from_first(lambda: _whole_tables(stage))
+        missing = [name for name in table_files if name not in written]
         for name, tables in self._tables(missing):
             # The first rank writes each table as soon as it is made.
             if self.launch.first:
                 write_tables(table_files[name], tables)
+                written[name] = file_sha256(table_files[name])
+                write_sealed(stage.folder / _TABLES, written, stage.identity)
         self.launch.wait()
         finish_stage(stage, self.launch, {"unbiased": self.sweep.unbiased()})
 
@@ -314,6 +320,31 @@ class _SteeredModel:
                 else text | {"attention_mask": real_tokens(batch).long()}
             )
         return batches
+
+
+def _whole_tables(stage: Stage) -> dict[str, str]:
+    """Return the names and hashes of the tables that an interrupted stage has written;
+    a line tells of those that have changed since, and are made again.
+    """
+    file, written = stage.folder / _TABLES, dict[str, str]()
+    if file.is_file():
+        try:
+            written = read_sealed(
+                file, "fcsd-steer makes its tables again", stage.identity
+            )
+        except UserError as error:
+            print(f"steer: {error}", file=sys.stderr)
+    whole = {}
+    for name, sha256 in written.items():
+        path = stage.folder / f"{name}.safetensors"
+        if path.is_file() and file_sha256(path) == sha256:
+            whole[name] = sha256
+        else:
+            print(
+                f"steer: {path}: is damaged or gone; fcsd-steer makes it again",
+                file=sys.stderr,
+            )
+    return whole
 
 
 def links_of(study: SteeringStudy) -> LinkModel:

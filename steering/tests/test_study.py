@@ -332,14 +332,18 @@ def test_tables_are_those_of_the_recipe_and_padding_is_not_counted(
 
 
 def test_what_a_killed_study_left_is_kept_and_the_rest_comes_out_the_same(
-    finished: Finished,
+    finished: Finished, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = map(finished.tables, ("camoe-0.2", "bottleneck-0.2"))
     kept, made = first.stat().st_mtime_ns, second.read_bytes()
-    second.unlink()
-    (tables_folder(finished.folder, "original") / "manifest.json").unlink()
-    run_study(finished.study, finished.run.launch)
-    assert first.stat().st_mtime_ns == kept and second.read_bytes() == made
+    for is_gone in (True, False):
+        second.unlink()
+        if not is_gone:
+            shutil.copy(first, second)  # stands for the tables of another run
+        (tables_folder(finished.folder, "original") / "manifest.json").unlink()
+        run_study(finished.study, finished.run.launch)
+        assert first.stat().st_mtime_ns == kept and second.read_bytes() == made
+        assert f"{second}: is damaged or gone" in capsys.readouterr().err
     # One whose tables had been finished: the model without a bias is run again, too.
     place = evaluation_folder(finished.folder, "bottleneck-0.2")
     before = read_json(place / "results.json")
