@@ -59,6 +59,7 @@ _FETCHED = (
 )  # fmt: skip
 """What is fetched from the Hub before the weight files that an index names. Code is
 stored, and run only where `trust_remote_code` allows it."""
+_LFS_POINTER = b"version https://git-lfs"
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
 Shapes = dict[str, tuple[int, ...]]  # of tensors by their names
@@ -163,9 +164,16 @@ def _check_no_state(folder: Path) -> None:
     # transformers' Trainer saves its state beside a model: any readable file counts.
     if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
         return
-    if (folder / "model" / CONFIG).is_file():
+    # A run of `fcsd run` holds several; the one to publish comes first.
+    inside = [
+        file.parent
+        for pattern in ("model", "publish", "*/model")
+        for file in sorted(folder.glob(f"{pattern}/{CONFIG}"))
+    ]
+    if inside:
+        others = f" (or {', '.join(map(str, inside[1:4]))})" if inside[1:] else ""
         raise UserError(
-            f"{folder}: is not a checkpoint, but contains one; give {folder / 'model'}"
+            f"{folder}: is not a checkpoint, but contains one; give {inside[0]}{others}"
         )
     below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
     if below or (folder / "trainer_state.json").is_file():
@@ -181,9 +189,16 @@ def _check_no_state(folder: Path) -> None:
 
 
 def _check_no_adapter(folder: Path) -> None:
-    """Raise UserError where a folder holds a LoRA adapter alone."""
+    """Raise UserError where a folder holds a LoRA adapter or GGUF files alone."""
     adapter = folder / "adapter_config.json"
-    if not adapter.is_file() or (folder / CONFIG).is_file():
+    if (folder / CONFIG).is_file():
+        return
+    if gguf := sorted(folder.glob("*.gguf")):
+        raise UserError(
+            f"{folder}: holds GGUF files ({gguf[0].name}), not a checkpoint of"
+            " transformers; give the checkpoint that they were made from"
+        )
+    if not adapter.is_file():
         return
     base = read_json(adapter, keys=()).get("base_model_name_or_path")
     raise UserError(
@@ -258,6 +273,11 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         return folder
     if exists:
         raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
+    if folder.is_symlink():
+        raise UserError(
+            f"{path}: is a link to {os.readlink(folder)}, which is no folder; a"
+            f" checkpoint is a folder with {contents}"
+        )
     # Only text can mean a repository on the Hub; whoever passes a Path means a folder.
     if isinstance(path, Path) or not re.fullmatch(
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)
@@ -616,6 +636,13 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
             f"{file}: cannot be read: {reason}; check its permissions and the disk"
         ) from None
     except (SafetensorError, ValueError) as error:
+        with file.open("rb") as opened:
+            is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+        if is_pointer:
+            raise UserError(
+                f"{file}: is a pointer of Git LFS, not the weights; run `git lfs"
+                " install` and `git lfs pull` in the clone, or use `hf download`"
+            ) from None
         raise UserError(
             f"{file}: damaged or incomplete safetensors file ({file.stat().st_size}"
             f" bytes; {error}); fetch it again"

@@ -336,6 +336,14 @@ def test_a_truncated_weight_file_is_refused(base, kept, no_weights_read):
         load_model(base, connectivity=Connectivity("all"))
 
 
+def test_a_pointer_of_git_lfs_says_how_to_get_the_weights(base, no_weights_read):
+    (base / "model.safetensors").write_text(
+        "version https://git-lfs.github.com/spec/v1\n"
+    )
+    with pytest.raises(UserError, match=r"is a pointer of Git LFS, .* `git lfs pull`"):
+        load_model(base)
+
+
 def test_a_corrupt_weight_file_is_refused(base, no_weights_read):
     file = base / "model.safetensors"
     data = bytearray(file.read_bytes())
@@ -509,8 +517,14 @@ def test_a_checkpoint_without_moe_layers_cannot_be_made(tmp_path):
         load_model(tmp_path / "dense", connectivity=Connectivity("all"))
 
 
-def test_an_empty_folder_and_an_adapter_are_named_as_such(tmp_path):
+def test_folders_that_are_no_checkpoint_are_named_as_what_they_are(tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "q4.gguf").write_bytes(b"GGUF")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("publish", "distill/model", "pretrain/model"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+        (tmp_path / "run" / name / "config.json").write_text("{}")
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
@@ -521,6 +535,15 @@ def test_an_empty_folder_and_an_adapter_are_named_as_such(tmp_path):
             UserError, match=r"is a LoRA adapter of owner/base.* merge_and_unload"
         ):
             read(tmp_path / "adapter")
+        with pytest.raises(UserError, match=r"holds GGUF files \(q4.gguf\), not a"):
+            read(tmp_path / "gguf")
+        with pytest.raises(UserError, match="link: is a link to nowhere, which is no"):
+            read(tmp_path / "link")
+        with pytest.raises(
+            UserError,
+            match=r"contains one; give \S*run/publish \(or \S*distill/model, \S*pretrain/model\)",
+        ):
+            read(tmp_path / "run")
 
 
 def test_how_experts_are_computed_has_no_meaning_for_a_dense_model(tmp_path):
