@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import check_regular, file_fingerprint, home
 from fcsd.base.temporary import scratch_folder
 
@@ -26,7 +27,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     but of README.md only the settings above the text.
     """
     path = home(location)
-    check_data(path)
+    check_data(location)
     if path.is_file():
         return file_fingerprint(path)
     if path.is_dir():
@@ -52,10 +53,16 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     return f"{location}@{revision or 'main'}"
 
 
-def check_data(path: Path) -> None:
-    """Refuse special files, as data or in a folder of data: reading them might wait
-    forever or never end. Raises as `check_regular`.
+def check_data(location: str) -> None:
+    """Refuse an empty name, which would be the current folder, and special files, as
+    data or in a folder of data: reading them might wait forever or never end.
     """
+    if not location.strip():
+        raise UserError(
+            f"data set {location!r}: is not a path; name a file, a folder, or a data"
+            " set on the Hub"
+        )
+    path = home(location)
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
 

@@ -65,12 +65,7 @@ def check_place(source: TextConfig) -> None:
     file, and a split that a file does not have.
     """
     path = home(source.path)
-    if not source.path.strip():
-        raise UserError(
-            f"data set {source.path!r}: is not a path; name a file, a folder, or a data"
-            " set on the Hub"
-        )
-    check_data(path)
+    check_data(source.path)
     if path.is_dir():
         return
     # A path with the ending of a data file is a file, even if it does not exist.
@@ -199,7 +194,7 @@ def broken_line(path: Path) -> str:
     """
     if path.suffix not in (".json", ".jsonl") or not path.is_file():
         return ""
-    number = 0
+    number, blank = 0, 0
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -207,7 +202,9 @@ def broken_line(path: Path) -> str:
                 if number == 1 and text.lstrip().startswith("["):  # a list of objects
                     json.loads(text + file.read().decode())
                     return ""
-                if text.strip() and not isinstance(json.loads(text), dict):
+                if not text.strip():
+                    blank = blank or number
+                elif not isinstance(json.loads(text), dict):
                     return f", line {number}: not a JSON object; {_JSONL}"
     except json.JSONDecodeError as error:
         if number == 1 and error.lineno > 1:
@@ -217,7 +214,8 @@ def broken_line(path: Path) -> str:
         return f", line {number}: not UTF-8 ({error.reason}); {_JSONL}, in UTF-8"
     except RecursionError as error:
         return f", line {number}: not valid JSON ({one_line(error)}); {_JSONL}"
-    return ""
+    # `datasets` reads past blank lines only where all columns are text.
+    return f", line {blank}: is blank; remove it; {_JSONL}" if blank else ""
 
 
 def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:

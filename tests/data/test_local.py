@@ -59,6 +59,7 @@ def test_two_folders_of_one_name_and_a_changed_folder_give_their_own_rows(
         ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "line 1: not UTF-8"),
         ("bytes.jsonl", bytes(range(256)), "line 1: not valid JSON"),
         ("latin.jsonl", b'{"text": "a"}\n' * 3 + b'{"text": "\xe9"}', "line 4: not UTF-8"),
+        ("blank.jsonl", b'{"text": "a", "n": [1]}\n\n{"text": "b"}\n', "line 2: is blank; remove it"),
         ("empty.parquet", None, "is empty; give a file or a split with rows"),
         ("cut.parquet", b"PAR1", "parquet.*; correct the file, or fetch it again"),
         ("nowhere", b"", "no such file or folder, and the Hub did not give"),
@@ -82,6 +83,11 @@ def test_data_that_cannot_be_read_are_refused_with_place_and_advice(
     with pytest.raises(UserError, match=message):
         # The fault may lie in the first row, or further back.
         list(read_pieces(open_source(source), []))
+
+
+def test_an_empty_name_is_not_the_current_folder() -> None:
+    with pytest.raises(UserError, match="data set ' ': is not a path; name a file"):
+        data_fingerprint(" ")
 
 
 def test_lm_eval_tasks_read_what_lies_there_too(tmp_path: Path) -> None:
