@@ -8,7 +8,7 @@ from typing import Any
 _LOGIN = re.compile(
     r"(?<=//)[^\s/'\"]*(?=@)|(?<![\w/.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])"
 )
-_QUERY = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\")]+")
+_QUERY = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]")
 
 
 def without_credentials(text: str) -> str:

@@ -45,8 +45,10 @@ def _calibrate(arguments: Namespace) -> None:
     if suite is None and arguments.data_root is not None:
         raise UserError("--data-root has no meaning without --decontaminate")
     from fcsd.data.config import source_option
+    from fcsd.data.rows_config import RowsConfig
     from fcsd.model.config import ModelConfig
     from fcsd.recipe.recipe import Recipe
+    from fcsd.training.config import CalibrationConfig
 
     source = source_option(arguments.text, "--text")
     recipe = Recipe.from_plain(
@@ -57,10 +59,10 @@ def _calibrate(arguments: Namespace) -> None:
             "connectivity": {
                 key: options[key] for key in ("layers", "attention", "mlp")
             },
-            "calibration": {key: options[key] for key in ("tokens", "ridge")},
+            "calibration": CalibrationConfig.from_options(options),
             "data": {
                 "train": [source],
-                "max_length": arguments.max_length,
+                "max_length": RowsConfig.from_options(options).max_length,
                 "loss_on": "all",
                 "decontaminate": {"suite": suite} if suite else None,
             },

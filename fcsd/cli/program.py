@@ -5,13 +5,20 @@ import io
 import os
 import sys
 import traceback
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from fcsd import __version__
-from fcsd.base.errors import Interrupted, ScorerError, UserError, is_out_of_memory
+from fcsd.base.errors import (
+    Interrupted,
+    ScorerError,
+    UserError,
+    is_out_of_memory,
+    without_credentials,
+)
 from fcsd.base.files import home, release_folders
 from fcsd.base.temporary import sweep_scratch
 from fcsd.cli.options import Command, Help
@@ -19,9 +26,12 @@ from fcsd.parallel import failure as rank_failure
 
 
 class Parser(ArgumentParser):
-    """The parser of a program; commands: their parsers by name."""
+    """The parser of a program or a command; commands: their parsers by name."""
 
     commands: Mapping[str, ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        super().error(without_credentials(message))
 
 
 @dataclass(frozen=True)
@@ -148,7 +158,7 @@ class Program:
             "--version", action="version", version=f"{self.name} {__version__}"
         )
         commands = parser.add_subparsers(
-            dest="command", metavar="COMMAND", parser_class=ArgumentParser
+            dest="command", metavar="COMMAND", parser_class=Parser
         )
         for name, (text, options, run, details) in self.commands.items():
             description = f"{text} {details}".strip()
@@ -156,11 +166,21 @@ class Program:
                 name, help=text, description=description, formatter_class=Help
             )
             command.set_defaults(run=run)
+            command.register("type", Path, _path)
             # Adding options imports the records that they mirror.
             if command_name in (None, name):
                 options(command)
         parser.commands = commands.choices
         return parser
+
+
+def _path(text: str) -> Path:
+    """Read a path of the command line. An empty one, often a shell variable that is not
+    set, would be the current folder.
+    """
+    if not text:
+        raise ArgumentTypeError("a path is needed, got ''")
+    return Path(text)
 
 
 def _refuse_unknown(parser: ArgumentParser, word: str) -> None:

@@ -297,6 +297,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
 def test_an_address_is_shown_without_what_may_be_secret() -> None:
     said = {
         "http://h:80/v1?api_key=SECRET&x=1 is it": "http://h:80/v1?… is it",
+        "https://h/v1?key=a:SECRET: is it": "https://h/v1?…: is it",
         "'https://me:SECRET@h/v1' no": "'https://…@h/v1' no",
         "got 'me:SECRET@h:8000'": "got '…@h:8000'",
         "(https://SECRET@h/#SECRET)": "(https://…@h/#…)",

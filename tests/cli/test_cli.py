@@ -514,13 +514,42 @@ def test_a_mistake_in_a_command_line_is_argparse_usage(
     assert "invalid choice: 'half'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("out", ["", "."])
 def test_the_working_folder_is_not_replaced(
-    bench: Bench, refused: Refused, monkeypatch: pytest.MonkeyPatch, out: str
+    bench: Bench, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (bench.folder / "here").mkdir()
     monkeypatch.chdir(bench.folder / "here")
-    refused("convert", str(bench.base), out, message="not the name of a new folder")
+    refused("convert", str(bench.base), ".", message="not the name of a new folder")
+
+
+def test_no_option_takes_an_empty_path_for_the_working_folder(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, name in (
+        (["convert", "model", ""], "OUT"),
+        (["evaluate", "model", "--output", ""], "--output"),
+        (["evaluate", "model", "--cache="], "--cache"),
+        (["run", "", "--show"], "RECIPE"),
+        (["tiny-data", ""], "OUT"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 2
+        assert f"argument {name}: a path is needed, got ''" in capsys.readouterr().err
+
+
+def test_an_address_in_a_mistaken_command_line_is_shown_without_its_secrets(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words in (
+        ["evaluate", "model", "https://me:SECRET@host/v1?key=SECRET"],
+        ["evaluate", "model", "--concurrency", "https://host/v1?key=SECRET"],
+        ["https://me:SECRET@host"],
+    ):
+        with pytest.raises(SystemExit):
+            main(words)
+        error = capsys.readouterr().err
+        assert "host" in error and "SECRET" not in error
 
 
 def test_data_are_not_looked_for_where_nothing_is_left_out(
@@ -530,6 +559,17 @@ def test_data_are_not_looked_for_where_nothing_is_left_out(
         *("calibrate", str(bench.base), str(bench.folder / "out")),
         *("--text", str(bench.rows), "--data-root", "nowhere"),
         message="--data-root has no meaning without --decontaminate",
+    )
+
+
+@pytest.mark.parametrize("option", ["--tokens", "--ridge", "--max-length"])
+def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
+    bench: Bench, refused: Refused, option: str
+) -> None:
+    refused(
+        *("calibrate", str(bench.base), str(bench.folder / "out")),
+        *("--text", str(bench.rows), option, "-1"),
+        message=f"error: {option}: Input should be greater than",
     )
 
 
