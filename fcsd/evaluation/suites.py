@@ -97,10 +97,12 @@ def damaged_file(location: str) -> str:
     return ""
 
 
-def hub_advice(data_root: Path | None) -> str:
-    """Say what to do if a data set cannot be read from the Hub."""
+def hub_advice(row: TaskBase, data_root: Path | None) -> str:
+    """Say what to do if a row's data set cannot be read from the Hub."""
     if data_root is not None:
         return ""
+    if making_of(row.dataset):
+        return "; `fcsd tiny-data OUT` makes it; give OUT/data as --data-root"
     return (
         "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
         " --fetch ROOT --suite SUITE`) and give it as --data-root"
@@ -267,10 +269,15 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         (text for kind, text in advice.items() if isinstance(error, kind)),
         general_advice,
     )
+    continuing = (
+        f"; {suggestion}; run the same command again to continue after the files"
+        " fetched so far"
+    )
+    if making_of(row.dataset):  # is not on the Hub
+        continuing = hub_advice(row, None)
     return UserError(
-        f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
-        f" {suggestion}; run the same command again to continue after the files fetched"
-        " so far"
+        f"task {row.task}: data set {name} cannot be fetched"
+        f" ({first_line(error)}){continuing}"
     )
 
 
