@@ -315,7 +315,23 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
         inputs["calibrated"] = data_fingerprint(
             study.calibrated.path, study.calibrated.revision
         )
+        _check_texts_differ(study, inputs)
     return Stage(folder, "layers", settings, inputs)
+
+
+def _check_texts_differ(study: Study, inputs: Mapping[str, str]) -> None:
+    """Refuse to measure on the text that the maps are fitted on: its KL is too low."""
+    text, calibrated = study.text, study.calibrated
+    if text is None or calibrated is None:
+        return
+    if inputs["data.heldout"] == inputs["calibrated"] and (text.name, text.split) == (
+        calibrated.name,
+        calibrated.split,
+    ):
+        raise UserError(
+            f"--calibrated {calibrated.path}: is the text that is measured (--text);"
+            " give another text, or another split of it"
+        )
 
 
 def layer_mask(model: ModelFolder) -> list[bool]:

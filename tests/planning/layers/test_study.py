@@ -530,6 +530,16 @@ def test_a_study_that_cannot_be_is_refused(
     assert not (tmp_path / "s" / "layers.json").exists()
 
 
+def test_maps_are_not_fitted_on_the_text_that_is_measured(
+    model: Path, text: Path, tmp_path: Path, refused: Refused
+) -> None:
+    refused(
+        command(model, text, tmp_path / "s", "--calibrated", str(text)),
+        r"--calibrated .*: is the text that is measured \(--text\); give another text",
+    )
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_study_of_nothing_or_of_a_converted_model_is_refused(
     model: Path, text: Path, tmp_path: Path, refused: Refused
 ) -> None:
