@@ -181,8 +181,8 @@ def _num_kept(row: Row) -> int:
 def _check_room(folder: Path, size: int, rows: int, tokens: int) -> None:
     free = shutil.disk_usage(folder).free
     room_text = (
-        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}, but {_gb(free)}"
-        f" are free at {folder}"
+        f"{rows} rows with {tokens} tokens with loss need {_gb(size)}; {_gb(free)} are"
+        f" free at {folder}"
     )
     if size + _FREE_BYTES > free:
         raise UserError(

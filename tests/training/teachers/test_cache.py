@@ -356,7 +356,7 @@ def test_a_disk_without_room_is_refused_before_the_teacher_runs(
     )
     error = error_of(["run", str(cached(bench)), "--only", "cache-teacher"], capfd)
     assert re.search(
-        r"60 rows with \d+ tokens with loss need 0.1 MB, but 1.0 MB are free at .*set teacher\.cache to another",
+        r"60 rows with \d+ tokens with loss need 0.1 MB; 1.0 MB are free at .*set teacher\.cache to another",
         error,
     )
 
