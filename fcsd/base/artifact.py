@@ -33,6 +33,7 @@ from fcsd.base.fingerprints import (
     check_seal,
     checkpoint_files,
     content_fingerprint,
+    read_sealed,
     sealed,
 )
 from fcsd.base.weights import weights_fingerprint
@@ -45,6 +46,8 @@ SCHEMA_VERSION = 8
 # of a pre-training held-out text; 7: objective had clip, l2_points and
 # router_kl_coefficient, and held-out text a weight.
 
+LEFT = "files.json"
+"""In a publication: the fingerprints of its files, as in the manifest of a stage."""
 _SHOWN = 8  # differences in an error
 _RECORDS = ("manifest.json", "stage.json")
 _RESULTS = (".json", ".jsonl", ".safetensors")
@@ -253,14 +256,15 @@ def check_outputs(folder: Path, *names: str) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Compare a checkpoint with the record that its stage, or the command that wrote
-    it, has of its weights and files. One of which nothing is noted passes.
+    """Compare a checkpoint with the record that its stage, the command that wrote it, or
+    its publication has of its weights and files. One of which nothing is noted passes.
 
     Raises:
         UserError: as `check_outputs`.
     """
     if folder.name == "model":
         check_outputs(folder.parent)
+    _check_publication(folder)
     path = folder / "manifest.json"
     if not path.is_file():
         return
@@ -270,11 +274,35 @@ def check_checkpoint(folder: Path) -> None:
     if not isinstance(record, dict) or "stage" not in record:
         return
     check_seal(path, record, hint)
-    if changes := _changed_outputs(folder, record.get("outputs", {}), folder):
+    if changes := changed_files(folder, record.get("outputs", {})):
         raise UserError(
             f"{folder}: is not what `fcsd {record['stage']}` wrote"
             f" ({'; '.join(changes[:3])}): damaged or changed since; {hint}"
         )
+
+
+def _check_publication(folder: Path) -> None:
+    path = folder / LEFT
+    hint = (
+        f"`fcsd run` makes this folder again; or remove {path} if the change is yours"
+    )
+    record = read_json(path, hint) if path.is_file() else None
+    # Checkpoints from elsewhere may have a file of this name.
+    if not isinstance(record, dict) or "sha256" not in record:
+        return
+    outputs = read_sealed(path, hint)
+    if changes := changed_files(folder, outputs):
+        raise UserError(
+            f"{folder}: is not what {path} describes ({'; '.join(changes[:3])}): damaged"
+            f" or changed since; {hint}"
+        )
+
+
+def changed_files(folder: Path, outputs: Mapping[str, Any]) -> list[str]:
+    """List the files of a checkpoint that differ from their fingerprints in a record of
+    it, as `differences`.
+    """
+    return _changed_outputs(folder, outputs, folder)
 
 
 def _changed_outputs(
@@ -298,7 +326,8 @@ def _changed_outputs(
                 f"{model_folder}: no such folder, although the stage wrote it; remove"
                 f" {folder} to run the stage again"
             )
-        current |= model_outputs(model_folder)
+        # The weights may be large: they are read only where they are compared.
+        current |= model_outputs(model_folder, None if "model" in model else "")
     recorded: dict[str, Any] = json.loads(json.dumps(expected))
     for name, noted in recorded.items():
         # Changed fields say more than the hash; a former fcsd noted no hash.
@@ -314,7 +343,7 @@ def model_outputs(folder: Path, weights: str | None = None) -> dict[str, Any]:
     """Return the fingerprints of a checkpoint that is the output `model` of a stage: of
     its weights and of the files beside them.
 
-    weights: the fingerprint of the weights, where the caller has it.
+    weights: the fingerprint of the weights, where the caller has it or needs none.
     """
     files = {}
     for file, fingerprint in checkpoint_files(folder, code=True).items():
@@ -322,7 +351,9 @@ def model_outputs(folder: Path, weights: str | None = None) -> dict[str, Any]:
         if isinstance(fingerprint, dict):
             fingerprint = fingerprint | {"sha256": file_fingerprint(folder / file)}
         files[f"model/{file}"] = fingerprint
-    return {"model": weights or weights_fingerprint(folder), **files}
+    if weights is None:
+        weights = weights_fingerprint(folder)
+    return {"model": weights, **files}
 
 
 def without_hash(fingerprint: Any) -> Any:

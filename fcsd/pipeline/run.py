@@ -10,6 +10,7 @@ from typing import Any
 
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
+from fcsd.base.temporary import discard_folder
 from fcsd.base.text import terminal_columns
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
@@ -55,8 +56,9 @@ def convert(run: Run) -> Stage:
     if begin_stage(stage, launch) == "finished":
         return stage
     model = run.layout.model("converted")
-    # A run may have been killed between the conversion and its manifest.
-    if launch.first and not model.is_dir():
+    if launch.first:
+        # Of a run that was killed before the manifest: nothing tells whether it is whole.
+        discard_folder(model)
         convert_checkpoint(original.folder, model, recipe.connectivity.spec())
     launch.wait()
     finish_stage(

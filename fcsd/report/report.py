@@ -6,13 +6,14 @@ Reads only the files that the stages left; writes `report.md`, the same as
 `items.html` (all answers side by side) and `lm_eval/` (the results in lm-eval's files).
 """
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.artifact import read_manifest, versions
+from fcsd.base.artifact import check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, read_json, write_json, write_text
+from fcsd.base.files import is_empty, new_folder, read_json, write_json, write_text
 from fcsd.base.text import calibration_kl_text, fold, stopping_text, wrap
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.first import special_layers, special_text
@@ -62,14 +63,10 @@ def write_report(
     evaluated = {
         name: _evaluated(layout, name)
         for name in sorted(names, key=lambda name: name != "original")
-        if read_manifest(layout.evaluation(name))
+        if _is_finished(layout.evaluation(name))
     }
     training = {name: layout.stage(name) for name in names}
-    training = {
-        name: path
-        for name, path in training.items()
-        if (path / "history.jsonl").is_file()
-    }
+    training = {name: path for name, path in training.items() if _has_trained(path)}
     comparisons = compare_all(evaluated) if "original" in evaluated else {}
     # The distilled model, the purpose of the run, comes before the untrained one.
     comparisons = {
@@ -103,8 +100,12 @@ def write_report(
             [name for name in models if name not in training], layout
         ),
         "training": {name: read_manifest(path) for name, path in training.items()},
-        "sweep": read_manifest(layout.sweep).get("results"),
-        "layers": read_study(layout.layers) if read_manifest(layout.layers) else None,
+        "sweep": (
+            read_manifest(layout.sweep)["results"]
+            if _is_finished(layout.sweep)
+            else None
+        ),
+        "layers": read_study(layout.layers) if _is_finished(layout.layers) else None,
         "versions": versions(),
     }
     # Written aside and renamed, so that a report is never half of two runs.
@@ -125,11 +126,37 @@ def write_report(
     return "\n\n".join([table, wrap("\n".join(sentences), columns)]).rstrip()
 
 
+def _is_finished(folder: Path) -> bool:
+    """Tell whether a stage has finished; a line says that an unfinished one is left out."""
+    if read_manifest(folder):
+        return True
+    if folder.is_dir() and not is_empty(folder):
+        print(
+            f"report: {folder}: is not finished (no manifest.json), so the report leaves"
+            " it out",
+            file=sys.stderr,
+        )
+    return False
+
+
+def _has_trained(stage: Path) -> bool:
+    manifest, file = read_manifest(stage), "history.jsonl"
+    # Where the manifest names a file that is gone, reading it is an error.
+    return bool(manifest) and (
+        file in manifest.get("outputs", {}) or (stage / file).is_file()
+    )
+
+
 def _evaluated(layout: RunLayout, name: str) -> dict[str, Any]:
     """Read result and samples of one model; refuse results of weights that the run no
     longer has.
     """
     stage, scores = layout.stage(name), layout.evaluation(name)
+    if stage.is_dir() and not is_empty(stage) and not read_manifest(stage):
+        raise UserError(
+            f"{stage / 'manifest.json'}: no such file, although {name} has been"
+            " evaluated; `fcsd run` finishes the stage again"
+        )
     current = read_manifest(stage).get("outputs", {}).get("model")
     measured = read_manifest(scores).get("inputs", {}).get("model")
     if current is not None and measured is not None and current != measured:
@@ -145,7 +172,9 @@ def _layers(layout: RunLayout, name: str) -> str:
     """Count the rewired layers in the config of the evaluated checkpoint."""
     if name == "original":
         return "0"
-    config = read_json(layout.model(name) / "config.json")
+    model = layout.model(name)
+    check_outputs(model.parent, "model/config.json")
+    config = read_json(model / "config.json")
     farskip = config.get("farskip") or {"layers": []}
     rewired = {"attention": "partial", "mlp": "outdated"}
     branches = [

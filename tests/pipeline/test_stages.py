@@ -531,3 +531,15 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
     assert main(["run", str(recipe), "--set", "evaluation.layer_study=true"]) == 0
     assert requests == [("owner/name", "a" * 40)]
     assert hashed.count(bench.base) == 1
+
+
+def test_a_conversion_that_was_killed_before_its_manifest_is_written_again(
+    bench: Bench,
+) -> None:
+    run = run_of(bench.recipe("converted"))
+    model = stages.convert(run).folder / "model"
+    whole = (model / "config.json").read_text()
+    (model.parent / "manifest.json").unlink()
+    (model / "config.json").write_text(whole.replace('"layers"', '"lines"'))
+    stages.convert(run)
+    assert (model / "config.json").read_text() == whole

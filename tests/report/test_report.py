@@ -14,6 +14,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.text import calibration_kl_text, markdown
 from fcsd.evaluation.results import SCHEMA_VERSION, write_result
 from fcsd.model.connectivity.modeling import auto_map, modeling_source
@@ -125,6 +126,10 @@ def run(recipe: Recipe) -> Path:
     for place in ("convert", "distill"):
         (folder / place / "model").mkdir(parents=True)
         write_json(folder / place / "model" / "config.json", config)
+    model = folder / "convert" / "model"
+    files = checkpoint_files(model)
+    conversion = Stage(folder / "convert", "convert", {}, {})
+    conversion.finish({}, {f"model/{name}": facts for name, facts in files.items()})
     assert recipe.early_stopping is not None
     settings = {
         "objective": {"name": "kl"},
@@ -324,6 +329,45 @@ def test_a_quick_look_is_marked_as_one(recipe: Recipe, run: Path) -> None:
         in (run / "report" / "report.md").read_text()
     )
     assert "Only the first 4 items" in result_table(run / "evaluate" / "fcsd")
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("convert/model/config.json", r"differs from .* \(model/config\.json"),
+        ("distill/history.jsonl", r"differs from .* \(history\.jsonl: .* -> null"),
+        ("distill/manifest.json", r"manifest\.json: no such file, although fcsd has"),
+        ("convert/manifest.json", r"manifest\.json: no such file, although converted"),
+    ],
+)
+def test_a_run_with_a_changed_config_or_a_file_less_is_not_reported(
+    recipe: Recipe, run: Path, file: str, said: str
+) -> None:
+    if file.endswith("config.json"):
+        write_json(run / file, read_json(run / file) | {"num_hidden_layers": 5})
+    else:
+        (run / file).unlink()
+    with pytest.raises(UserError, match=said):
+        write_report(recipe, list(SCORES), run / "report")
+
+
+def test_an_unfinished_evaluation_is_left_out_with_a_line(
+    recipe: Recipe, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "evaluate" / "fcsd" / "manifest.json").unlink()
+    write_report(recipe, list(SCORES), run / "report")
+    assert "evaluate/fcsd: is not finished" in capsys.readouterr().err
+
+
+def test_a_model_that_differs_from_its_stages_record_is_not_published(
+    recipe: Recipe, run: Path
+) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    model = run / "convert" / "model"
+    write_json(model / "config.json", read_json(model / "config.json") | {"x": 1})
+    with pytest.raises(UserError, match=r"differs from .* \(model/config\.json\.x"):
+        write_publication(recipe, None, model, run / "report", run / "publish")
+    assert not (run / "publish").exists()
 
 
 def test_the_card_says_what_was_measured_and_no_place_of_this_machine(

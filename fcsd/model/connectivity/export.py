@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_imports
 
-from fcsd.base.artifact import command_record
+from fcsd.base.artifact import check_checkpoint, command_record
 from fcsd.base.errors import UserError
 from fcsd.base.files import home, new_folder, read_json, write_json, writing
 from fcsd.base.temporary import beside
@@ -245,6 +245,7 @@ def _checked(
     check_weights_path(Path(destination))
     folder = find_folder(source, revision, weights=weights)
     if weights:
+        check_checkpoint(folder)
         checkpoint = read_checkpoint(folder)
         extra = check_tensors(checkpoint, *config_and_class(checkpoint))
     else:

@@ -15,9 +15,15 @@ from huggingface_hub import (
     eval_result_entries_to_yaml,
 )
 
-from fcsd.base.artifact import read_manifest
+from fcsd.base.artifact import LEFT, check_outputs, model_outputs, read_manifest
 from fcsd.base.errors import UserError
-from fcsd.base.files import is_noise, new_folder, read_json, write_text
+from fcsd.base.files import (
+    file_fingerprint,
+    is_noise,
+    new_folder,
+    read_json,
+    write_text,
+)
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.text import metric_words, nats
 from fcsd.model.connectivity.checkpoint import (
@@ -39,7 +45,6 @@ from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 
 RESULTS = ".eval_results"
-LEFT = "files.json"  # in a publication: fingerprints of the model that it was made from
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a
 # Benchmark. Among our suites' data sets, https://huggingface.co/docs/hub/eval-results
 # names only this one as a Benchmark.
@@ -190,6 +195,7 @@ def write_publication(
             f"{model}: holds no model, although its stage has finished; remove"
             f" {model.parent} to run the stage again"
         )
+    check_outputs(model.parent)
     config = read_checkpoint_json(model / CONFIG)
     with new_folder(folder, "report.json", "publication") as new:
         for file in all_files(model):
@@ -200,13 +206,18 @@ def write_publication(
         # older code.
         if "auto_map" in config:
             write_code(model, family_of(config), new)
-        for file in sorted(report_folder.iterdir()):
+        reported = [
+            file
+            for file in sorted(report_folder.iterdir())
+            if file.suffix in (".json", ".png")
+        ]
+        for file in reported:
             if file.suffix == ".json":
                 write_text(
                     new / file.name,
                     public_text(file.name, file.read_text(encoding="utf-8")),
                 )
-            elif file.suffix == ".png":
+            else:
                 shutil.copyfile(file, new / file.name)
         # The page of all answers stays local: it holds the benchmarks' questions, which
         # should not spread.
@@ -216,21 +227,14 @@ def write_publication(
             if not (new / file.name).exists():
                 shutil.copyfile(file, new / file.name)
         write_card(facts_of_run(recipe, report, config, original, new), new)
-        # `fcsd push` compares the folder with these, and refuses weights that were
-        # swapped.
-        outputs = read_manifest(model.parent).get("outputs", {})
-        write_sealed(
-            new / LEFT,
-            {
-                name: fingerprint
-                for name, fingerprint in outputs.items()
-                if _is_of_model(name)
-            },
-        )
-
-
-def _is_of_model(output: str) -> bool:
-    return output.split("/")[0] == "model"
+        # Whoever reads the folder compares it with these: all that it was made with,
+        # except the card, which is the user's to edit.
+        weights = read_manifest(model.parent).get("outputs", {}).get("model", "")
+        left = model_outputs(new, weights)
+        left |= {file.name: file_fingerprint(new / file.name) for file in reported}
+        if not weights:  # the record of a former fcsd does not name them
+            del left["model"]
+        write_sealed(new / LEFT, left)
 
 
 def place(file: Path, to: Path) -> None:

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 
 PLACE = re.compile(r"(?<![\w/.:~\\-])~?(?:/[\w.@+-]+){2,}")
 """An absolute path of at least two names in a text; a lone `/`, `and/or` and parts of
@@ -41,7 +41,13 @@ def public_text(name: str, text: str) -> str:
     """
     if not name.endswith(".json"):
         return without_places(text)
-    return json.dumps(_public(json.loads(text)), indent=2) + "\n"
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(
+            f"{name}: not valid JSON ({one_line(error)}); make the folder again"
+        ) from None
+    return json.dumps(_public(value), indent=2) + "\n"
 
 
 def _public(value: Any) -> Any:

@@ -22,8 +22,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
-from fcsd.base.artifact import model_outputs, read_manifest, without_hash
-from fcsd.base.differences import differences
+from fcsd.base.artifact import LEFT, changed_files, read_manifest
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed
@@ -41,7 +40,7 @@ from fcsd.model.connectivity.checkpoint import (
 from fcsd.model.connectivity.export import code_files, write_code
 from fcsd.model.connectivity.load import check_tensors, config_and_class
 from fcsd.model.connectivity.modeling import MODELING_FILE
-from fcsd.report.publish.card import LEFT, RESULTS, place, write_card
+from fcsd.report.publish.card import RESULTS, place, write_card
 from fcsd.report.publish.hub import upload
 from fcsd.report.publish.public import PLACE, public_text, refuse_secrets
 from fcsd.training.card.facts import (
@@ -195,8 +194,8 @@ def _checked(source: Path) -> Checkpoint:
 
 
 def _check_unchanged(source: Path) -> None:
-    """Refuse weights or a config that differ from the record of the stage or of the
-    publication.
+    """Refuse weights or files that differ from the record of the stage or of the
+    publication; not the code, which is written anew, nor the card.
     """
     manifest = (source.parent if source.name == "model" else source) / "manifest.json"
     records = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
@@ -208,7 +207,7 @@ def _check_unchanged(source: Path) -> None:
             )
         )
     for file, outputs in records:
-        weights, config = outputs.get("model"), outputs.get(f"model/{CONFIG}")
+        weights = outputs.get("model")
         if weights is not None and weights != weights_fingerprint(source):
             raise UserError(
                 f"{file}: describes other weights ({weights[:12]}…) than those in"
@@ -216,14 +215,16 @@ def _check_unchanged(source: Path) -> None:
                 " the recipe to write them again, or copy the changed ones to a"
                 " separate folder and push that"
             )
-        current = model_outputs(source)[f"model/{CONFIG}"]
-        if config is not None and "sha256" not in config:
-            current = without_hash(current)
-        if config is not None and (changes := differences(config, current)):
+        beside = {
+            name: fingerprint
+            for name, fingerprint in outputs.items()
+            if not name.endswith(".py")
+            and (file.name == LEFT or name.startswith("model/"))
+        }
+        if changes := changed_files(source, beside):
             raise UserError(
-                f"{source / CONFIG}: is not what {file} describes"
-                f" ({'; '.join(changes[:3])}); restore it, or copy the checkpoint to a"
-                " separate folder and push that"
+                f"{source}: is not what {file} describes ({'; '.join(changes[:3])});"
+                " restore it, or copy the checkpoint to a separate folder and push that"
             )
 
 

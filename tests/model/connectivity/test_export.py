@@ -14,7 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fcsd.base.artifact import command_record, model_outputs
 from fcsd.base.errors import UserError
+from fcsd.base.fingerprints import write_sealed
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -336,6 +338,18 @@ def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
     assert torch.equal(logits(load_model(tmp_path / "back")), logits(model))
     with pytest.raises(UserError, match="is not a FarSkip checkpoint"):
         unconvert_checkpoint(tmp_path / "back", tmp_path / "more")
+
+
+def test_a_checkpoint_that_differs_from_its_record_is_not_undone(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path / "base")
+    far = tmp_path / "far"
+    convert_checkpoint(tmp_path / "base", far, Connectivity("all"))
+    record = command_record("calibrate", outputs=model_outputs(far))
+    write_sealed(far / "manifest.json", record)
+    config = json.loads((far / "config.json").read_text())
+    (far / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
+    with pytest.raises(UserError, match=r"is not what `fcsd calibrate` wrote .*0\.5"):
+        unconvert_checkpoint(far, tmp_path / "back")
 
 
 def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_twice(

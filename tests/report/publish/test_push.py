@@ -16,7 +16,8 @@ import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fcsd.base.artifact import Stage, model_outputs
+from fcsd.base.artifact import Stage, check_checkpoint, model_outputs
+from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json, write_text
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.weights import weights_fingerprint
@@ -700,8 +701,10 @@ def test_a_card_that_is_there_is_kept_and_gets_the_repository_id(
 
 
 @pytest.mark.parametrize("card", [True, False])
-@pytest.mark.parametrize("what", ["weights", "config", "nothing"])
-def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not_pushed(
+@pytest.mark.parametrize(
+    "what", ["weights", "config", "tokenizer", "tokenizer is gone", "report", "nothing"]
+)
+def test_a_publication_whose_weights_or_files_are_not_those_of_its_stage_is_not_pushed(
     checkpoint: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -711,7 +714,9 @@ def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not
     """A README.md beside the weights does not keep them from being compared."""
     publish = tmp_path / "publish"
     shutil.copytree(checkpoint, publish)
+    write_json(publish / "report.json", {"seconds": 1})
     outputs = model_outputs(publish)
+    outputs["report.json"] = file_sha256(publish / "report.json")
     write_sealed(publish / "files.json", outputs)
     if card:
         (publish / "README.md").write_text("# My own words\n")
@@ -723,6 +728,13 @@ def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not
     elif what == "config":
         config = json.loads((publish / "config.json").read_text())
         write_json(publish / "config.json", config | {"rms_norm_eps": 0.5})
+    elif what == "tokenizer":
+        text = (publish / "tokenizer.json").read_text()
+        (publish / "tokenizer.json").write_text(text.replace("1", "2", 1))
+    elif what == "tokenizer is gone":
+        (publish / "tokenizer.json").unlink()
+    elif what == "report":
+        write_json(publish / "report.json", {"seconds": 2})
     if what == "nothing":
         assert push(publish, "me/x", "--dry-run", tmp_path / "dry") == 0
         assert (
@@ -731,10 +743,14 @@ def test_a_publication_whose_weights_or_config_are_not_those_of_its_stage_is_not
         )
         return
     line = error_of(capsys, publish, "me/x", "--dry-run", tmp_path / "dry")
-    said = (
-        "describes other weights" if what == "weights" else "rms_norm_eps: 1e-06 -> 0.5"
-    )
+    said = {
+        "weights": "describes other weights",
+        "config": "rms_norm_eps: 1e-06 -> 0.5",
+        "report": "report.json: ",
+    }.get(what, "model/tokenizer.json: ")
     assert said in line and not (tmp_path / "dry").exists()
+    with pytest.raises(UserError, match=r"is not what .*files\.json describes"):
+        check_checkpoint(publish)
 
 
 def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what_is_there(
