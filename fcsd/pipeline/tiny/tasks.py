@@ -3,7 +3,6 @@
 """
 
 import itertools
-import json
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import is_empty, new_folder
+from fcsd.base.files import file_sha256, files_below, is_empty, new_folder
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.pipeline.tiny.questions import (
     answer_tasks,
     chat_rows,
@@ -23,6 +24,7 @@ from fcsd.pipeline.tiny.questions import (
 from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 
 FORMAT_VERSION = 3
+_SETTINGS = "settings.json"
 
 PAD, BOS, EOS, USER, ASSISTANT = (
     "<|pad|>",
@@ -104,21 +106,34 @@ def write_tiny_data(folder: Path, **sizes: Any) -> None:
     settings = {"format_version": FORMAT_VERSION, **asdict(requested)}
     # The settings identify the data, since the same settings give the same bytes.
     if folder.exists() and (not folder.is_dir() or not is_empty(folder)):
-        settings_file = folder / "settings.json"
-        if (
-            settings_file.is_file()
-            and json.loads(settings_file.read_text(encoding="utf-8")) == settings
-        ):
-            return
-        raise UserError(
-            f"{folder}: holds something other than the tiny data with these settings"
-            f" ({settings}); name another folder, or remove this one"
-        )
+        hint = "name another folder, or remove this one"
+        written: dict[str, Any] = {}
+        if (folder / _SETTINGS).is_file():
+            written = read_sealed(folder / _SETTINGS, hint)
+        files = written.pop("files", {})
+        if written != settings:
+            raise UserError(
+                f"{folder}: holds something other than the tiny data with these"
+                f" settings ({settings}); {hint}"
+            )
+        found = _hashes(folder)
+        if changes := differences(files, {name: found.get(name) for name in files}):
+            raise UserError(
+                f"{folder}: is damaged, or was changed ({'; '.join(changes[:3])});"
+                f" {hint}"
+            )
+        return
     with new_folder(folder) as new:
         _write_all(new, requested)
-        (new / "settings.json").write_text(
-            json.dumps(settings, indent=1) + "\n", encoding="utf-8"
-        )
+        write_sealed(new / _SETTINGS, {**settings, "files": _hashes(new)})
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(file.relative_to(folder)): file_sha256(file)
+        for file in sorted(files_below(folder))
+        if file.name != _SETTINGS
+    }
 
 
 def _write_all(folder: Path, sizes: Sizes) -> None:

@@ -73,6 +73,27 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_gives_others(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("damage", ["a digit", "a file less", "empty settings"])
+def test_tiny_data_that_were_changed_are_not_found_finished(
+    tmp_path: Path, damage: str
+) -> None:
+    place, sizes = tmp_path / "tiny", SIZES
+    write_tiny_data(place, **sizes)
+    write_tiny_data(place, **sizes)
+    rows = place / "train.jsonl"
+    if damage == "a digit":
+        rows.write_text(re.sub(r"\d", "x", rows.read_text(), count=1))
+    elif damage == "a file less":
+        rows.unlink()
+    else:
+        (place / "settings.json").write_text("")
+    said = (
+        r"settings\.json: not valid" if damage == "empty settings" else r"train\.jsonl"
+    )
+    with pytest.raises(UserError, match=said):
+        write_tiny_data(place, **sizes)
+
+
 def test_no_graded_question_occurs_in_training_under_any_function_name(
     tmp_path: Path, seed: int
 ) -> None:
