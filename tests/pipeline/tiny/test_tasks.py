@@ -72,7 +72,6 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_gives_others(
     assert not [name for name in same if name.endswith(".jsonl")]
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("damage", ["a digit", "a file less", "empty settings"])
 def test_tiny_data_that_were_changed_are_not_found_finished(
     tmp_path: Path, damage: str
@@ -94,6 +93,7 @@ def test_tiny_data_that_were_changed_are_not_found_finished(
         write_tiny_data(place, **sizes)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
 def test_no_graded_question_occurs_in_training_under_any_function_name(
     tmp_path: Path, seed: int
 ) -> None:
