@@ -61,7 +61,7 @@ def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
     launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))
     if not launch.engine.spreads_experts:
         raise UserError(
-            "trace: needs --expert-parallel N; without it there is nothing to trace"
+            "trace: needs --expert-parallel N, 2 or more; without it there is nothing to trace"
         )
     check_overlap(run)
     make_folder(folder)

@@ -113,10 +113,13 @@ def recipe_file(name: str | Path) -> Path:
         else str(name)
     )
     # A file of this name comes first. A YAML path outside recipes/ never means a
-    # shipped recipe: reading it gives the plain error 'no such file'.
+    # shipped recipe: reading it gives the plain error 'no such file', unless it differs
+    # from the name of one by its ending only.
     names = recipe_names()
     if os.path.exists(path) or (
-        path.suffix in (".yaml", ".yml") and shipped == str(name)
+        path.suffix in (".yaml", ".yml")
+        and shipped == str(name)
+        and str(path.with_suffix("")) not in names
     ):
         return path
     if shipped in names:

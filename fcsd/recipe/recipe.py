@@ -185,6 +185,14 @@ class PublicationConfig(Strict):
     )
     language: list[str] = Field(default_factory=list)
 
+    @field_validator("repo_id", "base_model")
+    @classmethod
+    def _is_no_address(cls, name: str | None) -> str | None:
+        # It is published as it is, and an address may hold a password.
+        if name is not None and "://" in name:
+            raise ValueError("owner/name on the Hub is needed, not an address")
+        return name
+
 
 class StoppingBase(Strict):
     """Scoring while training, and stopping when the score no longer improves (paper

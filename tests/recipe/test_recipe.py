@@ -109,12 +109,27 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
     with pytest.raises(UserError, match=message):
         load_recipe("recipes/tiny/dmo.yaml")
     with pytest.raises(
-        UserError, match=r"^tiny/demo\.yaml: no such file$"
+        UserError,
+        match=r"^tiny/demo\.yaml: no such file.*; did you mean 'tiny/demo'\?$",
     ):  # a file of the user's own, which does not exist
         load_recipe("tiny/demo.yaml")
     (tmp_path / "recipes" / "tiny").mkdir(parents=True)
     write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
     assert load_recipe("recipes/tiny/demo.yaml").name == "x"
+
+
+@pytest.mark.parametrize("key", ["repo_id", "base_model"])
+def test_an_address_that_would_be_published_is_refused(
+    tmp_path: Path, key: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"publication.{key}: owner/name .*h/x"
+    ) as found:
+        load_recipe(
+            write(tmp_path, MINIMAL),
+            [f"publication.{key}=https://me:SECRET@h/x?token=SECRET"],
+        )
+    assert "SECRET" not in str(found.value)
 
 
 def test_the_printed_recipe_is_complete_and_reads_back_as_itself(

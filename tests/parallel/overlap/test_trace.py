@@ -62,6 +62,6 @@ def test_a_trace_without_expert_parallelism_is_refused(
         == 2
     )
     assert (
-        "needs --expert-parallel N; without it there is nothing to trace"
+        "needs --expert-parallel N, 2 or more; without it there is nothing"
         in capsys.readouterr().err
     )
