@@ -11,6 +11,7 @@ Not covered: the work of the stages (`fcsd.pipeline.run`).
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import platform
 import time
@@ -46,6 +47,8 @@ SCHEMA_VERSION = 8
 # of a pre-training held-out text; 7: objective had clip, l2_points and
 # router_kl_coefficient, and held-out text a weight.
 
+ADAPTER = "adapter"
+"""The folder of LoRA adapters, in that of a training."""
 LEFT = "files.json"
 """In a publication: the fingerprints of its files, as in the manifest of a stage."""
 _SHOWN = 8  # differences in an error
@@ -118,14 +121,15 @@ class Stage:
         results: small facts that later stages and the report read. outputs: name ->
         fingerprint of each output; the result files in the folder are added.
         """
+        places = (self.folder.iterdir(), (self.folder / ADAPTER).glob("*"))
         files = [
             file
-            for file in self.folder.iterdir()
+            for file in itertools.chain(*places)
             if file.suffix in _RESULTS and file.is_file()
         ]
         # Hashes of the results, by which `check_outputs` notices later changes.
         left = {
-            file.name: file_fingerprint(file)
+            str(file.relative_to(self.folder)): file_fingerprint(file)
             for file in sorted(files)
             if file.name not in _RECORDS
         }

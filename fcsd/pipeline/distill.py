@@ -13,6 +13,7 @@ from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.strict import validate
+from fcsd.base.temporary import discard_folder
 from fcsd.data.counts import tell_examples
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import all_files
@@ -152,10 +153,12 @@ def _leave_start(run: Run, start: ModelFolder | None, folder: Path) -> dict[str,
 
     def leave() -> dict[str, Any]:
         if start is None:
-            if not folder.is_dir():
-                convert_checkpoint(
-                    run.original.folder, folder, run.recipe.connectivity.spec()
-                )
+            # Of a run that was killed before the manifest: nothing tells whether it is
+            # whole.
+            discard_folder(folder)
+            convert_checkpoint(
+                run.original.folder, folder, run.recipe.connectivity.spec()
+            )
             return {"steps": 0}
         all_files(start.folder)  # refuses links to other users' files
         with new_folder(folder) as new:

@@ -29,6 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import STEPS_BAR, nats, progress_bar
@@ -311,7 +312,7 @@ def _leave_model(trainer: ReadyTrainer, run: TrainingRun, dtypes: FileDtypes) ->
                 weights_only=True,
             )
     if first and run.adapters is not None:
-        with new_folder(run.folder / "adapter") as folder:
+        with new_folder(run.folder / ADAPTER) as folder:
             leave_adapters(run.adapters, folder)
     if not engine.shards:
         # in place, because the device may not hold both copies

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.artifact import Stage
+from fcsd.base.artifact import ADAPTER, Stage, check_outputs
 from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
@@ -57,6 +57,17 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
         and manifest["versions"]["torch"]
         and manifest["inputs"] == {"original": "abc"}
     )
+
+
+def test_adapters_that_changed_are_noticed(tmp_path: Path) -> None:
+    one = stage(tmp_path / "s")
+    (one.folder / ADAPTER).mkdir(parents=True)
+    write_json(one.folder / ADAPTER / "adapter_config.json", {"r": 2})
+    one.finish({})
+    check_outputs(one.folder)
+    write_json(one.folder / ADAPTER / "adapter_config.json", {"r": 4})
+    with pytest.raises(UserError, match=r"adapter/adapter_config\.json"):
+        check_outputs(one.folder)
 
 
 @pytest.mark.parametrize("finished", [False, True])

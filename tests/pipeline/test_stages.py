@@ -536,10 +536,15 @@ def test_a_run_looks_the_original_up_once_and_hashes_it_once(
 def test_a_conversion_that_was_killed_before_its_manifest_is_written_again(
     bench: Bench,
 ) -> None:
-    run = run_of(bench.recipe("converted"))
-    model = stages.convert(run).folder / "model"
-    whole = (model / "config.json").read_text()
-    (model.parent / "manifest.json").unlink()
-    (model / "config.json").write_text(whole.replace('"layers"', '"lines"'))
-    stages.convert(run)
-    assert (model / "config.json").read_text() == whole
+    untrained = {
+        "max_steps": 0, "warmup_steps": 0, "batch_size_tokens": 128, "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+    }  # fmt: skip
+    run = run_of(bench.recipe("converted", train=untrained))
+    for write in (stages.convert, distill_stages.distill):
+        model = write(run).folder / "model"
+        whole = (model / "config.json").read_text()
+        (model.parent / "manifest.json").unlink()
+        (model / "config.json").write_text(whole.replace('"layers"', '"lines"'))
+        write(run)
+        assert (model / "config.json").read_text() == whole
