@@ -1,5 +1,6 @@
 """A program with several commands: its parser, its error messages, and its exit status."""
 
+import contextlib
 import errno
 import io
 import os
@@ -92,6 +93,7 @@ class Program:
             # Remove what killed commands left, even where this one needs no such folder.
             sweep_scratch()
             arguments.run(arguments)
+            sys.stdout.flush()
             return 0
         except (UserError, ScorerError) as error:
             status = 2 if isinstance(error, UserError) else 1
@@ -129,7 +131,7 @@ class Program:
                     " to see the memory of its weights"
                 )
                 return _failed(text, 2, error)
-            if (problem := _wrong_path(error)) is not None:
+            if (problem := _wrong_file(error)) is not None:
                 return _failed(f"{prefix}: error: {problem}", 2, error)
             # A bug keeps its traceback. Python prints it for a single process; of
             # several processes, only the first failure is printed.
@@ -209,10 +211,18 @@ def _failed(text: str, status: int, error: Exception) -> int:
     return status
 
 
-def _wrong_path(error: Exception) -> str | None:
-    """Describe the fault of a path that no file can have, whichever code tried to open
-    it; None for other errors.
+def _wrong_file(error: Exception) -> str | None:
+    """Describe the fault of a path that no file can have, or of a full disk, whichever
+    code tried to open or to write it; None for other errors.
     """
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # What is buffered would be written again, and fail, when Python ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return (
+            f"{error.filename or 'the output'} could not be written"
+            f" ({error.strerror}); free some space and run the command again"
+        )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = str(error.filename or "a path")
         return (

@@ -71,6 +71,21 @@ def test_help_and_version_load_no_heavy_library() -> None:
     assert "LOADED [] True" in out and "fcsd 0.1.0" in out
 
 
+@pytest.mark.parametrize("words", [["families"], ["run", "tiny/demo", "--show"]])
+def test_a_full_disk_under_the_output_is_one_line(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        child = subprocess.run(
+            [sys.executable, "-m", "fcsd", *words],
+            stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )  # fmt: skip
+    assert child.returncode == 2
+    assert re.fullmatch(
+        rf"fcsd {words[0]}: error: the output could not be written \(No space left on"
+        r" device\); free some space and run the command again\n",
+        child.stderr,
+    )
+
+
 def test_the_module_is_the_command() -> None:
     with start("-m", "fcsd", "--version") as child:
         assert child.communicate() == ("fcsd 0.1.0\n", "") and child.returncode == 0
