@@ -14,7 +14,7 @@ from torch import nn
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
-from fcsd.evaluation.results import Samples, read_result, write_result
+from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
 from fcsd.model.load import tokenizer_of
@@ -41,7 +41,7 @@ class Evaluation(dict[str, Any]):
         """Write results.json and samples_<task>.jsonl to a folder, as `fcsd evaluate`
         does; `fcsd compare` reads them.
         """
-        write_result(dict(self), self.samples, Path(folder))
+        save_result(dict(self), self.samples, Path(folder))
         return Path(folder)
 
 

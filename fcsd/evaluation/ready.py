@@ -29,9 +29,9 @@ from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import (
     code_sample,
     evaluation_versions,
+    save_result,
     task_result,
     whole_result,
-    write_result,
 )
 
 _SUITE = "score "  # begins the name of the suite in a result
@@ -82,7 +82,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
         f"{_SUITE}{' '.join(tasks)}", str(scoring.samples), tasks, settings, layers
     )
     if scoring.output is not None:
-        write_result(result, samples_by_task, scoring.output)
+        save_result(result, samples_by_task, scoring.output)
     return result
 
 

@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import BaseModel
 
 import fcsd
-from fcsd.base.artifact import check_outputs
+from fcsd.base.artifact import check_outputs, command_record
 from fcsd.base.errors import UserError
-from fcsd.base.files import make_folder, read_json, write_text
+from fcsd.base.files import file_fingerprint, make_folder, read_json, write_text
+from fcsd.base.fingerprints import write_sealed
 from fcsd.base.stats import plain_mean, standard_error
 from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
@@ -333,8 +334,25 @@ def write_result(
     )
 
 
+def save_result(
+    result: Mapping[str, Any],
+    samples: Mapping[str, Sequence[Mapping[str, Any]]],
+    folder: Path,
+) -> None:
+    """Write a result (`write_result`) and, where no stage does so at its end, the
+    manifest with the hashes of its files.
+    """
+    write_result(result, samples, folder)
+    if (folder / "stage.json").is_file():
+        return
+    files = ["results.json", *(f"samples_{task}.jsonl" for task in samples)]
+    hashes = {name: file_fingerprint(folder / name) for name in files}
+    record = command_record("saved result", outputs=hashes)
+    write_sealed(folder / "manifest.json", record)
+
+
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """Read the files of `write_result`: (result, samples).
+    """Read the files of `save_result`: (result, samples).
 
     Raises:
         UserError: no result there, a damaged file, or a version of the format that this

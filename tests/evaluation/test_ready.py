@@ -77,6 +77,20 @@ def test_solutions_are_graded_and_the_result_can_be_compared(
     )
     row = compare(*both)["tasks"]["mbpp_plus"]
     assert (row["gained"], row["lost"]) == (0, 2)
+    result = tmp_path / "b" / "results.json"
+    result.write_text(result.read_text().replace('"wrong": 2', '"wrong": 1'))
+    with pytest.raises(UserError, match=r"differs from .* \(results\.json: "):
+        read_result(tmp_path / "b")
+    # graded again, it is whole
+    score_file(
+        Scoring(
+            samples=file, dataset="mbpp_plus", data_root=root, output=tmp_path / "b"
+        )
+    )
+    assert (
+        read_result(tmp_path / "b")[0]["tasks"]["mbpp_plus"]["outcomes"]
+        == (task["outcomes"])
+    )
 
 
 def test_several_samples_of_a_problem_give_pass_at_k(
