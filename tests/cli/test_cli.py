@@ -464,7 +464,7 @@ def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
     path = str(bench.folder / name)
     for command in (
         ["run", path, "--show"],
-        ["evaluate", model, "--suite", "pretrain9", "--output", path],
+        ["evaluate", model, "--suite", "tiny", "--output", path],
         ["layers", model, "--text", text, "--output", path],
         ["calibrate", model, path, "--text", text],
         ["convert", model, path],
@@ -491,7 +491,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         ["distill", recipe, "--set", f"output_dir={out}"],
         ["run", recipe, "--set", f"output_dir={out}"],
         ["run", recipe, "--rehearse", out],
-        ["evaluate", model, "--suite", "pretrain9", "--output", out],
+        ["evaluate", model, "--suite", "tiny", "--output", out],
         ["layers", model, "--text", text, "--output", out],
         ["calibrate", model, out, "--text", text],
         ["convert", model, out],
