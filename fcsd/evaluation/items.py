@@ -69,7 +69,7 @@ def _load(row: CodeTaskConfig, data_root: Path | None) -> Any:
     try:
         return load_source(SourceConfig.model_construct(**options))
     except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(data_root)
+        advice = "" if Path(location).exists() else hub_advice(row, data_root)
         raise UserError(f"task {row.task}: {error}{advice}") from error
 
 

@@ -44,15 +44,8 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """Find where the row's data set is: the folder of its hub id below `data_root`;
     without a root the id itself.
 
-    An absolute path is used as it is. UserError where the data root has no such folder,
-    and without a root for the tiny data, which are not on the Hub.
+    An absolute path is used as it is. UserError where the data root has no such folder.
     """
-    if data_root is None and making_of(row.dataset):
-        raise UserError(
-            f"task {row.task}: {row.dataset} is not on the Hub; `fcsd tiny-data OUT`"
-            " makes it; give OUT/data as the data root (--data-root; in a recipe"
-            " evaluation.data_root)"
-        )
     if Path(row.dataset).is_absolute() or data_root is None:
         return row.dataset
     making = making_of(row.dataset, str(data_root))
@@ -104,10 +97,12 @@ def damaged_file(location: str) -> str:
     return ""
 
 
-def hub_advice(data_root: Path | None) -> str:
-    """Say what to do if a data set cannot be read from the Hub."""
+def hub_advice(row: TaskBase, data_root: Path | None) -> str:
+    """Say what to do if a row's data set cannot be read from the Hub."""
     if data_root is not None:
         return ""
+    if making_of(row.dataset):
+        return "; `fcsd tiny-data OUT` makes it; give OUT/data as --data-root"
     return (
         "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
         " --fetch ROOT --suite SUITE`) and give it as --data-root"
@@ -168,7 +163,6 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     for row in suite.tasks:
         if Path(row.dataset).is_absolute():
             continue
-        dataset_location(row, None)
         # A folder holds one revision, so tasks that share a data set must agree on it.
         inside(root, row.dataset)
         first = rows.setdefault(row.dataset, row)
@@ -275,10 +269,15 @@ def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
         (text for kind, text in advice.items() if isinstance(error, kind)),
         general_advice,
     )
+    continuing = (
+        f"; {suggestion}; run the same command again to continue after the files"
+        " fetched so far"
+    )
+    if making_of(row.dataset):  # is not on the Hub
+        continuing = hub_advice(row, None)
     return UserError(
-        f"task {row.task}: data set {name} cannot be fetched ({first_line(error)});"
-        f" {suggestion}; run the same command again to continue after the files fetched"
-        " so far"
+        f"task {row.task}: data set {name} cannot be fetched"
+        f" ({first_line(error)}){continuing}"
     )
 
 

@@ -4,6 +4,7 @@ leaves a data set half there.
 
 import json
 import os
+import re
 import threading
 import zlib
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from fcsd.data.local import data_fingerprint
 from fcsd.evaluation import suites
 from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval.tasks import load_task
-from fcsd.evaluation.suites import MARK, dataset_location, fetch_suite, fetched_revision
+from fcsd.evaluation.suites import MARK, fetch_suite, fetched_revision, hub_advice
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.support import start
@@ -107,20 +108,14 @@ def test_a_data_set_that_several_tasks_read_is_fetched_once(
 
 
 def test_data_that_are_not_on_the_hub_come_with_the_command_that_makes_them(
-    hub: list[str], tmp_path: Path
+    hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FAIL", "fcsd/tiny-choice")
     tiny = row("tiny_choice", "fcsd/tiny-choice")
-    suite = SuiteConfig(name="s", tasks=[tiny])
-    for use in (
-        lambda: fetch_suite(suite, tmp_path),
-        lambda: dataset_location(tiny, None),
-    ):
-        with pytest.raises(
-            UserError,
-            match=r"not on the Hub; `fcsd tiny-data OUT` makes it; give OUT/data as",
-        ):
-            use()
-    assert hub == []
+    advice = r"\); `fcsd tiny-data OUT` makes it; give OUT/data as --data-root$"
+    with pytest.raises(UserError, match=advice):
+        fetch_suite(SuiteConfig(name="s", tasks=[tiny]), tmp_path)
+    assert re.search(advice, f"){hub_advice(tiny, None)}")
 
 
 def test_a_failure_names_the_task_and_keeps_what_was_fetched(

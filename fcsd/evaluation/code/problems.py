@@ -96,7 +96,7 @@ def load_problems(task: CodeTaskConfig, data_root: Path | None = None) -> list[P
             location, task.split, task.dataset_name, task.revision, tests=task.tests
         )
     except UserError as error:
-        advice = "" if Path(location).exists() else hub_advice(data_root)
+        advice = "" if Path(location).exists() else hub_advice(task, data_root)
         raise UserError(f"task {task.task}: {error}{advice}") from error
 
 

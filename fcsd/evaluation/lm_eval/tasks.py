@@ -118,7 +118,7 @@ def load_task(
                 reason = first_line(error)
             problem = f"cannot be loaded with the data set {location}: {reason}"
             columns = ", ".join(columns_of(row.task, suite))
-            advice = hub_advice(data_root) or (
+            advice = hub_advice(row, data_root) or (
                 f"; the task needs the columns {columns}" if columns else ""
             )
             raise UserError(f"task {row.task}: {problem}{advice}") from error
