@@ -212,9 +212,18 @@ def _failed(text: str, status: int, error: Exception) -> int:
 
 
 def _wrong_file(error: Exception) -> str | None:
-    """Describe the fault of a path that no file can have, or of a full disk, whichever
-    code tried to open or to write it; None for other errors.
+    """Describe the fault of a path that no file can have or that may not be used, or
+    of a full disk, whichever code tried to open or to write it; None for other errors.
     """
+    if (
+        isinstance(error, OSError)
+        and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
+        and error.filename is not None
+    ):
+        return (
+            f"{os.fsdecode(error.filename)}: {error.strerror}; check its permissions"
+            " and links, or give another path"
+        )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # What is buffered would be written again, and fail, when Python ends.
         with contextlib.suppress(OSError, ValueError):

@@ -17,6 +17,8 @@ import pytest
 from fcsd.base.errors import one_line
 from fcsd.cli import main as cli
 from fcsd.cli.main import main
+from fcsd.cli.options import Command
+from fcsd.cli.program import Program
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import ROOT, Bench, start
 
@@ -69,6 +71,20 @@ def test_help_and_version_load_no_heavy_library() -> None:
         out, error = child.communicate()
     assert (child.returncode, error) == (0, "")
     assert "LOADED [] True" in out and "fcsd 0.1.0" in out
+
+
+def test_a_file_that_may_not_be_used_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(_: argparse.Namespace) -> None:
+        raise PermissionError(13, "Permission denied", "m/config.json")
+
+    program = Program("fcsd", "", "", {"try": Command("", lambda parser: None, run)})
+    assert program.run(["try"]) == 2
+    assert capsys.readouterr().err == (
+        "fcsd try: error: m/config.json: Permission denied; check its permissions and"
+        " links, or give another path\n"
+    )
 
 
 @pytest.mark.parametrize("words", [["families"], ["run", "tiny/demo", "--show"]])
