@@ -98,6 +98,10 @@ def push(
     _check_repo_id(repo_id)
     checkpoint = _checked(find_checkpoint(folder))
     card = card or NewCard()
+    if card.base is not None and not (hub_id(card.base) or Path(card.base).is_dir()):
+        raise UserError(
+            f"--base-model {card.base}: is neither a folder nor owner/name on the Hub"
+        )
     if dry_run is not None:
         if dry_run.exists() and (not dry_run.is_dir() or not is_empty(dry_run)):
             raise UserError(

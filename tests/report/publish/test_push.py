@@ -567,6 +567,15 @@ def test_a_name_that_is_no_repository_is_refused(
     assert not hub.requests
 
 
+@pytest.mark.parametrize("base", ["https://me:SECRET@h/x", "nowhere"])
+def test_a_base_model_that_the_card_cannot_name_is_refused(
+    hub: Hub, checkpoint: Path, base: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = error_of(capsys, checkpoint, "me/x", "--base-model", base)
+    assert "is neither a folder nor owner/name on the Hub" in error
+    assert "SECRET" not in error and not hub.requests
+
+
 class _nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
