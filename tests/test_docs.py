@@ -158,7 +158,7 @@ def test_the_pages_are_short() -> None:
     """Words as `wc -w` counts them, so that a table's bars count, too."""
     readme = (ROOT / "README.md").read_text()
     assert len(readme.splitlines()) <= 120 and len(readme.split()) <= 970
-    assert sum(len(page.read_text().split()) for page in DOCS) <= 28_500
+    assert sum(len(page.read_text().split()) for page in DOCS) <= 28_600
     assert len((ROOT / "docs" / "decisions.md").read_text().splitlines()) <= 250
 
 
