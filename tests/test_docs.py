@@ -168,7 +168,9 @@ def test_the_pages_are_short() -> None:
     ids=lambda page: page.name,
 )
 def test_no_line_of_a_page_is_longer_than_120_characters(page: Path) -> None:
-    assert [line for line in page.read_text().splitlines() if len(line) > 120] == []
+    lines = page.read_text().splitlines()
+    # a row of a table cannot be broken
+    assert [line for line in lines if len(line) > 120 and line[0] != "|"] == []
 
 
 def test_an_install_command_of_the_readme_has_no_placeholder() -> None:
