@@ -103,7 +103,9 @@ def unconvert(model: Model) -> Model:
         "a model in memory (for a folder, use `fcsd unconvert`)",
     )
     if getattr(getattr(model, "config", None), "farskip", None) is None:
-        raise UserError(f"{type(model).__name__}: is not converted, nothing to undo")
+        raise UserError(
+            f"{type(model).__name__}: is not converted, so there is nothing to undo"
+        )
     unconvert_model(model)
     return model
 
@@ -187,9 +189,9 @@ def _token_rows(rows: Any, tokenizer: Any, max_length: int) -> Any:
     if not isinstance(first, Mapping):
         first_kind = "" if first is None else f" of {type(first).__name__}"
         raise UserError(
-            f"rows: {kind_of(rows)}{first_kind}; token ids (N, T), tensors (T,) of one"
-            f" length, packed rows with {', '.join(ROW_FEATURES)}, or a data set with"
-            " its tokenizer are needed"
+            f"rows: {kind_of(rows)}{first_kind}; give token ids (N, T), tensors (T,) of"
+            f" one length, packed rows with {', '.join(ROW_FEATURES)}, or a data set"
+            " with its tokenizer"
         )
     # Rows that are already packed pass unchanged; any other mapping is an example of a
     # data set.

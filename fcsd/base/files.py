@@ -169,13 +169,13 @@ def check_path(path: Path) -> None:
 
     Raises:
         UserError: a name in the path is too long (the last one must leave room for a
-            temporary name), or holds a NUL or half a character.
+            temporary name), or holds a NUL or an incomplete character.
     """
     try:
         names = [os.fsencode(part) for part in path.parts]
     except UnicodeEncodeError:
         raise UserError(
-            f"{str(path)!r}: holds half a character; choose another name"
+            f"{str(path)!r}: holds an incomplete character; choose another name"
         ) from None
     if any(b"\0" in name for name in names):
         raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
@@ -186,8 +186,8 @@ def check_path(path: Path) -> None:
         if len(name) > limit:
             beginning = f"{os.fsdecode(name[:30])}…"
             raise UserError(
-                f"the name {beginning} has {len(name)} bytes; up to {limit} are"
-                " possible, choose a shorter one"
+                f"the name {beginning} has {len(name)} bytes, but at most"
+                f" {limit} are possible; choose a shorter one"
             )
 
 
@@ -204,7 +204,7 @@ def inside(folder: Path, name: str) -> Path:
     check_path(path)
     if not path.resolve().is_relative_to(folder.resolve()):
         raise UserError(
-            f"{name!r}: leads out of the folder {folder}; name what lies in it"
+            f"{name!r}: leads out of the folder {folder}; name a file in it"
         )
     return path
 
@@ -229,7 +229,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
         raise UserError(f"{path}: {problem}; name the file to write")
     if reason := _why_not_writable(parent):
         raise UserError(
-            f"{path}: the folder may not be written ({reason}); name another place"
+            f"{path}: its folder is not writable ({reason}); name another place"
         )
     if path.exists():
         try:
@@ -259,7 +259,7 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
         folder.is_file()
         or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
     ):
-        raise UserError(f"{folder}: exists and is no {kind}; choose another folder")
+        raise UserError(f"{folder}: exists and holds no {kind}; choose another folder")
     # The folder itself or its nearest existing ancestor; lexists also finds a broken
     # link.
     above = next(
@@ -267,13 +267,13 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
     )
     if not above.is_dir():
         raise UserError(
-            f"{folder}: cannot be made, {above} is not a folder; choose another output"
-            " folder"
+            f"{folder}: cannot be created, because {above} is not a folder; choose"
+            " another output folder"
         )
     if above != folder and (reason := _why_not_writable(above)):
         raise UserError(
-            f"{folder}: cannot be made, {above} may not be written ({reason}); choose"
-            " another output folder"
+            f"{folder}: cannot be created, because {above} is not writable ({reason});"
+            " choose another output folder"
         )
 
 

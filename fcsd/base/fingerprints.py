@@ -158,7 +158,7 @@ def read_sealed(path: Path, hint: str, owner: Any = None) -> dict[str, Any]:
     """
     value = read_json(path, hint, keys=())
     if _SEAL not in value:
-        raise UserError(f"{path}: has no hash, which fcsd writes into it; {hint}")
+        raise UserError(f"{path}: lacks the hash that fcsd writes into it; {hint}")
     check_seal(path, value, hint, owner)
     return {key: item for key, item in value.items() if key != _SEAL}
 

@@ -223,8 +223,8 @@ def check_name(text: str) -> str:
     if _NAME.fullmatch(text):
         return text
     raise ValueError(
-        "up to 100 letters (A to Z), digits, '.', '_' and '-', of which the first is a"
-        " letter or digit, are allowed, got"
+        "must have up to 100 letters (A to Z), digits, '.', '_' and '-', and begin with"
+        " a letter or digit; got"
         f" {text if len(text) <= 60 else f'{text[:59]}…'!r}"
     )
 
@@ -366,7 +366,7 @@ def _check_size(
         if isinstance(node, yaml.MappingNode):
             children = [child for pair in children for child in pair]
         elif isinstance(node, yaml.ScalarNode) and _SURROGATE.search(node.value):
-            refuse(f"{node.value!r} holds half a character")
+            refuse(f"{node.value!r} holds an incomplete character")
         sizes = [_check_size(child, sizes_by_id, depth + 1) for child in children]
         node_size = (
             1 + sum(size for size, _ in sizes),

@@ -325,7 +325,7 @@ def _compare_options(parser: ArgumentParser) -> None:
         "original",
         metavar="A",
         type=Path,
-        help="folder of `fcsd evaluate`, or of lm_eval --log_samples",
+        help="folder that `fcsd evaluate` or `lm_eval --log_samples` wrote",
     )
     parser.add_argument(
         "converted",
@@ -357,8 +357,8 @@ COMMANDS = {
         "Evaluate a checkpoint on a suite of tasks, or grade a file of samples.",
         _evaluate_options,
         _evaluate,
-        "For the original and for the converted model: `fcsd evaluate MODEL --output"
-        " results/NAME --batch-size auto`; then `fcsd compare` compares the two."
+        "Run `fcsd evaluate MODEL --output results/NAME --batch-size auto` for the"
+        " original and for the converted model; `fcsd compare` then compares the two."
         " Without a network, --data-root ROOT reads a folder that `fcsd evaluate"
         " --fetch ROOT` has filled. Finished tasks are kept, so the same command"
         " continues with the next one. Generated code runs only in a sandbox. On"

@@ -208,8 +208,8 @@ def device_map_argument(parser: ArgumentParser) -> None:
         "--device-map",
         choices=["auto"],
         help=(
-            "auto: one process distributes the layers over all devices; the rest goes"
-            " to main memory"
+            "auto: one process distributes the layers over all devices; layers that do"
+            " not fit go to main memory"
         ),
     )
 

@@ -240,8 +240,8 @@ def _wrong_file(error: Exception) -> str | None:
         )
     if isinstance(error, UnicodeEncodeError) and "surrogates" in error.reason:
         return (
-            f"{error.object[:200]!r}: holds half a character, or is not UTF-8; choose"
-            " another name"
+            f"{error.object[:200]!r}: holds an incomplete character, or is not UTF-8;"
+            " choose another name"
         )
     return None
 

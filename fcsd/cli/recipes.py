@@ -288,11 +288,11 @@ COMMANDS = {
         "The stages are pretrain, convert, calibrate, sweep, distill, the variants,"
         " the evaluation of every model, the layer study, report and publish, as far"
         " as the recipe has them. Each writes a folder in the recipe's output_dir."
-        " fcsd skips finished stages, continues interrupted ones, and refuses a stage"
-        " whose settings changed and shows the difference. --only tokenize writes the"
-        " tokens of all trainings in advance, without a GPU. --only cache-teacher"
-        " stores the teacher's hidden states on disk, for trainings with `teacher:"
-        " {backend: cache, cache: FOLDER}` (docs/distil.md)."
+        " fcsd skips finished stages and continues interrupted ones; if a stage's"
+        " settings have changed, it shows the difference and stops. --only tokenize"
+        " writes the tokens of all trainings in advance, without a GPU. --only"
+        " cache-teacher stores the teacher's hidden states on disk, for trainings with"
+        " `teacher: {backend: cache, cache: FOLDER}` (docs/distil.md)."
         f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads the result.",
     ),
     "trace": Command(

@@ -71,7 +71,7 @@ class BadRows:
         if self.num_bad > max(_ALWAYS_ALLOWED, CAP * self.num_examples):
             raise UserError(
                 f"{self.num_bad} of {self.num_examples} examples cannot be tokenized,"
-                f" and {self.setting}: skip leaves out {CAP:.0%} at most; one of them:"
+                f" and {self.setting}: skip leaves out at most {CAP:.0%}; one of them:"
                 f" {where}: {reason}; correct the data, or `columns`"
             )
 

@@ -358,8 +358,8 @@ def _options(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str
         options = decoded_json(value, column, "options of the chat template")
     if not isinstance(options, Mapping):
         raise BadExample(
-            f"column {column!r}: options of the chat template are needed, name and"
-            f" value, got {short(value)}"
+            f"column {column!r}: needs names and values of options of the chat"
+            f" template; got {short(value)}"
         )
     return dict(without_none(options))
 

@@ -61,8 +61,8 @@ def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
     messages = example[column]
     if not isinstance(messages, list) or not messages:
         raise BadExample(
-            f"column {column!r}: a list of messages with 'role' and 'content', or"
-            f" 'from' and 'value', is needed, got {short(messages)}"
+            f"column {column!r}: needs a list of messages with 'role' and 'content', or"
+            f" 'from' and 'value'; got {short(messages)}"
         )
     return [_message(message, column) for message in messages]
 
@@ -78,8 +78,8 @@ def _message(message: Any, column: str) -> dict:
         content = ""
     if not isinstance(role, str) or not isinstance(content, str | list):
         raise BadExample(
-            f"column {column!r}: a message with 'role' and 'content', both text, or"
-            f" 'from' and 'value', is needed, got {short(message)}"
+            f"column {column!r}: a message needs 'role' and 'content', both text, or"
+            f" 'from' and 'value'; got {short(message)}"
         )
     # Guessing wrongly would put loss on a tool's answer, or none on a call.
     if is_sharegpt and role.lower() == "function":
@@ -133,9 +133,9 @@ def _joined(content: str | list, column: str) -> str:
             is_other_kind = kind is not None and kind not in _TEXT_PARTS
             description = short(kind) if is_other_kind else short(part)
             raise BadExample(
-                f"column {column!r}: a content with a part {description}; parts of type"
-                f" {', '.join(map(repr, _TEXT_PARTS))} with a 'text' are allowed:"
-                f" {_NOT_TEXT}"
+                f"column {column!r}: the content of a message has a part {description};"
+                f" only parts of type {', '.join(map(repr, _TEXT_PARTS))} with a 'text'"
+                f" are allowed: {_NOT_TEXT}"
             )
         texts.append(part["text"])
     return "".join(texts)
@@ -162,8 +162,8 @@ def _calls(raw_calls: Any, column: str) -> list[dict]:
         function = raw_calls.get("function", raw_calls)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadExample(
-            f"column {column!r}: a call of a tool with a function's 'name' and"
-            f" 'arguments' is needed, got {short(raw_calls)}"
+            f"column {column!r}: a tool call needs a function's 'name' and 'arguments';"
+            f" got {short(raw_calls)}"
         )
     arguments = function.get("arguments") or {}
     decoded = arguments

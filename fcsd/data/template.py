@@ -128,8 +128,8 @@ def message_form_of(
         if role not in ROLES and not _names(template, role):
             allowed = ", ".join(ROLES)
             return (
-                f"knows no role like that of a message from {role!r}; allowed:"
-                f" {allowed}, and what it names itself"
+                f"does not know the role of a message from {role!r}; allowed:"
+                f" {allowed}, and the roles that it names"
             )
     has_thoughts = any(message.get(key) for message in messages for key in _THOUGHTS)
     # transformers (5.23) fills one key from the others.

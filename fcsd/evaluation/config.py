@@ -405,7 +405,8 @@ class EvaluationConfig(Strict):
             )
         if self.layer_study is not None and self.layer_study.tasks:
             raise ValueError(
-                "capacity_factor: not with layer_study.tasks; leave one of them out"
+                "capacity_factor: does not work with layer_study.tasks; leave one of"
+                " them out"
             )
         return self
 

@@ -113,7 +113,7 @@ def check_identity(
     # Not `>`: a NaN must also be refused.
     if not difference <= allowed:
         raise server.error(
-            f"serves {server.model}, and not {path} as it is in {dtype}:"
+            f"serves {server.model}, which is not {path} in {dtype}:"
             f" log-probabilities of 8 prompts differ by {difference:.2g} nats per token"
             f" (at most {allowed:g}); other weights, another precision, or regular"
             " connectivity (a FarSkip checkpoint needs the plugin fcsd-serving). Serve"
@@ -144,8 +144,8 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
         read_json(model.folder / "config.json").get("farskip"),
     ):
         raise server.error(
-            f"serves {server.root}, in this machine's {root}, which is another model"
-            f" than {model.config.path}. Serve that: vllm serve"
+            f"serves {server.root} (here {root}), which is not the model in"
+            f" {model.config.path}. Serve that one: vllm serve"
             f" {model.folder.resolve()}"
         )
 

@@ -101,7 +101,7 @@ class ServedBackend:
             if row.kind == "likelihood" and not self.server.prompt_logprobs:
                 raise self.server.error(
                     f"returns no prompt_logprobs, which task {row.task} needs because"
-                    " it is scored by likelihood; vLLM has them"
+                    " it is scored by likelihood; vLLM returns them"
                 )
             try:
                 self.language_model.look(row, items, limit)

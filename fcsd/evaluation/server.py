@@ -297,7 +297,7 @@ class Server:
         if served.get(self.model) != self.root:
             current = ", ".join(root or name for name, root in served.items())
             raise self.error(
-                f"serves {current} now, and not {self.root or self.model} as before;"
+                f"now serves {current} instead of {self.root or self.model};"
                 " start it again as before and run the same command: fcsd has kept the"
                 " answers received so far"
             )

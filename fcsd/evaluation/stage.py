@@ -265,7 +265,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
         try:
             read_result(stage.folder)
         except UserError as error:
-            print(f"evaluate: {error}: this is done now", file=sys.stderr)
+            print(f"evaluate: {error}; fcsd does this now", file=sys.stderr)
             # A server's facts belong to the key, and are not known yet.
             if evaluation.config.server is None:
                 _keep_whole_tasks(evaluation, stage)

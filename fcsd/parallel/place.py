@@ -51,8 +51,8 @@ def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
         reason = refusal(family, model.load_config())
     if reason is not None:
         raise UserError(
-            f"--overlap {overlap}: {model.config.path} cannot: {reason}; leave"
-            " --overlap out"
+            f"--overlap {overlap}: {model.config.path} does not support it:"
+            f" {reason}; leave --overlap out"
         )
 
 

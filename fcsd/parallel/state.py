@@ -350,8 +350,8 @@ class _Stored:
         writers = int(next(iter(files.values()), 0))
         if not files or len(files) != writers:
             raise UserError(
-                f"{folder}: {len(files)} of {writers or 'at least 1'} state files are"
-                f" there; {_ADVICE}"
+                f"{folder}: {len(files)} of {writers or 'at least 1'} state files"
+                f" exist; {_ADVICE}"
             )
         # The first file of each writer tells how many it has written.
         for index in range(writers):

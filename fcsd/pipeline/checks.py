@@ -213,8 +213,8 @@ def check_overlap(run: Run) -> None:
         reason = "connectivity.layers rewires no MoE layer"
     if reason is not None and engine.overlap in ("full", "forward"):
         raise UserError(
-            f"--overlap {engine.overlap}: {folder} cannot: {reason}; leave"
-            " --overlap out"
+            f"--overlap {engine.overlap}: {folder} does not support it:"
+            f" {reason}; leave --overlap out"
         )
     if reason is not None and engine.overlap is None and run.launch.first:
         print(f"overlap: off: {reason}", file=sys.stderr)

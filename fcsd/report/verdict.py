@@ -109,13 +109,13 @@ def task_verdict(row: Mapping[str, Any]) -> str:
     small, and yet the verdict is noise.
     """
     if row["verdict"] == "within noise" and row["p_holm"] < ALPHA:
-        return "within noise, as most items changed against the mean"
+        return "within noise, because most changed items moved against the mean"
     low, high = row["interval"] or (0.0, 0.0)
     if row["verdict"] != "within noise" or low <= 0 <= high:
         return str(row["verdict"])
     # The exact test is stricter than the interval, and knows no sizes of changes.
     if row["p_value"] >= ALPHA:
-        return f"within noise, as p is not below {ALPHA:g}"
+        return f"within noise, because p is not below {ALPHA:g}"
     return "within noise, after correction for several tasks"
 
 

@@ -127,12 +127,12 @@ class UpdateConfig(Strict):
     )
     balance_loss_over: Literal["sequence", "batch"] = option(
         "sequence",
-        "sequence, or batch: of all ranks, and of the micro-batches of the step so far",
+        "sequence; or batch: all ranks and all micro-batches of the step so far",
     )
     # DeepSeek-V3 has 0.001.
     balance_bias_rate: float | None = option(
         None,
-        "step of a balance without a loss, by the routers' correction bias",
+        "step size of the routers' correction bias, which balances without a loss",
         gt=0,
     )
     # `fcsd.model.families.capacity`: pairs of token and expert above factor x K x

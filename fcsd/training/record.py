@@ -175,8 +175,8 @@ class TrainingRecord:
         )
         if changes and record.get(NOTED) != self._date.get(NOTED):
             changes.append(
-                f"the chat template wrote the date {record.get(NOTED)} then; with"
-                f" output_dir {checkpoint.parent} it writes it again"
+                f"the chat template wrote the date {record.get(NOTED)} at that"
+                f" time; with output_dir {checkpoint.parent} it writes that date again"
             )
         if changes:
             raise UserError(

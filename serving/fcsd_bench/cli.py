@@ -51,8 +51,8 @@ def _serve_options(parser: ArgumentParser) -> None:
         "--sglang",
         metavar="PATH",
         help=(
-            "the `sglang` program of a separate environment with SGLang and"
-            " fcsd-serving; it measures SGLang instead"
+            "measure SGLang instead, with the `sglang` program of a separate"
+            " environment with SGLang and fcsd-serving"
         ),
     )
     field_options(parser, Benchmark)
@@ -66,7 +66,7 @@ COMMANDS = {
         _serve_options,
         _serve,
         "`fcsd-bench serve MODEL --against ORIGINAL --output DIR` starts one server"
-        " after another, in turns: stock, stock with each exact way to hide"
+        " after another, in turn: stock, stock with each exact way to hide"
         " communication that this machine supports, FarSkip blocking and overlapped. If"
         " MODEL has no weights (`fcsd convert --config-only`), every server gets"
         " --load-format dummy, and the result says so. The same command continues an"
@@ -77,6 +77,6 @@ COMMANDS = {
 BENCH = Program(
     name="fcsd-bench",
     description="Measure servers of a converted model against those of its original.",
-    epilog="docs/serve.md has examples. `fcsd-bench COMMAND --help` explains each.",
+    epilog="docs/serve.md has examples. `fcsd-bench COMMAND --help` explains each command.",
     commands=COMMANDS,
 )

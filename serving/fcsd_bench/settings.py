@@ -94,7 +94,7 @@ class Benchmark(Strict):
     )
     all2all: str = option(
         "allgather_reducescatter",
-        "vLLM's all-to-all backend for all wide rows (attention data-parallel, experts"
+        "vLLM's all-to-all backend for all wide rows (data-parallel attention, experts"
         " over all ranks): deepep_high_throughput, deepep_low_latency, …",
         metavar="NAME",
     )
@@ -132,7 +132,7 @@ class Benchmark(Strict):
     )
     rows: list[RowName] = option(
         [],
-        f"only these: {', '.join(get_args(RowName))}; SGLang has"
+        f"measure only these rows: {', '.join(get_args(RowName))}; SGLang has"
         f" {', '.join(ROWS_OF['sglang'])} (default: all)",
         metavar="A,B,…",
     )

@@ -307,7 +307,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
 
     model_argument(parser)
     parser.add_argument(
-        "tables", metavar="TABLES", type=Path, help="file of `fcsd-steer bias`"
+        "tables", metavar="TABLES", type=Path, help="file that `fcsd-steer bias` wrote"
     )
     parser.add_argument(
         "--output",
@@ -363,12 +363,12 @@ COMMANDS = {
         _routing,
         "The result has the loads of experts, the traffic between endpoints, and the"
         " pairs that capacity factors drop. With --links it adds the time of the"
-        " exchanges and placements that lower it; with --against, the changes by a"
-        " conversion (docs/steer.md).",
+        " exchanges and placements that lower it; with --against, what the"
+        " conversion changed (docs/steer.md).",
     ),
     "bias": Command(
-        "Write tables that steer a model's routers away from slow links, from its"
-        " traffic on a text.",
+        "Count a model's traffic on a text, and write tables that steer its routers"
+        " away from slow links.",
         _bias_options,
         _bias,
         "`fcsd-steer evaluate MODEL OUT` measures their cost in quality; `fcsd-steer"
@@ -403,7 +403,7 @@ STEER = Program(
         "Measure the links between ranks, count where tokens go, and steer a model's"
         " routers away from slow links."
     ),
-    epilog="First steps: docs/steer.md. `fcsd-steer COMMAND --help` explains each.",
+    epilog="First steps: docs/steer.md. `fcsd-steer COMMAND --help` explains each command.",
     commands=COMMANDS,
 )
 

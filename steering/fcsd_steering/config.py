@@ -47,9 +47,11 @@ class SteeringStudy(Strict):
     placement: PlacedBy = option(
         "contiguous", "how experts are distributed over endpoints"
     )
-    selection: bool = option(False, "choose experts by the bias, weigh them without it")
+    selection: bool = option(
+        False, "choose experts with the bias, but weigh them without it"
+    )
     scale: Literal["logit_std"] | None = option(
-        None, "count the strength in standard deviations of the layer's logits"
+        None, "measure the strength in standard deviations of the layer's logits"
     )
     sigma_floor: float = option(
         SIGMA_FLOOR,

@@ -167,7 +167,7 @@ def test_a_dense_model_a_wrong_text_and_a_second_conversion_are_refused_as_on_th
         raised(lambda: fcsd.convert(model, "last:9"))
         == "layers: last:9: the model has only 4 decoder layers"
     )
-    assert "is not converted, nothing to undo" in raised(
+    assert "is not converted, so there is nothing to undo" in raised(
         lambda: fcsd.unconvert(copy.deepcopy(original))
     )
     assert "not a transformers model" in raised(
@@ -398,7 +398,7 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "convert_checkpoint",
         {"model": "BASE", "out": "/proc/x"},
-        "/proc/x: cannot be made, /proc may not be written",
+        "/proc/x: cannot be created, because /proc is not writable",
     ),
     (
         "load",
@@ -429,17 +429,17 @@ WRONG_KINDS: list[tuple[str, dict[str, Any], str]] = [
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": None},
-        "rows: None; token ids (N, T)",
+        "rows: None; give token ids (N, T)",
     ),
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": ["a"]},
-        "rows: a list of str; token ids (N, T)",
+        "rows: a list of str; give token ids (N, T)",
     ),
     (
         "calibrate",
         {"student": MODEL, "teacher": MODEL, "rows": torch.tensor(3)},
-        "rows: a Tensor; token ids",
+        "rows: a Tensor; give token ids",
     ),
     (
         "calibrate",

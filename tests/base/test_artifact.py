@@ -264,11 +264,11 @@ def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("x" * 256, "has 256 bytes; up to 200 are possible"),
-        ("a/" + "é" * 101, "has 202 bytes; up to 200 are possible"),
-        ("x" * 256 + "/a", "has 256 bytes; up to 255 are possible"),
+        ("x" * 256, "has 256 bytes, but at most 200 are possible"),
+        ("a/" + "é" * 101, "has 202 bytes, but at most 200 are possible"),
+        ("x" * 256 + "/a", "has 256 bytes, but at most 255 are possible"),
         ("a\0b", "holds a NUL character"),
-        ("a\ud800b", "holds half a character"),
+        ("a\ud800b", "holds an incomplete character"),
     ],
 )
 def test_a_path_that_no_file_can_have_is_refused_before_the_work(
@@ -333,7 +333,7 @@ def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(
         with (
             pytest.raises(
                 UserError,
-                match=f"{name}: exists and is no report; choose another folder",
+                match=f"{name}: exists and holds no report; choose another folder",
             ),
             new_folder(tmp_path / name, "report.json", "report"),
         ):

@@ -287,7 +287,7 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
         read_sealed(file, "do this")
     write_json(file, {"loss": 1.5})
     with pytest.raises(
-        UserError, match="has no hash, which fcsd writes into it; do this"
+        UserError, match="lacks the hash that fcsd writes into it; do this"
     ):
         read_sealed(file, "do this")
 

@@ -322,7 +322,7 @@ ROW = (
         (
             '{"messages": "hello"}\n',
             {},
-            r"column 'messages': a list of messages with 'role' and 'content', or",
+            r"column 'messages': needs a list of messages with 'role' and 'content', or",
         ),
         (
             ROW,
@@ -454,13 +454,13 @@ def test_a_folder_of_someone_else_is_not_written_into(
         str(bench.recipe()),
         "--output",
         str(own),
-        message=r"distill: exists and is no trace",
+        message=r"distill: exists and holds no trace",
     )
     unfinished = own.rename(bench.folder / "out.partial")
     text = ("--text", str(bench.rows))
     refused(
         "calibrate", str(bench.base), str(bench.folder / "out"), *text,
-        message=r"out\.partial: exists and is no unfinished calibration; choose another",
+        message=r"out\.partial: exists and holds no unfinished calibration; choose another",
     )  # fmt: skip
     own = unfinished
     assert [path.name for path in own.iterdir()] == ["thesis.txt"]
@@ -469,8 +469,8 @@ def test_a_folder_of_someone_else_is_not_written_into(
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("x" * 300, r"xxx…?:? .*(bytes; up to|too long)"),
-        ("a\ud800", "half a character"),
+        ("x" * 300, r"xxx…?:? .*(bytes, but at most|too long)"),
+        ("a\ud800", "an incomplete character"),
     ],
 )
 def test_a_path_that_no_file_can_have_is_refused_wherever_it_stands(
@@ -516,8 +516,8 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         refused(
             *command,
             message=(
-                r"afile/x\S*: cannot be made, \S*/afile is not a folder; choose another"
-                r" output"
+                r"afile/x\S*: cannot be created, because \S*/afile is not a folder;"
+                r" choose another output"
             ),
         )
         # A place where nobody may write, which root learns only by trying.
@@ -525,7 +525,7 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_what_is_in_its_way
         refused(
             *command,
             message=(
-                r"/proc/x\S*: cannot be made, /proc may not be written \(.+\); choose"
+                r"/proc/x\S*: cannot be created, because /proc is not writable \(.+\); choose"
                 r" another"
             ),
         )

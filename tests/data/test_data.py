@@ -358,13 +358,13 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
             PLAIN_TEMPLATE,
             {"m": "hello"},
             {"messages": "m"},
-            "column 'm': a list of messages .* got 'hello'",
+            "column 'm': needs a list of messages .* got 'hello'",
         ),
         (
             PLAIN_TEMPLATE,
             {"m": [{"from": "x"}]},
             {"messages": "m"},
-            "or 'from' and 'value', is needed, got",
+            "or 'from' and 'value'; got",
         ),
         (
             PLAIN_TEMPLATE,

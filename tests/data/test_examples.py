@@ -170,7 +170,10 @@ def test_a_part_that_is_no_text_is_refused_by_its_kind(part: Any, name: str) -> 
         "content": [{"type": "text", "text": "what is this?"}, part],
     }
     error = refusal([message, CHAT[2]])
-    assert f"column 'm': a content with a part {name}; parts of type 'text'" in error
+    assert (
+        f"column 'm': the content of a message has a part {name}; only parts of type 'text'"
+        in error
+    )
     assert "fcsd distils text only" in error
 
 
@@ -372,14 +375,14 @@ def test_calls_in_other_forms_are_calls(message: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "reason"),
     [
-        {"from": "function_call", "value": "look"},
-        {"from": "function_call", "value": "5"},
+        ({"from": "function_call", "value": "look"}, "a call: JSON text is needed"),
+        ({"from": "function_call", "value": "5"}, "a tool call needs a function's"),
     ],
 )
-def test_a_call_that_is_none_is_refused(message: dict[str, Any]) -> None:
-    assert "column 'm': a call" in refusal([CHAT[1], message], CALLING_TEMPLATE)
+def test_a_call_that_is_none_is_refused(message: dict[str, Any], reason: str) -> None:
+    assert f"column 'm': {reason}" in refusal([CHAT[1], message], CALLING_TEMPLATE)
 
 
 def test_parameters_of_a_tool_that_are_json_text_are_written_once() -> None:
@@ -520,7 +523,7 @@ def test_a_result_of_a_tool_is_an_observation_where_the_template_knows_that_name
 def test_an_unknown_role_is_refused_unless_the_template_names_it() -> None:
     messages = [*CHAT[:2], {"role": "critic", "content": "so?"}, *CHAT[2:]]
     assert (
-        "knows no role like that of a message from 'critic'; allowed: human, user"
+        "does not know the role of a message from 'critic'; allowed: human, user"
         in refusal(messages)
     )
     naming = "{# of 'critic' #}" + PLAIN_TEMPLATE
@@ -808,7 +811,7 @@ def test_options_of_an_example_reach_its_chat_template() -> None:
         ),
         ({"tokenize": False}, "its chat template is given 'tokenize' by fcsd"),
         ({"chat_template": "x"}, "its chat template is given 'chat_template' by fcsd"),
-        ([1], "options of the chat template are needed, name and value"),
+        ([1], "needs names and values of options of the chat template"),
     ],
 )
 def test_options_that_a_template_does_not_read_are_refused(
@@ -1109,7 +1112,7 @@ def test_a_response_goes_through_the_chat_template_and_a_completion_does_not(
             {"p": "a", "c": CHAT[2:3]},
             "columns 'p' and 'c': both must be text or both lists of messages",
         ),
-        ({"p": CHAT[:2], "c": "a"}, "column 'c': a list of messages"),
+        ({"p": CHAT[:2], "c": "a"}, "column 'c': needs a list of messages"),
         (
             {"p": "a", "c": "b", "system": "be brief"},
             "column 'system': works with messages, not with a literal prompt",

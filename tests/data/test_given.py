@@ -188,7 +188,7 @@ def test_columns_that_a_format_hides_are_not_read_and_a_transform_is_refused() -
         ([{"a": 1, "b": 2}], {}, "no column 'messages', 'text', 'prompt' with 'response', .*; it has 'a', 'b'"),
         ([{"a": "x"}], {"columns": {"words": "a"}}, "columns must name 'messages', or 'text', .*, got words"),
         ([{"text": 5}], {}, "column 'text': text is needed, got 5"),
-        ([{"messages": "hello"}], {}, "column 'messages': a list of messages"),
+        ([{"messages": "hello"}], {}, "column 'messages': needs a list of messages"),
         ([{"input_ids": [5, 6], "labels": [6, 7]}], {}, "each label must be the token of its own position, or -100"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(TEXTS_ROWS)), {}, "holds several \\('train'\\)"),
         (5, {}, "data set train_dataset: an int; a datasets.Dataset"),

@@ -204,7 +204,10 @@ def test_a_mean_that_fell_is_no_gain_however_many_items_gained() -> None:
     row = compare(a, b)["tasks"]["x"]
     assert row["p_holm"] < 0.001 and row["delta"] == pytest.approx(-2.15 / 40)
     assert row["verdict"] == "within noise"
-    assert task_verdict(row) == "within noise, as most items changed against the mean"
+    assert (
+        task_verdict(row)
+        == "within noise, because most changed items moved against the mean"
+    )
     assert compare(b, a)["tasks"]["x"]["verdict"] == "within noise"
 
 

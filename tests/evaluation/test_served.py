@@ -203,9 +203,7 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     # the last line is cut off, as a kill may do
     kept.write_bytes(kept.read_bytes()[:-9])
     engine.faults = [*["well"] * 10, "another"]
-    with pytest.raises(
-        UserError, match="serves another/model now, and not served as before"
-    ):
+    with pytest.raises(UserError, match="now serves another/model instead of served"):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
     engine.faults, engine.root = [], "served"
     engine.bodies.clear()
@@ -343,7 +341,7 @@ def relative(engine: Engine, models: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        (stock, "likelihood", "serves served, and not .*model as it is in float32: .* 8 prompts differ by"),
+        (stock, "likelihood", "serves served, which is not .*model in float32: .* 8 prompts differ by"),
         (smaller, "likelihood", r"HTTP 400\): Token id \d+ is out of vocabulary .*is it this model"),
         (silent, "generation", "returns no prompt_logprobs, .*--no-server-check"),
         (narrow, "code", r"accepts 40 tokens, but task tiny_code needs \d+ .*--max-model-len"),
@@ -351,8 +349,8 @@ def relative(engine: Engine, models: dict[str, Any]) -> None:
         (narrow, "generation", r"task tiny_answers: the server accepts 40 tokens.*--max-model-len \d+"),
         (page, "likelihood", "answers /v1/models with HTTP 200 and text/html, not JSON"),
         (locked, "likelihood", rf"requires a key; set {client.API_KEY} \(HTTP 401\)"),
-        (elsewhere, "likelihood", "serves .*base, which is another model than .*vllm serve .*model"),
-        (relative, "likelihood", r"serves \.\..*base, in .*base, which is another model than .*vllm serve .*model"),
+        (elsewhere, "likelihood", "serves .*base.*, which is not the model in .*vllm serve .*model"),
+        (relative, "likelihood", r"serves \.\..*base \(here .*base\), which is not the model in .*vllm serve .*model"),
     ],
 )  # fmt: skip
 def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(
@@ -512,7 +510,7 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
     server, launch = recipe.evaluation.server, join_launch()
     with pytest.raises(
         UserError,
-        match=r"serves served, and not .*/base as .*Serve it: vllm serve .*/base$",
+        match=r"serves served, which is not .*/base in .*Serve it: vllm serve .*/base$",
     ):
         evaluate("base", server, launch)
     result = evaluate("model", server, launch)

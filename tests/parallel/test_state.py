@@ -140,7 +140,7 @@ def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
     (tmp_path / "state-00001-of-00001.safetensors").rename(
         tmp_path / "state-00002-of-00003.safetensors"
     )
-    with pytest.raises(UserError, match="1 of 3 state files are there"):
+    with pytest.raises(UserError, match="1 of 3 state files exist"):
         check_state(tmp_path)
 
 

@@ -447,7 +447,7 @@ WRONG = [
     ),
     ({"data": {"train": []}}, r"data\.train: .*at least 1 item"),
     ({"model": {}}, r"model\.path is required"),
-    ({"name": "a/b"}, r"name: up to 100 letters .* are allowed, got 'a/b'$"),
+    ({"name": "a/b"}, r"name: must have up to 100 letters .* digit; got 'a/b'$"),
     (
         {"variants": {"v": {"model.path": "other"}}},
         (
@@ -698,8 +698,8 @@ def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
 ) -> None:
     change = {"name": name} if place == "name" else {"variants": {name: {}}}
     message = (
-        rf"x\.yaml: {place}.*: up to 100 letters \(A to Z\), digits, '\.', '_' and"
-        r" '-'.*, got "
+        rf"x\.yaml: {place}.*: must have up to 100 letters \(A to Z\), digits, '\.', '_' and"
+        r" '-'.*; got "
     )
     with pytest.raises(UserError, match=message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
@@ -722,7 +722,7 @@ def test_a_variant_is_not_called_like_a_stage_or_its_model(
 def test_an_output_folder_that_cannot_exist_is_refused_when_the_recipe_is_read(
     tmp_path: Path, path: str
 ) -> None:
-    with pytest.raises(UserError, match=r"output_dir: .*(bytes; up to|NUL)"):
+    with pytest.raises(UserError, match=r"output_dir: .*(bytes, but at most|NUL)"):
         load_recipe(write(tmp_path, MINIMAL | {"output_dir": path}))
 
 
@@ -738,7 +738,7 @@ def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
         {"name": "x", "tasks": [row | {"task": "../x"}]},
     ):
         with pytest.raises(
-            UserError, match=r"(name|task): up to 100 letters.*, got '\.\./x'"
+            UserError, match=r"(name|task): must have up to 100 letters.*; got '\.\./x'"
         ):
             load_suite(write(tmp_path, suite))
 
@@ -773,7 +773,7 @@ BOMB = "".join(
         ("a: !!int abc", "invalid literal"),
         ("a: !!bool abc", "abc"),
         ("a: !!timestamp abc", "a value does not fit its tag"),
-        ('name: "\\ud800"', "holds half a character"),
+        ('name: "\\ud800"', "holds an incomplete character"),
         ("name: a\x07b", "special characters are not allowed"),
     ],
 )

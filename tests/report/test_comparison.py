@@ -135,7 +135,7 @@ def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
     other = tmp_path / "other"
     other.mkdir()
     (other / "thesis.txt").write_text("years")
-    assert "exists and is no comparison" in error_of(
+    assert "exists and holds no comparison" in error_of(
         capsys, *folders, "--output", other
     )
     assert (other / "thesis.txt").read_text() == "years"
@@ -600,7 +600,7 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     assert "| extra (not in the mean) |" in table and "| mean " in table
     # Cells say why a change whose interval excludes 0 counts as noise.
     corrected = "within noise, after correction for several tasks"
-    by_p = "within noise, as p is not below 0.05"
+    by_p = "within noise, because p is not below 0.05"
     one_task = compare(evaluated({"x": [1.0] * 4}), evaluated({"x": [0.0] * 4}))
     for word, interval, p_value, cell in (
         ("within noise", [-0.5, -0.1], 0.04, corrected),
@@ -631,7 +631,7 @@ def test_a_single_task_is_not_called_noise_by_a_correction_for_several() -> None
         narrow_table(comparison),
         verdict("fcsd", comparison),
     ):
-        assert "within noise, as p is not below 0.05" in text
+        assert "within noise, because p is not below 0.05" in text
         assert "correction" not in text
 
 

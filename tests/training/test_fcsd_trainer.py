@@ -951,9 +951,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it
     make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "afile").write_text("x")
-    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+    with pytest.raises(UserError, match=f"{place}: cannot be created, .*{reason}"):
         make(place)
-    with pytest.raises(UserError, match=f"{place}: cannot be made, .*{reason}"):
+    with pytest.raises(UserError, match=f"{place}: cannot be created, .*{reason}"):
         make().save_model(str(tmp_path / place))
 
 

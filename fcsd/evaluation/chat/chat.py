@@ -36,8 +36,8 @@ _HELP = """\
 /again   answer the last message once more
 /exit    leave (Ctrl-D does too)
 /help    this text
-Ctrl-C ends a reply. A message that begins with / is sent when a space stands before it. Pasted lines
-are one message."""
+Ctrl-C ends a reply. To send a message that begins with /, put a space before it. Pasted lines are one
+message."""
 _NARROWEST = 24
 """Cells of a column; on a narrower terminal replies are printed one below the other."""
 _MAX_NEW_TOKENS = 2048

@@ -191,8 +191,8 @@ def translate_instella(
     check_described(config, where)
     if _flag(config, GATE, where) and model_type not in GATED.values():
         raise UserError(
-            f"{where}: {GATE}: the gate is known on model type {' and '.join(GATED)},"
-            f" not on '{model_type}'"
+            f"{where}: {GATE}: the gate is supported on model type"
+            f" {' and '.join(GATED)}, not on '{model_type}'"
         )
     try:
         # The raw fields replace transformers' config object, which this module must not
@@ -268,7 +268,7 @@ def to_instella(
     if family == "deepseek_v2" and field["layers"] != [] and set(keys) != {"farskip"}:
         raise UserError(
             f"{where}: AMD's code for transformers has DeepSeek-V3's router, and AMD's"
-            " SGLang, which has DeepSeek-V2's, wires all layers with both sides;"
+            " SGLang, which has DeepSeek-V2's, rewires both sides of all layers;"
             " convert the original with `--layers all`"
         )
     result_keys = {key: value for key, value in config.items() if key not in _REWRITTEN}

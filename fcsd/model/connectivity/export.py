@@ -191,7 +191,7 @@ def unconvert_checkpoint(
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
-            " nothing to undo"
+            " so there is nothing to undo"
         )
     config = checkpoint.config | {
         "model_type": family.model_type,

@@ -101,8 +101,8 @@ def not_loaded(
             raise UserError(
                 f"{where}: '{name}' belongs to an MTP layer with index {index}, but"
                 f" {where / CONFIG} says num_hidden_layers {num_layers} and {says};"
-                " correct the config (num_nextn_predict_layers, say), or take the"
-                " layer's tensors out"
+                " correct the config (for example num_nextn_predict_layers), or remove"
+                " the layer's tensors"
             )
         mtp.add((match["stack"], index))
     of_mtp = {

@@ -115,8 +115,8 @@ class Dropping:
         router, tokens = self.routers[number], self.tokens
         if tokens is not None and len(tokens) != len(experts):
             raise UserError(
-                f"capacity factor: {router.name} has {len(experts)} tokens of"
-                f" {len(tokens)} of the batch, so that padding cannot be told apart;"
+                f"capacity factor: {router.name} has {len(experts)} of the"
+                f" batch's {len(tokens)} tokens, so padding cannot be told apart;"
                 " leave the factor out"
             )
         num_tokens = len(experts) if tokens is None else self.num_tokens
@@ -199,8 +199,8 @@ def dropping(
     """
     if not (math.isfinite(factor) and factor > 0) or drop not in ("order", "weight"):
         raise UserError(
-            f"capacity factor {factor}, drop {drop!r}: a number above 0, and order or"
-            " weight"
+            f"capacity factor {factor}, drop {drop!r}: the factor must be above 0, and"
+            " drop must be order or weight"
         )
     owner, state = unwrapped(model), Dropping(model, factor, drop, training_only)
     caps = [_cap(owner, state, number) for number in range(len(state.routers))]
@@ -215,7 +215,7 @@ def dropping(
             not isinstance(mask, Tensor) or mask.ndim != 2 or length is None
         ):
             raise UserError(
-                "capacity factor: an attention_mask (B, T) is needed, got another mask"
+                "capacity factor: needs an attention_mask (B, T), got another mask"
             )
         # With a cache, the mask also covers earlier tokens; those of this pass come
         # last.
@@ -252,16 +252,16 @@ def _cap(owner: Any, dropping: Dropping, number: int) -> _Cap:
     if experts is None or len(_arguments(experts)) < 3:
         raise UserError(
             f"capacity factor: the experts of model type '{kind}' are not called with"
-            " the choices and weights of a router, so that none can be dropped; leave"
+            " the choices and weights of a router, so no pair can be dropped; leave"
             " the factor out"
         )
     if "farskip_cap" in experts.__dict__:
-        raise UserError(f"capacity factor: {type(owner).__name__} has one already")
+        raise UserError(f"capacity factor: {type(owner).__name__} already has one")
     if (
         getattr(getattr(owner.config, "distributed_config", None), "tp_size", None) or 1
     ) > 1:
         raise UserError(
-            "capacity factor: ranks under tensor parallelism share their tokens; spread"
-            " the experts by all-to-all"
+            "capacity factor: ranks under tensor parallelism share their tokens;"
+            " distribute the experts by all-to-all"
         )
     return _Cap(dropping, number, experts)

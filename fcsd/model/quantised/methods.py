@@ -136,7 +136,7 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
     )
     advice = "`fcsd dequantize` writes it in bfloat16"
     if quantisation.method not in DEQUANTISED:
-        advice = "fetch the checkpoint in another form, bfloat16 say"
+        advice = "fetch the checkpoint in another form, for example bfloat16"
     return (
         f"{where} {name} is not one that the installed transformers can"
         f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(loadable))};"

@@ -77,8 +77,8 @@ class OverlappedEP(EPImplementation):
         # transformers passes both meshes, of which only the experts' is supported.
         if tp_mesh.size() > 1:
             raise UserError(
-                "ep_implementation farskip: no tensor parallelism beside it, tp_size"
-                f" is {tp_mesh.size()}; set it to 1, or use all_to_all"
+                "ep_implementation farskip: does not work with tensor parallelism, but"
+                f" tp_size is {tp_mesh.size()}; set it to 1, or use all_to_all"
             )
         experts.__dict__["farskip_ep"] = self
         self.num_here: int = experts.num_experts

@@ -25,8 +25,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
         return family.spread_refused
     if family.fuses_rows is not None:
         return (
-            f"transformers loads {family.fuses_rows} wrongly where it shards while it"
-            " loads"
+            f"transformers loads {family.fuses_rows} wrongly when it shards during"
+            " loading"
         )
     if family.overlap_refused is not None:
         return family.overlap_refused
@@ -39,8 +39,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
             _JITTER[0],
         ):
             return (
-                f"{name} {getattr(config, name)}: recomputing a block would draw again;"
-                " set it to 0"
+                f"{name} {getattr(config, name)}: recomputation would draw other"
+                " random numbers; set it to 0"
             )
     return None
 
@@ -82,7 +82,7 @@ def kept_inside(family: Family) -> str | None:
             return "norms follow its branches"
         return "attention and experts read one stream"
     if family.norms is not None:
-        return "a module of its own has its norms"
+        return "its norms are in a separate module"
     if family.side_output is not None:
         return f"its layers also pass on {family.side_output}"
     if family.stream_edit is not None:

@@ -441,7 +441,7 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         else:
             filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
             print(
-                f"--rehearse: {by}: no rows of the data set {path} are known to fcsd,"
+                f"--rehearse: {by}: fcsd cannot invent rows of the data set {path},"
                 f" and evaluation.data_root ({root or 'not set'}) does not have it; to"
                 " evaluate on it, set evaluation.data_root to a folder that has"
                 f" it{making_of(path, root) or filling}",

@@ -489,8 +489,8 @@ def _assumptions(job: Job) -> Iterator[str]:
     if job.work.runs_all and hardware.expert_parallel == 1:
         yield (
             f"transformers' code of this family runs all {job.work.num_experts} experts"
-            f" on every token, which chooses {job.work.experts_per_token}: it also runs"
-            " experts on tokens that did not choose them"
+            f" on every token, although a token chooses only"
+            f" {job.work.experts_per_token}"
         )
     if training.lora is not None and hardware.sharding != "none":
         yield (
@@ -498,7 +498,7 @@ def _assumptions(job: Job) -> Iterator[str]:
             " --sharding none"
         )
     yield (
-        "tokenizing is as fast as in benchmarks/tokens.py: chats read from a local"
+        "tokenizing has the speed of benchmarks/tokens.py: chats read from a local"
         " disk, by the small tokenizer of the tests; scale this to your tokenizer and"
         " processor. Local files up to 4 GiB are tokenized whole, even if a training"
         " reads less"

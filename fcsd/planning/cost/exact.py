@@ -296,7 +296,7 @@ def _wide(planned: Planned) -> tuple[list[Exact], list[str]]:
     if any(layer_s.get("shared expert") for layer_s in seconds):
         chain = passed(work)
         rest = _beside_shared(seconds, sum(exchange))
-        assumes = "as vLLM does with DeepEP, and else for up to 256 tokens"
+        assumes = "as vLLM does with DeepEP, and otherwise for up to 256 tokens"
         compute = _computed(chain) + head_s
         schedules.append(Exact(SHARED, assumes, compute, _sent(chain), rest))
     else:

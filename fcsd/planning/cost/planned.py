@@ -122,8 +122,8 @@ class PlanSettings(Cluster):
     without_aiter: bool = option(
         False,
         "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
-        " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls 2, experts 3, attention 14"
-        " times as long",
+        " of AITER's (VLLM_ROCM_USE_AITER=1): dense matmuls take 2, experts 3 and"
+        " attention 14 times as long",
     )
     connectivity: Connectivity | None = None
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"

@@ -115,7 +115,7 @@ def _cache(cache: Mapping[str, int] | None) -> str:
     return (
         f": {size(cache['bytes_per_token'])} on disk per token with loss,"
         f" {size(cache['at_most_bytes'])} for {cache['at_most_tokens']:.3g} of them,"
-        " should the training read no row twice"
+        " if the training reads no row twice"
     )
 
 
@@ -165,7 +165,7 @@ def _disk(disk: Mapping[str, int]) -> Iterator[str]:
     yield f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
     if copy := disk["host_copy_bytes"]:
         yield (
-            f"host memory   {size(copy)} of each machine that writes: a copy of the"
+            f"host memory   {size(copy)} on each machine that writes: a copy of the"
             " checkpoint that is being written"
         )
 
@@ -176,8 +176,8 @@ def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
     when = "once for a score" if scoring["once"] else "for every token"
     yield (
         f"scoring       gathers {size(scoring['gathered_bytes'])} of weights {when}, in"
-        f" {scoring['seconds']:.2g} s; {size(scoring['free_bytes'])} of a GPU are free"
-        " then"
+        f" {scoring['seconds']:.2g} s; this leaves {size(scoring['free_bytes'])} of a"
+        " GPU free"
     )
 
 
@@ -445,8 +445,8 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         (least, most), (low, high) = facts["expected_gain"], facts["step_ratio"]
         yield (
             "EXPECTED GAIN: published times between tokens (DeepSeek-V3, gpt-oss-120b)"
-            f" are {low:g} to {high:g} times the planned ones, longest for DeepSeek-V3"
-            " on MI300X, and hide the same communication: expect"
+            f" are {low:g} to {high:g} times the planned ones (longest for"
+            " DeepSeek-V3 on MI300X). Longer steps hide the same communication: expect"
             f" {least:.1%} to {most:.1%}. With measured times (--measured) the gain is"
             " f v / (1 - f v)"
         )
@@ -461,7 +461,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     # Real routing is uneven, and `fcsd-steer routing` can measure it.
     elif facts["imbalance"] == 1 and "measured" not in facts:
         yield (
-            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 had 2.6 to"
+            "EVEN ROUTING is assumed (imbalance 1); fine-tuning on 16 H100 showed 2.6 to"
             " 5.1. Measure your model with `fcsd-steer routing`, and pass the result to"
             " --routing"
         )
@@ -582,9 +582,9 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     table = markdown(header, cells)
     none = f"no effect on it: {without}\n" if without else ""
     return (
-        f"{table}\n{none}gains are the least and the most at the planned value and both"
-        " ends; a gain is largest where an exchange just fills its window, so more load"
-        f" can raise or lower it\nwhat each assumption is, and its source: --json, or"
+        f"{table}\n{none}gains: the smallest and the largest at the planned value and"
+        " both ends; a gain is largest where an exchange just fills its window, so more load"
+        f" can raise or lower it\nfor the meaning and source of each assumption: --json, or"
         " fcsd/planning/cost/assumptions.py"
     )
 

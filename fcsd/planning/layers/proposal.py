@@ -170,8 +170,8 @@ def parse_budget(text: str, num_layers: int) -> int:
         return len(resolve_layers(f"last:{text}", [True] * num_layers))
     except UserError:
         raise UserError(
-            f"budget {text!r}: needs a share above 0% and at most 100% that is at least"
-            f" one of the {num_layers} layers, or a number from 1 to {num_layers}"
+            f"budget {text!r}: must be a share of the layers (at most 100%, at least one"
+            f" of the {num_layers} layers), or a number from 1 to {num_layers}"
         ) from None
 
 

@@ -135,9 +135,9 @@ class LinkModel(Strict):
             for u, rate in enumerate(rates):
                 if rate is not None and not 0 <= rate <= _LONGEST_S:
                     raise ValueError(
-                        f"ports.{name}: endpoint {u}: {rate:g} seconds per byte; 0 or"
-                        f" more is needed, at most {_LONGEST_S:g}, or null where its"
-                        " edges share none"
+                        f"ports.{name}: endpoint {u}: {rate:g} seconds per byte; must"
+                        f" be 0 to {_LONGEST_S:g}, or null where its edges share no"
+                        " port"
                     )
         return self
 
@@ -217,7 +217,8 @@ def _composed(phase: dict[str, Any]) -> dict[str, Any]:
     ):
         raise ValueError(
             f"forwarding: {forwarding!r}, with {len(edges)} edges given by their hops;"
-            f" those need {' or '.join(get_args(Forwarding))}, and others none"
+            f" with such edges it must be {' or '.join(get_args(Forwarding))}, without"
+            " them it must be left out"
         )
     alpha, beta = ([list(row) for row in table or ()] for table in tables)
     for u, v in edges:

@@ -275,8 +275,8 @@ def _resume(
     if state["ranks"] != ranks.size:
         raise UserError(
             f"{work}: was begun with {state['ranks']} processes, which share the rows,"
-            f" but this launch has {ranks.size}; launch {state['ranks']}, or remove the"
-            " folder to begin again"
+            f" but this launch has {ranks.size}; launch {state['ranks']} processes, or"
+            " remove the folder to begin again"
         )
     # Each rank has a file of streams; all begin again if one rank's is unusable.
     file = _streams(work, state["next_layer"], ranks)

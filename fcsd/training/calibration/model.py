@@ -236,10 +236,10 @@ def complaint(results: Sequence[dict[str, Any]]) -> tuple[bool, str] | None:
                 mapped > limit * copied,
                 (
                     "calibration text: is too short or too uniform: on held-out text,"
-                    f" the {'outputs' if adds else 'inputs'} of rewired layers miss the"
-                    f" original's by {mapped:.3g} with the maps and by {copied:.3g}"
-                    " without, so the model may become worse (relative squares, all"
-                    " layers); give more text, or more varied text"
+                    f" the {'outputs' if adds else 'inputs'} of rewired layers differ from"
+                    f" the original's by {mapped:.3g} with the maps and by"
+                    f" {copied:.3g} without (relative squared error, all layers), so"
+                    " the model may become worse; give more text, or more varied text"
                 ),
             )
     return None

@@ -704,7 +704,7 @@ def test_names_that_are_too_long_for_a_folder_are_one_line(tmp_path):
     for name in ("x" * 300, "é" * 120):
         with pytest.raises(
             UserError,
-            match=r"^the name .*… has (300|240) bytes; up to 200 are possible",
+            match=r"^the name .*… has (300|240) bytes, but at most 200 are possible",
         ):
             convert_checkpoint(tmp_path / "base", tmp_path / name, Connectivity("all"))
     for source in (long, str(long)):

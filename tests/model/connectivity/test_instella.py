@@ -205,7 +205,7 @@ def test_an_export_has_amds_keys_for_what_the_model_computes(
     [
         ("deepseek_v3", Connectivity([1, 3]), "they cannot express layers [1, 3], attention partial, mlp outdated"),
         ("deepseek_v3", Connectivity([3, 4]), "they cannot express layers [3, 4]"),
-        ("deepseek_v2", Connectivity([1, 2]), "AMD's SGLang, which has DeepSeek-V2's, wires all layers"),
+        ("deepseek_v2", Connectivity([1, 2]), "SGLang, which has DeepSeek-V2's, rewires both sides of all layers"),
         ("qwen3_moe", Connectivity("all"), "DeepSeek-V2, DeepSeek-V3 and Instella-MoE only, not for 'qwen3_moe'"),
     ],
 )  # fmt: skip

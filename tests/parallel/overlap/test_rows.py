@@ -231,5 +231,5 @@ def refused(rank: int) -> str:
 def test_tensor_parallelism_beside_it_is_refused() -> None:
     message, _ = run_ranks(refused, 2)
     assert message.endswith(
-        "no tensor parallelism beside it, tp_size is 2; set it to 1, or use all_to_all"
+        "does not work with tensor parallelism, but tp_size is 2; set it to 1, or use all_to_all"
     )

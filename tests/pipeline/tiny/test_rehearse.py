@@ -504,7 +504,7 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
     )
     said = capsys.readouterr().err
     assert (
-        "--rehearse: task mine of suite own: no rows of the data set me/mine are known"
+        "--rehearse: task mine of suite own: fcsd cannot invent rows of the data set me/mine"
         in said
     )
     assert (

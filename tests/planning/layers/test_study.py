@@ -1251,7 +1251,7 @@ def test_plans_that_cannot_be_made_are_refused(
     study = hand_made([0.5, 0.1, 0.2], tmp_path / "a")
     refused(
         ["plan-layers", str(tmp_path / "a"), "--budget", "120%"],
-        r"budget '120%': needs a share .* or a number from 1 to 3",
+        r"budget '120%': must be a share .* or a number from 1 to 3",
     )
     refused(
         ["plan-layers", str(tmp_path / "a"), "--budget", "2", "--metric", "quiz"],

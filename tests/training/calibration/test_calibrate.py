@@ -1061,11 +1061,11 @@ def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(
         ),
         (
             [torch.arange(3), torch.arange(4)],
-            r"rows: a list of Tensor; token ids \(N, T\), tensors \(T,\) of one",
+            r"rows: a list of Tensor; give token ids \(N, T\), tensors \(T,\) of one",
         ),
-        (torch.arange(3), "rows: a Tensor of Tensor; token ids"),
-        ([[3, 4], [5, 6]], "rows: a list of list; token ids"),
-        (5, "rows: an int; token ids"),
+        (torch.arange(3), "rows: a Tensor of Tensor; give token ids"),
+        ([[3, 4], [5, 6]], "rows: a list of list; give token ids"),
+        (5, "rows: an int; give token ids"),
     ):
         with pytest.raises(UserError, match=message):
             fcsd.calibrate(*pair, rows)
