@@ -74,6 +74,27 @@ OTHER_NAMES = {
 the table of docs/python.md.
 """
 
+SHORT_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "clip_grad": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "seq_len": "max_length",
+    "sequence_length": "max_length",
+    "max_tokens": "max_length",
+    "precision": "bf16",
+    "save_every": "save_steps",
+    "eval_every": "eval_steps",
+    "log_every": "logging_steps",
+}
+"""Names that people guess: name -> the argument, which no similarity of letters finds."""
+
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],
     "data": [DataConfig],
@@ -131,12 +152,17 @@ def _argument(match: re.Match[str]) -> str:
     return _ARGUMENTS.get(match[1], match[1].partition(".")[2]) + value
 
 
+# Class -> the arguments of its constructor, of each class that `with_known_names` saw.
+_PARAMETERS: dict[str, list[str]] = {}
+
+
 def with_known_names(cls: Class) -> Class:
     """Make the constructor of a class name an unknown argument in one line, with its
     counterpart here.
     """
     construct: Any = cls.__init__  # type: ignore[misc]
     parameters = list(inspect.signature(construct).parameters)
+    _PARAMETERS[cls.__name__] = parameters
 
     @functools.wraps(construct)
     def construct_or_say(self: Any, *args: Any, **arguments: Any) -> None:
@@ -147,10 +173,8 @@ def with_known_names(cls: Class) -> Class:
                     counterpart = f"use {counterpart}"
                 raise UserError(f"{cls.__name__}: {name}: {counterpart}")
             if name not in parameters:
-                near = did_you_mean(name, parameters)
                 raise UserError(
-                    f"{cls.__name__}: {name}: no such"
-                    f" argument{near if 'mean' in near else ''}"
+                    f"{cls.__name__}: {name}: no such argument{_advice(name, parameters)}"
                 )
         try:
             inspect.signature(construct).bind(self, *args, **arguments)
@@ -163,3 +187,13 @@ def with_known_names(cls: Class) -> Class:
 
     cls.__init__ = construct_or_say  # type: ignore[misc]
     return cls
+
+
+def _advice(name: str, parameters: list[str]) -> str:
+    """Return what to write for an unknown argument, where that can be told."""
+    argument = SHORT_NAMES.get(name, name)
+    for other, known in _PARAMETERS.items():
+        if argument in known and argument not in parameters:
+            return f"; give `{other}({argument}=…)`"
+    near = did_you_mean(argument, parameters)
+    return near if "mean" in near else ""
