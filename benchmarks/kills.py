@@ -4,6 +4,7 @@ an undisturbed run.
     python benchmarks/kills.py --placed              # before and after every rename, removal and manifest
     python benchmarks/kills.py --kills 200           # at random moments
     python benchmarks/kills.py --damage              # flip a bit in each kind of file, and truncate it
+    python benchmarks/kills.py --damage --harms empty,remove,swap    # and other harms; swap: that of another run
     python benchmarks/kills.py --placed --only calibrate
 
 Commands: every stage of a recipe, and those that write a folder. On two ranks, one or
@@ -59,6 +60,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint  # noqa: E4
 from fcsd.pipeline import run as _imported_before_forks  # noqa: E402, F401
 from fcsd.pipeline.tiny.models import tiny_model, tiny_tokenizer  # noqa: E402
 from fcsd.planning.network.links import write_links  # noqa: E402
+from fcsd.report.publish.card import CARD, RESULTS  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
 from fcsd.training.calibration import state as calibration  # noqa: E402
 from fcsd_steering.cli import main as steer  # noqa: E402
@@ -294,11 +296,11 @@ class Commands:
     possible, for two.
     """
 
-    def __init__(self, bench: Bench, hub: Any):
+    def __init__(self, bench: Bench, hub: Any, word: str = "Line"):
         self.bench, self.hub = bench, hub
         self.text = bench.folder / "text.jsonl"
         lines = [
-            f"Line {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}."
+            f"{word} {n} of {n * n % 97} says {n % 7} more, and then {n * 31 % 89}."
             for n in range(200)
         ]
         self.text.write_text(
@@ -611,6 +613,29 @@ class Commands:
             ),
         }
 
+    def readers_of_a_run(self) -> dict[str, tuple[str, list[str]]]:
+        """Return name -> (what it reads of a finished run, the command)."""
+        report = ["run", str(self.whole_recipe()), "--set=output_dir={}"]
+        return {
+            "report alone": ("distill/", [*report, "--only=report"]),
+            "publish alone": ("distill/", [*report, "--only=publish"]),
+            "unconvert": (
+                "distill/model/",
+                ["unconvert", "{}/distill/model", "{}/again"],
+            ),
+            "push a publication": (
+                "publish/",
+                ["push", "{}/publish", "owner/name", "--dry-run", "{}/again"],
+            ),
+            "evaluate a publication": (
+                "publish/",
+                [
+                    *("evaluate", "{}/publish", "--suite", str(self.choice)),
+                    *("--output", "{}/again"),
+                ],
+            ),
+        }
+
     def push(self, folder: Path) -> int:
         return fcsd(["push", str(self.model), f"owner/{folder.parent.name}"])
 
@@ -799,14 +824,31 @@ def cut(file: Path, draw: random.Random) -> None:
     replace_bytes(file, file.read_bytes()[: file.stat().st_size // 2])
 
 
+def empty(file: Path, draw: random.Random) -> None:
+    replace_bytes(file, b"")
+
+
+def remove(file: Path, draw: random.Random) -> None:
+    file.unlink()
+
+
+def swap(other: Path) -> Callable[[Path, random.Random], None]:
+    """Return a harm that puts another run's file of the same kind in the place of one."""
+    return lambda file, draw: replace_bytes(file, other.read_bytes())
+
+
+HARMS = {"flip": flip, "cut": cut, "empty": empty, "remove": remove}
+
+
 def replace_bytes(file: Path, data: bytes) -> None:
     file.unlink()  # it may be a link to the original's
     file.write_bytes(data)
 
 
 def kinds(folder: Path) -> dict[str, Path]:
-    """Return one file of each kind below a folder, by its path without numbers; of a
-    model's files other than weights and config, those of the first model.
+    """Return one file of each kind below a folder, by its path without numbers: of
+    several, the last, which is in the newest checkpoint. Of a model's files other than
+    weights and config, those of the first model.
     """
     files: dict[str, Path] = {}
     beside: set[str] = set()
@@ -817,9 +859,9 @@ def kinds(folder: Path) -> dict[str, Path]:
             str(path.relative_to(folder)),
         )
         unread = path.suffix in (".png", ".html") or "lm_eval" in path.parts
-        if not path.is_file() or unread or name in files:
+        if not path.is_file() or unread:
             continue
-        if (
+        if name not in files and (
             path.parent.name in ("model", "publish")
             and path.suffix != ".safetensors"
             and path.name != "config.json"
@@ -854,18 +896,25 @@ class State:
         # always the same, because records contain it
         self.folder = place / "work" / "out"
 
-    def make(self) -> dict[str, str]:
-        """Make the state; return the final output of the command."""
+    def ready(self) -> Path:
+        """Return the folder of the state, which is made where it is not there."""
+        ready = self.place / "ready"
+        if ready.exists():
+            return ready
         kill = None
         if self.cut:
             _, kills = placed_kills(self.job, self.place)
             kill = next(kill for kill in kills if self.cut in kill.moment)
-        if not (self.place / "ready").exists():
-            self.folder.mkdir(parents=True)
-            self.job.prepare(self.folder)
-            statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
-            assert statuses[0] == (-signal.SIGKILL if kill else 0), text
-            shutil.copytree(self.folder, self.place / "ready", symlinks=True)
+        self.folder.mkdir(parents=True)
+        self.job.prepare(self.folder)
+        statuses, text = attempt(self.job, self.folder, self.folder.parent, kill)
+        assert statuses[0] == (-signal.SIGKILL if kill else 0), text
+        shutil.copytree(self.folder, ready, symlinks=True)
+        return ready
+
+    def make(self) -> dict[str, str]:
+        """Make the state; return the final output of the command."""
+        self.ready()
         ends = []
         # trained in the same way again: files that contain times differ
         for part in ("stage.json", "tokens"):
@@ -902,7 +951,7 @@ def damaged_run(
     folder = state.restore()
     harm(folder / name, draw)
     state.forget(name)
-    before = (folder / name).read_bytes()
+    before = content(folder / name)
     statuses, text = attempt(state.reader, folder, folder.parent)
     if "Traceback (most recent call last)" in text or 99 in statuses:
         return f"traceback ({text.strip().splitlines()[-1][:160]})"
@@ -922,8 +971,11 @@ def damaged_run(
     )
     if differing:
         return f"unseen ({', '.join(differing[:3])})"
-    still = (folder / name).exists() and (folder / name).read_bytes() == before
-    return "not read" if still else "mended"
+    return "not read" if content(folder / name) == before else "mended"
+
+
+def content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.exists() else None
 
 
 def states(commands: Commands, place: Path) -> Iterator[State]:
@@ -961,9 +1013,11 @@ def states(commands: Commands, place: Path) -> Iterator[State]:
         ("layers", 1, "after rename to study/layers.json"),
         ("tokenize", 1, "before rename to tokens/rows-"),
     ]
-    yield State(
-        Job("run, then push", 1, run_and_push, tree), place / "ended", later=later
-    )
+    whole = Job("run, then push", 1, run_and_push, tree)
+    yield State(whole, place / "ended", later=later)
+    for name, (part, words) in commands.readers_of_a_run().items():
+        reader = Job(name, 1, printed(words), tree)
+        yield State(whole, place / "ended", reader=reader, part=part)
     for number, (name, ranks, moment) in enumerate(cuts):
         yield State(by_name[name, ranks], place / f"cut-{number}", moment)
     copy = Job("quantize", 1, commands.quantize, tree)
@@ -994,13 +1048,20 @@ def printed(words: list[str]) -> Callable[[Path], int]:
     return run
 
 
-def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> str:
-    """Flip a bit in one file of each kind, and truncate it, after finished and after
-    killed commands; run the command again.
+def damage_all(
+    commands: Commands, other: Commands, place: Path, options: argparse.Namespace
+) -> str:
+    """Do every harm to one file of each kind, after finished and after killed commands;
+    run the command again.
+
+    other: the same commands on another model and other text, whose files are swapped in.
     """
     outcomes: dict[str, Counter[str]] = {}
     faults = []
-    for state in states(commands, place):
+    pairs = (
+        states(each, place / name) for each, name in ((commands, "a"), (other, "b"))
+    )
+    for state, twin in zip(*pairs, strict=True):
         if options.only and options.only not in (state.job.name, state.reader.name):
             continue
         expected = state.make()
@@ -1013,14 +1074,21 @@ def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> 
             if (name := str(file.relative_to(state.place / "ready"))).startswith(
                 state.part
             )
+            # the card of a publication is the user's to edit
+            and not (state.part and (file.name == CARD or RESULTS in file.parts))
         }
+        swapped = kinds(twin.ready()) if "swap" in options.harms else {}
         for kind, name in tqdm(files.items(), desc=title, unit="file"):
-            for harm in (flip, cut):
+            harms = {each: HARMS[each] for each in options.harms if each in HARMS}
+            same = content(state.place / "ready" / name)
+            if kind in swapped and content(swapped[kind]) != same:
+                harms["swap"] = swap(swapped[kind])
+            for harm_name, harm in harms.items():
                 draw = random.Random(f"{options.seed} {title} {kind}")
                 outcome = damaged_run(state, expected, name, harm, draw)
                 counts[outcome.split(" (")[0]] += 1
                 if outcome not in ("said", "mended", "not read"):
-                    faults.append(f"- {title}: {kind}, {harm.__name__}: {outcome}")
+                    faults.append(f"- {title}: {kind}, {harm_name}: {outcome}")
                     print(faults[-1], file=sys.stderr)
     columns = ("said", "mended", "not read", "unseen", "traceback", "hangs")
     lines = [
@@ -1032,6 +1100,16 @@ def damage_all(commands: Commands, place: Path, options: argparse.Namespace) -> 
             f"| {title} | {' | '.join(str(counts[column]) for column in columns)} |"
         )
     return "\n".join([*lines, *(["", "Faults:", "", *faults] if faults else [])]) + "\n"
+
+
+def small_bench(folder: Path, seed: int = 0) -> Bench:
+    """Return a bench in a folder, on a base checkpoint of two layers."""
+    tiny_model(
+        "qwen2_moe", seed=seed, num_hidden_layers=2, vocab_size=300, num_experts=4
+    ).save_pretrained(folder / "base")
+    tiny_tokenizer(300).save_pretrained(folder / "base")
+    (folder / "bench").mkdir()
+    return make_bench(folder / "base", folder / "bench")
 
 
 def main() -> None:
@@ -1058,6 +1136,12 @@ def main() -> None:
         action="store_true",
         help="with --placed: only the last moment of each kind",
     )
+    parser.add_argument(
+        "--harms",
+        type=lambda text: text.split(","),
+        default=["flip", "cut"],
+        help=f"with --damage: of {', '.join(HARMS)}, swap",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="only commands whose name contains this")
     options = parser.parse_args()
@@ -1081,13 +1165,13 @@ def main() -> None:
             hub.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         os.environ["HF_TOKEN"] = TOKEN
-        tiny_model(
-            "qwen2_moe", num_hidden_layers=2, vocab_size=300, num_experts=4
-        ).save_pretrained(folder / "base")
-        tiny_tokenizer(300).save_pretrained(folder / "base")
-        (folder / "bench").mkdir()
-        commands = Commands(make_bench(folder / "base", folder / "bench"), hub)
-        text = (damage_all if options.damage else kill_all)(commands, folder, options)
+        commands = Commands(small_bench(folder), hub)
+        if options.damage:
+            (folder / "other").mkdir()
+            other = Commands(small_bench(folder / "other", seed=1), hub, "Another line")
+            text = damage_all(commands, other, folder, options)
+        else:
+            text = kill_all(commands, folder, options)
     took = (time.monotonic() - begun) / 60
     print(
         f"{time.strftime('%Y-%m-%d')}, load {load_average()}, {took:.0f} minutes, torch"

@@ -231,7 +231,8 @@ def write_publication(
         # except the card, which is the user's to edit.
         weights = read_manifest(model.parent).get("outputs", {}).get("model", "")
         left = model_outputs(new, weights)
-        left |= {file.name: file_fingerprint(new / file.name) for file in reported}
+        names = ["report.md", *(file.name for file in reported)]
+        left |= {name: file_fingerprint(new / name) for name in names}
         if not weights:  # the record of a former fcsd does not name them
             del left["model"]
         write_sealed(new / LEFT, left)
