@@ -93,7 +93,7 @@ class Program:
             # Remove what killed commands left, even where this one needs no such folder.
             sweep_scratch()
             arguments.run(arguments)
-            sys.stdout.flush()
+            _flush()
             return 0
         except (UserError, ScorerError) as error:
             status = 2 if isinstance(error, UserError) else 1
@@ -185,6 +185,11 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _flush() -> None:
+    # `print`, because it also works where stdout is closed, and so None.
+    print(end="", flush=True)
+
+
 def _refuse_unknown(parser: ArgumentParser, word: str) -> None:
     """End the program with an error for a word that a command does not accept."""
     from fcsd.base.strict import did_you_mean
@@ -218,16 +223,19 @@ def _wrong_file(error: Exception) -> str | None:
     if (
         isinstance(error, OSError)
         and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP)
-        and error.filename is not None
+        and isinstance(error.filename, str | bytes)
     ):
         return (
             f"{os.fsdecode(error.filename)}: {error.strerror}; check its permissions"
             " and links, or give another path"
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # What is buffered would be written again, and fail, when Python ends.
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        try:
+            _flush()
+        except OSError:
+            # What is buffered would be written again, and fail, when Python ends.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return (
             f"{error.filename or 'the output'} could not be written"
             f" ({error.strerror}); free some space and run the command again"

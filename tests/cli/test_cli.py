@@ -102,6 +102,27 @@ def test_a_full_disk_under_the_output_is_one_line(words: list[str]) -> None:
     )
 
 
+def test_a_full_disk_elsewhere_does_not_lose_what_was_printed() -> None:
+    code = (
+        "from fcsd.cli.options import Command; from fcsd.cli.program import Program\n"
+        "def run(_): print('told'); raise OSError(28, 'No space left', 'm/weights')\n"
+        "command = Command('', lambda parser: None, run)\n"
+        "raise SystemExit(Program('fcsd', '', '', {'try': command}).run(['try']))"
+    )
+    with start("-c", code) as child:
+        out, err = child.communicate()
+    assert (child.returncode, out) == (2, "told\n")
+    assert "m/weights could not be written (No space left)" in err
+
+
+def test_a_command_runs_where_its_output_is_closed() -> None:
+    child = subprocess.run(
+        ["sh", "-c", '"$0" -m fcsd families >&-', sys.executable],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert (child.returncode, child.stderr) == (0, "")
+
+
 def test_the_module_is_the_command() -> None:
     with start("-m", "fcsd", "--version") as child:
         assert child.communicate() == ("fcsd 0.1.0\n", "") and child.returncode == 0
