@@ -4,6 +4,7 @@ samples for each task.
 `docs/results.md` has every key.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -28,6 +29,7 @@ from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
+_SAVED = "saved result"  # in place of a stage, in the manifest
 Samples = dict[str, list[dict[str, Any]]]
 _SAMPLE_KEYS: dict[str, Any] = {
     "doc_id": int | str,
@@ -340,15 +342,20 @@ def save_result(
     folder: Path,
 ) -> None:
     """Write a result (`write_result`) and, where no stage does so at its end, the
-    manifest with the hashes of its files.
+    manifest with the hashes of its files; the manifest of another command, as beside
+    a converted checkpoint, stays.
     """
     write_result(result, samples, folder)
-    if (folder / "stage.json").is_file():
+    manifest = folder / "manifest.json"
+    record: Any = None
+    with contextlib.suppress(UserError):
+        record = read_json(manifest, keys=()) if manifest.is_file() else None
+    is_foreign = isinstance(record, dict) and record.get("stage") != _SAVED
+    if is_foreign or (folder / "stage.json").is_file():
         return
     files = ["results.json", *(f"samples_{task}.jsonl" for task in samples)]
     hashes = {name: file_fingerprint(folder / name) for name in files}
-    record = command_record("saved result", outputs=hashes)
-    write_sealed(folder / "manifest.json", record)
+    write_sealed(manifest, command_record(_SAVED, outputs=hashes))
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:

@@ -305,6 +305,11 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
         == dict(fcsd.compare(before, folders[1]))
         == dict(comparison)
     )
+    # The record of another command stays, and the result beside it is read.
+    record = {"stage": "convert", "outputs": {}}
+    (folders[1] / "manifest.json").write_text(json.dumps(record))
+    after.save(folders[1])
+    assert json.loads((folders[1] / "manifest.json").read_text()) == record
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     assert capsys.readouterr().out.strip() == str(fcsd.compare(*folders))
