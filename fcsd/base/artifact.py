@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.base.differences import changed_settings, differences
+from fcsd.base.differences import changed_settings, differences, without_none
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     check_folder_place,
@@ -155,7 +155,9 @@ class Stage:
         """A hash of what the result depends on: the owner of sealed files that only this
         stage continues from.
         """
-        record: dict[str, Any] = json.loads(json.dumps(self._record()))
+        # Absent keys count as null, as in `differences`: a later fcsd may have more.
+        record: dict[str, Any] = without_none(json.loads(json.dumps(self._record())))
+        del record["schema_version"]
         for dotted in self.may_change:
             *sections, key = dotted.split(".")
             section = record["settings"]
@@ -294,7 +296,12 @@ def _check_publication(folder: Path) -> None:
     # Checkpoints from elsewhere may have a file of this name.
     if not isinstance(record, dict) or "sha256" not in record:
         return
-    outputs = read_sealed(path, hint)
+    # Of a folder of the Hub, report and figures are not fetched.
+    outputs = {
+        name: fingerprint
+        for name, fingerprint in read_sealed(path, hint).items()
+        if name.split("/")[0] == "model" or (folder / name).exists()
+    }
     if changes := changed_files(folder, outputs):
         raise UserError(
             f"{folder}: is not what {path} describes ({'; '.join(changes[:3])}): damaged"

@@ -1,7 +1,7 @@
 """Compare settings and inputs of two records key by key."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # The ends of differences that do not count: folders of a former fcsd may have the keys.
@@ -38,6 +38,15 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
             changes += differences(old.get(key), new.get(key), dotted)
         return changes
     return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
+
+
+def without_none(value: Any) -> Any:
+    """Remove the keys whose value is None, at every depth."""
+    if isinstance(value, Mapping):
+        return {
+            key: without_none(item) for key, item in value.items() if item is not None
+        }
+    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def _short(value: Any) -> str:

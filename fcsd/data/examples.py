@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fcsd.base.differences import without_none
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.messages import (
@@ -22,7 +23,6 @@ from fcsd.data.messages import (
     decoded_json,
     messages_of,
     short,
-    without_none,
 )
 
 

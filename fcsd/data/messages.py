@@ -15,6 +15,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from fcsd.base.differences import without_none
 from fcsd.base.errors import UserError
 
 _CALL = "function_call"
@@ -69,6 +70,7 @@ def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
 
 def _message(message: Any, column: str) -> dict:
     """Read one message: {"role", "content"}, or ShareGPT's {"from", "value"}."""
+    # `datasets` adds null to mappings that lack keys of others.
     fields = without_none(message) if isinstance(message, Mapping) else {}
     is_sharegpt = "role" not in fields
     role = fields.pop("from" if is_sharegpt else "role", None)
@@ -199,17 +201,6 @@ def decoded_json(text: str, column: str, subject: str) -> Any:
         raise BadExample(
             f"column {column!r}: {subject}: JSON text is needed, got {short(text)}"
         ) from None
-
-
-def without_none(value: Any) -> Any:
-    """Remove keys without a value, which `datasets` adds to mappings that lack keys of
-    others.
-    """
-    if isinstance(value, Mapping):
-        return {
-            key: without_none(item) for key, item in value.items() if item is not None
-        }
-    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def short(value: Any) -> str:

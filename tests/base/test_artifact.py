@@ -70,6 +70,23 @@ def test_adapters_that_changed_are_noticed(tmp_path: Path) -> None:
         check_outputs(one.folder)
 
 
+def test_an_identity_changes_with_what_a_stage_is_refused_for(tmp_path: Path) -> None:
+    settings = {"train": {"learning_rate": 1e-3, "save_steps": 5}}
+
+    def identity(folder: str = "s", may_change: str = "train.save_steps") -> str:
+        return Stage(
+            tmp_path / folder, "sweep", settings, {"data": "a"}, (may_change,)
+        ).identity
+
+    first = identity()
+    # The result does not depend on these, and a later fcsd may add a key without a value.
+    settings["train"] |= {"save_steps": 9, "added": None}
+    assert identity() == identity("moved") == first
+    assert identity(may_change="train.other") != first
+    settings["train"]["learning_rate"] = 2e-3
+    assert identity() != first
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_changed_stage_is_refused_with_the_difference(
     tmp_path: Path, finished: bool

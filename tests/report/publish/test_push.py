@@ -762,6 +762,20 @@ def test_a_publication_whose_weights_or_files_are_not_those_of_its_stage_is_not_
         check_checkpoint(publish)
 
 
+def test_a_publication_without_its_report_can_be_read_but_not_pushed(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of the Hub is fetched without its report and figures."""
+    publish = tmp_path / "publish"
+    shutil.copytree(checkpoint, publish)
+    outputs = model_outputs(publish) | {"report.md": "a" * 64}
+    write_sealed(publish / "files.json", outputs)
+    check_checkpoint(publish)
+    assert "report.md: " in error_of(
+        capsys, publish, "me/x", "--dry-run", tmp_path / "dry"
+    )
+
+
 def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what_is_there(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
