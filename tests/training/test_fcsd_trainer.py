@@ -945,7 +945,7 @@ def test_data_that_are_set_later_are_measured_but_not_trained_on(
 
 @pytest.mark.parametrize(
     ("place", "reason"),
-    [("afile", "afile is not a folder"), ("/proc/x", "/proc may not be")],
+    [("afile", "afile is not a folder"), ("/proc/x", "/proc is not writable")],
 )
 def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it_is_saved(
     make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
@@ -980,7 +980,7 @@ def test_the_examples_that_were_left_out_are_printed(
     first, second = repr(trainer.bad_rows).splitlines()
     assert first == "1 of 41 examples left out"
     assert second.startswith(
-        "data set train_dataset, row 41: column 'messages': a message with"
+        "data set train_dataset, row 41: column 'messages': a message needs"
     )
 
 

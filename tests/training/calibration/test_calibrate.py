@@ -1096,7 +1096,7 @@ def test_a_row_that_is_repeated_is_no_more_text(
         UserError,
         match=(
             r"too short or too uniform: on held-out text, the inputs of rewired"
-            r" layers miss"
+            r" layers differ from the original's"
         ),
     ):
         run_folder(base, tmp_path / "work", text(1, length=132).repeat(64, 1))
