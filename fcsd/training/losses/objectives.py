@@ -201,7 +201,9 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
         ..., "of the distance between the hidden states", gt=0
     )
     l2_relative: bool = option(
-        False, "divide each token's squared distance by the teacher's square"
+        False,
+        "average over layers each token's squared distance, divided by the teacher's"
+        " square",
     )
     l2_until: float | None = option(
         None, "the coefficient falls to 0 over this share of max_steps", gt=0, le=1
