@@ -840,6 +840,16 @@ def swap(other: Path) -> Callable[[Path, random.Random], None]:
 HARMS = {"flip": flip, "cut": cut, "empty": empty, "remove": remove}
 
 
+def harm_names(text: str) -> list[str]:
+    """Read the names of harms, with commas between them."""
+    names, allowed = text.split(","), [*HARMS, "swap"]
+    if unknown := [name for name in names if name not in allowed]:
+        raise argparse.ArgumentTypeError(
+            f"no harm {unknown[0]!r}; allowed: {', '.join(allowed)}"
+        )
+    return names
+
+
 def replace_bytes(file: Path, data: bytes) -> None:
     file.unlink()  # it may be a link to the original's
     file.write_bytes(data)
@@ -1138,7 +1148,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--harms",
-        type=lambda text: text.split(","),
+        type=harm_names,
         default=["flip", "cut"],
         help=f"with --damage: of {', '.join(HARMS)}, swap",
     )

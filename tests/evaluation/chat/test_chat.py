@@ -372,8 +372,9 @@ def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
         os.write(terminal, b"hello\n")
         until(r"hello\r\n")
         # the reply continues for 100 steps of 0.2 s; its letters wait for a space
+        end = time.monotonic() + 120
         while not (tmp_path / "a step").exists():
-            assert child.poll() is None
+            assert child.poll() is None and time.monotonic() < end
             time.sleep(0.02)
         press_ctrl_c()
         until(r"\(interrupted\)\s+> ")
