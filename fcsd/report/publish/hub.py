@@ -13,6 +13,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from fcsd.base.artifact import LEFT
 from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import read_json
 from fcsd.base.temporary import scratch_folder
@@ -25,6 +26,7 @@ _STALE = [
     INDEX,
     f"{RESULTS}/*.yaml",
     "modeling_farskip.py",
+    LEFT,
     "report.*",
     "comparison.*",
 ]
