@@ -74,7 +74,7 @@ OTHER_NAMES = {
 the table of docs/python.md.
 """
 
-SHORT_NAMES = {
+GUESSED_NAMES = {
     "lr": "learning_rate",
     "wd": "weight_decay",
     "epochs": "num_train_epochs",
@@ -191,7 +191,7 @@ def with_known_names(cls: Class) -> Class:
 
 def _advice(name: str, parameters: list[str]) -> str:
     """Return what to write for an unknown argument, where that can be told."""
-    argument = SHORT_NAMES.get(name, name)
+    argument = GUESSED_NAMES.get(name, name)
     for other, known in _PARAMETERS.items():
         if argument in known and argument not in parameters:
             return f"; give `{other}({argument}=…)`"

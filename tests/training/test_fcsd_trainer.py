@@ -1119,14 +1119,14 @@ def test_names_of_other_libraries_are_answered_with_ours(name: str) -> None:
 def test_a_guessed_name_and_one_given_to_the_wrong_class_are_answered(
     cls: Any, name: str, advice: str
 ) -> None:
-    from fcsd.training.python_words import SHORT_NAMES
+    from fcsd.training.python_words import GUESSED_NAMES
 
     with pytest.raises(UserError) as caught:
         cls(**{name: object()})
     assert str(caught.value) == f"{cls.__name__}: {name}: no such argument; {advice}"
     arguments = inspect.signature(FCSDConfig).parameters
-    assert set(SHORT_NAMES.values()) <= set(arguments)
-    assert not set(SHORT_NAMES) & set(arguments)
+    assert set(GUESSED_NAMES.values()) <= set(arguments)
+    assert not set(GUESSED_NAMES) & set(arguments)
 
 
 def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
