@@ -256,10 +256,26 @@ _TYPES = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """A SafeLoader that reads `2e-5` as a number (YAML 1.1 requires `2.0e-5`) and
-    refuses a key given twice.
+def implicit_values(*kinds: str) -> Any:
+    """Return the rules by which a loader of PyYAML reads plain values of these kinds;
+    all others are texts, as they are written.
     """
+    rules: dict[str, list[Any]] = {}
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        rules[first] = [pair for pair in pairs if pair[0].rpartition(":")[2] in kinds]
+    return rules
+
+
+class _Loader(yaml.SafeLoader):
+    """A SafeLoader that reads plain values as YAML 1.2 does, and refuses a key given
+    twice.
+
+    PyYAML knows YAML 1.1, where `no` (Norwegian) and `on` are booleans, `2026-05-01` is
+    a date, `0123` is octal, `1:30` is 90, and `2e-5` is a text. A boolean may still be
+    written `yes` or `no`: pydantic reads these texts.
+    """
+
+    yaml_implicit_resolvers = implicit_values("float", "null", "merge", "value")
 
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
@@ -268,6 +284,16 @@ def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
     return number if math.isfinite(number) else text
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool",
+    re.compile(r"^(true|True|TRUE|false|False|FALSE)$"),
+    list("tTfF"),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$"),
+    list("-+0123456789"),
+)
 _Loader.add_implicit_resolver(
     "tag:fcsd,2026:float",
     re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
@@ -438,6 +464,8 @@ def _line(problem: Any, options_of: Any) -> str:
     elif problem["type"] == "list_type":
         message = "a list is needed"
     value = problem.get("input")
+    if problem["type"] == "string_type" and isinstance(value, int | float):
+        message = "a text is needed; put it in quotes, as in '1.10'"
     # Messages of our own rules already quote the value.
     is_shown = problem["type"] not in ("key", "missing") and "got" not in message
     value_text = ""

@@ -320,7 +320,7 @@ def _complete(
     jobs = in_order(work, order.jobs(), num_workers)
     with (
         contextlib.closing(jobs),
-        progress_bar(desc="Tokenizing", unit="example", leave=False) as bar,
+        progress_bar(desc="Tokenizing", unit="examples", leave=False) as bar,
     ):
         for (index, path, _), _ in jobs:
             shard, source_tokens = Shard(path), order.tokens[index]

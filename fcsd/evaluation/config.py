@@ -413,7 +413,10 @@ class EvaluationConfig(Strict):
     @field_validator("layer_study", mode="before")
     @classmethod
     def _yes_or_no(cls, value: Any) -> Any:
-        # `true` is the section with all its defaults, `false` is none.
+        # `true` is the section with all its defaults, `false` is none; YAML 1.1 has
+        # other words for them.
+        words = {"yes": True, "on": True, "no": False, "off": False}
+        value = words.get(value.lower(), value) if isinstance(value, str) else value
         if isinstance(value, bool):
             return {} if value else None
         return value

@@ -147,6 +147,40 @@ def test_numbers_in_exponent_form_without_a_dot_are_numbers(tmp_path: Path) -> N
     assert load_recipe(write(tmp_path, text)).train.learning_rate == 2e-5
 
 
+def test_a_text_of_a_recipe_is_what_is_written_and_booleans_have_all_their_words(
+    tmp_path: Path,
+) -> None:
+    text = yaml.safe_dump(MINIMAL) + (
+        "publication: {language: [no, en, on, yes], license: off}\n"
+        "evaluation: {layer_study: no}\n"
+        "train: {bf16: yes, gradient_checkpointing: off, max_steps: 1_000}\n"
+    )
+    text = text.replace("path: m", "{path: m, revision: 2026-05-01}").replace(
+        "model:\n  {", "model: {"
+    )
+    recipe = load_recipe(write(tmp_path, text), ["data.train.0.name=no"])
+    assert recipe.publication.language == ["no", "en", "on", "yes"]
+    assert recipe.publication.license == "off"
+    assert recipe.model.revision == "2026-05-01"
+    assert recipe.data is not None and recipe.data.train[0].name == "no"
+    assert recipe.evaluation.layer_study is None
+    assert (recipe.train.bf16, recipe.train.gradient_checkpointing) == (True, False)
+    assert recipe.train.max_steps == 1000
+    assert load_recipe(write(tmp_path, to_yaml(recipe.dump()))) == recipe
+    for revision, read in (("0123456", "0123456"), ("12:30", "12:30")):
+        recipe = load_recipe(write(tmp_path, text), [f"model.revision={revision}"])
+        assert recipe.model.revision == read
+    for number, shown in (("1.10", "1.1"), ("7", "7"), ("true", "True")):
+        with pytest.raises(UserError) as error:
+            load_recipe(write(tmp_path, text), [f"model.revision={number}"])
+        assert str(error.value).endswith(
+            "model.revision: a text is needed; put it in quotes, as in '1.10', got"
+            f" {shown}"
+        )
+    quoted = load_recipe(write(tmp_path, text), ["model.revision='1.10'"])
+    assert quoted.model.revision == "1.10"
+
+
 def test_set_replaces_one_value_by_its_dotted_key(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     recipe = load_recipe(
@@ -769,7 +803,7 @@ BOMB = "".join(
             "nested deeper than 100 levels",
         ),
         ("? [a]\n: b", "unhashable"),
-        ("a: 2026-13-45", "month must be in"),
+        ("a: !!timestamp 2026-13-45", "month must be in"),
         ("a: !!int abc", "invalid literal"),
         ("a: !!bool abc", "abc"),
         ("a: !!timestamp abc", "a value does not fit its tag"),

@@ -49,6 +49,7 @@ from fcsd.training.card.facts import (
     Facts,
     front_matter,
     has_chat_template,
+    has_results,
     hub_id,
     inherited_by,
     licence_of,
@@ -465,19 +466,24 @@ def _say(checkpoint: Checkpoint, new: Path, repo_id: str) -> None:
             "no base model on the card, the original's hub id:"
             f" {where if has_card else '--base-model'}"
         )
-    if not card.get("model-index"):
+    text = (new / CARD).read_text(encoding="utf-8")
+    if not card.get("model-index") and not any(
+        name.startswith(f"{RESULTS}/") for name in sent
+    ):
         commands = "`fcsd evaluate` without --limit, for the original and for this one"
-        notes.append(
-            "no results on the card:"
-            f" {commands}{'' if has_card else ', then --results ORIGINAL MODEL'}"
-        )
+        if has_results(text):
+            notes.append(
+                "the results on the card are in its text only: the metadata by which"
+                " the Hub lists results takes complete ones (without --limit), on data"
+                " sets that are on the Hub"
+            )
+        else:
+            notes.append(
+                "no results on the card:"
+                f" {commands}{'' if has_card else ', then --results ORIGINAL MODEL'}"
+            )
     # A card copied from another repository may still load the model of that one.
-    loaded = set(
-        re.findall(
-            r'from_pretrained\("([\w.-]+/[\w.-]+)"',
-            (new / CARD).read_text(encoding="utf-8"),
-        )
-    )
+    loaded = set(re.findall(r'from_pretrained\("([\w.-]+/[\w.-]+)"', text))
     if other_models := sorted(loaded - {repo_id, card.get("base_model")}):
         notes.append(f"{CARD} loads {', '.join(other_models)}, not {repo_id}")
     for name in sent:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import hf_hub_download, metadata_load
+from huggingface_hub import hf_hub_download
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
 from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError, without_credentials
 from fcsd.base.files import check_regular, read_json
+from fcsd.base.strict import implicit_values
 from fcsd.model.connectivity.checkpoint import files_like
 
 CARD = "README.md"
@@ -21,6 +23,7 @@ HERE = "path/to/this/folder"
 
 
 LICENCE_KEYS = ("license", "license_name", "license_link")
+_OF_RESULTS = re.compile(r"\b(results?|evaluations?|benchmarks?|scores?)\b", re.I)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -144,19 +147,50 @@ def has_chat_template(folder: Path) -> bool:
     return file.is_file() and bool(read_json(file).get("chat_template"))
 
 
+def has_results(card: str) -> bool:
+    """Tell whether the text of a model card reports figures under a heading such as
+    `## Results` or `## Evaluation`.
+    """
+    body = REGEX_YAML_BLOCK.sub("", card, count=1)
+    # Lines of code that begin with # are no headings.
+    body = re.sub(r"^(```|~~~).*?^\1", "", body, flags=re.MULTILINE | re.DOTALL)
+    depth = 0  # of the heading that the figures may follow
+    for line in body.splitlines():
+        if heading := re.match(r"(#{1,6})\s+(.*)", line):
+            level = len(heading[1])
+            if depth == 0 or level <= depth:
+                depth = level if _OF_RESULTS.search(heading[2]) else 0
+        elif depth and re.search(r"\d", line):
+            return True
+    return False
+
+
+class _TextLoader(yaml.SafeLoader):
+    """A SafeLoader that leaves every value but null as it is written: `no` is a
+    language, and `1.10` a name.
+    """
+
+    yaml_implicit_resolvers = implicit_values("null", "merge")
+
+
 def front_matter(card: Path) -> dict[str, Any]:
-    """Read the metadata of a model card; {} if there is none, UserError if it is no
-    YAML mapping.
+    """Read the metadata of a model card, as texts; {} if there is none, UserError if it
+    is no YAML mapping.
     """
     check_regular(card)
     try:
-        return metadata_load(card) or {}
+        block = REGEX_YAML_BLOCK.search(card.read_text(encoding="utf-8-sig"))
+        # A subclass of SafeLoader, which builds plain values only.
+        data = yaml.load(block[2], Loader=_TextLoader) if block else None
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
             f"{card}: the metadata between the --- lines is not YAML: {reason}"
         ) from None
     except (ValueError, RecursionError):
+        data = ""
+    if data is not None and not isinstance(data, dict):
         raise UserError(
             f"{card}: the metadata between the --- lines must be keys and values"
-        ) from None
+        )
+    return data or {}

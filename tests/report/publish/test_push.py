@@ -482,6 +482,80 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     )
 
 
+def test_a_card_keeps_the_languages_and_names_of_the_originals_as_they_are_written(
+    base_checkpoint: Path, tmp_path: Path
+) -> None:
+    base, out = (
+        Path(shutil.copytree(base_checkpoint, tmp_path / "base")),
+        tmp_path / "out",
+    )
+    assert main(["convert", str(base), str(out), "--layers", "all"]) == 0
+    for number, (written, languages, licence_name) in enumerate(
+        [
+            ("language: no\nlicense_name: 1.10", ["no"], "1.10"),
+            ("language: [en, no, on]\nlicense_name: 2026-05-01",
+             ["en", "no", "on"], "2026-05-01"),
+            ("language:\n- NO\n- yes\nlicense_name: off", ["NO", "yes"], "off"),
+            ("language: null\nlicense_name: true", None, "true"),
+            ("language: ~\nlicense_name: 0x10", None, "0x10"),
+        ]
+    ):  # fmt: skip
+        write_text(base / "README.md", f"---\nlicense: other\n{written}\n---\n")
+        dry = tmp_path / f"dry{number}"
+        assert push(out, "me/x", "--dry-run", dry) == 0
+        card = ModelCard.load(dry / "README.md")
+        assert (card.data.language, card.data.license_name) == (languages, licence_name)
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        ("# Mine\n\n## Results\n\n| task | score |\n|---|---|\n| a | 41.5 |\n", True),
+        ("# Mine\n\n## Evaluation results\n\n### MMLU\n\n5 shots: 71.2 %\n", True),
+        ("# Mine\n\n## Results\n\nNot evaluated.\n\n## Licence\n\nMIT 2.0\n", False),
+        ("# Mine\n\n```\n# Results\n1\n```\n\n## Loading\n\ntransformers 5\n", False),
+        ("# Mine\n", False),
+    ],
+)  # fmt: skip
+def test_results_in_the_text_of_a_card_are_seen(
+    checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    text: str,
+    reported: bool,
+) -> None:
+    write_text(checkpoint / "README.md", text)
+    assert push(checkpoint, "me/x", "--dry-run", tmp_path / "dry") == 0
+    noted = capsys.readouterr().err
+    assert ("no results on the card" in noted) != reported
+    assert ("the results on the card are in its text only" in noted) == reported
+
+
+@pytest.mark.parametrize("reason", ["local data", "quick look"])
+def test_measured_results_that_enter_no_index_are_not_said_to_be_missing(
+    checkpoint: Path,
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if reason == "local data":  # a folder of this name is no data set of the Hub
+        for name in ("code", "choice"):
+            (tmp_path / "a" / name).mkdir(parents=True)
+    limit = 4 if reason == "quick look" else None
+    original = evaluated(tmp_path / "original", "original", base_checkpoint, limit)
+    mine = evaluated(tmp_path / "mine", "fcsd", checkpoint, limit)
+    dry = tmp_path / "dry"
+    words = ("--results", original, mine, "--dry-run", dry)
+    assert push(checkpoint, "me/x", *words) == 0
+    assert ModelCard.load(dry / "README.md").data.eval_results is None
+    noted = capsys.readouterr().err
+    assert "no results on the card" not in noted
+    assert "the results on the card are in its text only" in noted
+
+
 def test_adapters_alone_are_refused_with_the_way_to_the_model(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
