@@ -23,6 +23,11 @@ from transformers import TrainingArguments
 from fcsd.base.errors import UserError
 from fcsd.training.optimizer import learning_rate_schedule
 
+REENTRANT = (
+    "re-entrant checkpointing is not supported, because its first pass records no"
+    " gradients for losses of what layers compute (balance_loss_coefficient) or for"
+    " images"
+)
 _ENGINES = "launch with accelerate and configs/fsdp2_8.yaml"
 _SKIPPED = "failing steps are skipped and do not enter any mean"
 _ROWS = "rows have one length, and keep the order of the data"
@@ -130,11 +135,16 @@ def refuse_conflicts(args: Any) -> None:
     """
     schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     accelerator = args.accelerator_config
+    checkpointing = args.activation_checkpointing_kwargs or {}
     problem = None
     if args.gradient_accumulation_steps < 1:
         problem = (
             "gradient_accumulation_steps: must be greater than 0, got"
             f" {args.gradient_accumulation_steps}"
+        )
+    elif checkpointing.get("use_reentrant", False) is not False:
+        problem = (
+            f"activation_checkpointing_kwargs: {REENTRANT}; set use_reentrant=False"
         )
     elif args.max_steps <= 0 and args.num_train_epochs <= 0:
         problem = (

@@ -222,7 +222,7 @@ def retire(checkpoint: Path) -> Path:
 
 
 def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
-    """Load a checkpoint's stopper and guard; if no step remains after it, also load the
+    """Load a checkpoint's stopper, callbacks and guard; if no step remains after it, also load the
     weights, and return true.
 
     This is for a run that was killed between its last step and writing its model:
@@ -232,10 +232,12 @@ def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
     # or the last step may still lack its score.
     state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
     trainer.restore_progress(checkpoint)
+    trainer.restore_callbacks(state)
     trainer.guard.load(read_json(checkpoint / GUARD_FILE))
     done = state.global_step >= (
         trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
     )
+    done = done or trainer.has_stopped_early
     if trainer.stopper is not None:
         trainer.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
         is_due = trainer.stopper.is_due(state.global_step, trainer.args.max_steps)

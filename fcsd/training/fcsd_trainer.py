@@ -16,6 +16,7 @@ from typing import Any
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
+from fcsd.base.errors import UserError
 from fcsd.model.autocast import float32_routers
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
@@ -62,9 +63,20 @@ def fit_to_engine(args: TrainingArguments, sections: Sections, launch: Launch) -
     # step.
     accumulation = {"sync_each_batch": launch.engine.has_dtensors}
     args.accelerator_config.gradient_accumulation_kwargs = accumulation  # type: ignore[union-attr]
-    # The re-entrant variant passes gradients only through tensors of flat outputs.
-    if args.activation_checkpointing and args.activation_checkpointing_kwargs is None:
-        args.activation_checkpointing_kwargs = {"use_reentrant": False}
+    # Without the key torch takes the re-entrant variant, which is refused.
+    if args.activation_checkpointing:
+        args.activation_checkpointing_kwargs = {
+            "use_reentrant": False,
+            **(args.activation_checkpointing_kwargs or {}),  # type: ignore[dict-item]
+        }
+
+
+def _check_checkpointing(student: Any, args: TrainingArguments) -> None:
+    if args.activation_checkpointing and not student.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.gradient_checkpointing: {type(student).__name__} does not support"
+            " it; leave it out"
+        )
 
 
 class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
@@ -85,6 +97,7 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
         **kwargs: Any,
     ):
         objective, train = sections.objective, sections.train
+        _check_checkpointing(ready.student, args)
         student, self.compared = ready.student, place_teacher(ready.teacher, launch)
         check_vocabularies(student, self.compared, ready.tokenizer, objective)
         prepare_student(student, objective, train, launch)
@@ -145,6 +158,11 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
             # A run that was killed after its last step has nothing left to train.
             if checkpoint is not None and restore_if_complete(self, checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
+                if (
+                    self.args.load_best_model_at_end
+                    and self.state.best_model_checkpoint
+                ):
+                    self._load_best_model()
             else:
                 self.checkpoint_writer.known.clear()
                 output = super().train(

@@ -13,15 +13,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
 
+from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
 from fcsd.model.connectivity.marks import TRAINED
+from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.parts import begin_in_float32
 from fcsd.parallel.state import load_schedule, read_state
+from fcsd.training.argument_rules import REENTRANT
 from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
 from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
@@ -205,6 +216,7 @@ class DistillTrainer(Trainer):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
         self.note_training()
+        _refuse_reentrant_checkpointing(self.plain_model)
         # None: the Trainer would load a checkpoint at a time that depends on the
         # engine, in that engine's format. `restore` below is the same for all engines.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
@@ -338,6 +350,17 @@ class DistillTrainer(Trainer):
         a checkpoint that has its name is complete.
         """
         save = super()._save_checkpoint
+        # transformers would append to the states of namesakes at every save, and knows
+        # no callback that the training was not begun with.
+        names = [
+            type(callback).__name__
+            for callback in (*self.callback_handler.callbacks, self.control)
+            if isinstance(callback, ExportableState)
+        ]
+        state: Any = self.state
+        state.stateful_callbacks = {
+            name: [] if names.count(name) > 1 else {} for name in names
+        }
         self.checkpoint_writer.write(
             f"checkpoint-{self.state.global_step}", lambda: save(model, trial)
         )
@@ -355,10 +378,54 @@ class DistillTrainer(Trainer):
     ) -> None:
         """Do nothing: `restore` loads the checkpoint once there is an optimiser."""
 
+    def _load_callback_state(self) -> None:
+        self.restore_callbacks(self.state)
+
+    def restore_callbacks(self, state: TrainerState) -> None:
+        """Give the callbacks the attributes that they had when `state` was saved.
+
+        transformers does this only on request, and with new objects at the end of the
+        list, of which the caller knows nothing. The arguments of their constructors are
+        those given now, unless `restore_callback_states_from_checkpoint` is set.
+        """
+        callbacks = self.callback_handler.callbacks
+        all_saved: Any = state.stateful_callbacks
+        for name, saved in all_saved.items():
+            namesakes = [
+                callback for callback in callbacks if type(callback).__name__ == name
+            ]
+            for callback, values in zip(
+                namesakes, saved if isinstance(saved, list) else [saved], strict=False
+            ):
+                restored = dict(values.get("attributes", {}))
+                if self.args.restore_callback_states_from_checkpoint:
+                    restored |= values.get("args", {})
+                for attribute, value in restored.items():
+                    setattr(callback, attribute, value)
+
+    @property
+    def has_stopped_early(self) -> bool:
+        """Whether a callback of transformers has ended the training by its metric."""
+        return any(
+            isinstance(callback, EarlyStoppingCallback)
+            and callback.early_stopping_patience_counter
+            >= callback.early_stopping_patience
+            for callback in self.callback_handler.callbacks
+        )
+
     def restore_progress(self, checkpoint: Path) -> None:
         """Load the stopper's state; the time that it has counted is kept."""
         if self.stopper is not None:
             self.stopper.load(read_json(checkpoint / STOPPER_FILE))
+
+
+def _refuse_reentrant_checkpointing(model: nn.Module) -> None:
+    # It may have been enabled on the model itself, of which the arguments know nothing.
+    if any(checkpoints_reentrantly(module) for module in model.modules()):
+        raise UserError(
+            f"{type(model).__name__}: {REENTRANT}; call"
+            " model.activation_checkpointing_enable({'use_reentrant': False})"
+        )
 
 
 def _use_one_device(args: TrainingArguments) -> None:

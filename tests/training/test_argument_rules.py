@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainingArguments
 
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import TrainerInputs
 from fcsd.base.errors import UserError
 from fcsd.parallel.join import join_launch
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import fit_to_engine
@@ -68,6 +70,10 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
         ({"include_for_metrics": ["loss"]}, "include_for_metrics: 'loss' has no meaning here"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config: split_batches and dispatch_batches"),
         ({"balance_loss_over": "batch"}, "balance_loss_over: 'batch' has no meaning without balance_loss_coefficient"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            "activation_checkpointing_kwargs: re-entrant checkpointing is not supported, .*; set use_reentrant=False",
+        ),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: must be greater than 0, got 0"),
         ({"num_train_epochs": 0}, "num_train_epochs: must be greater than 0, got 0; or set max_steps"),
         ({"save_strategy": "best", "metric_for_best_model": "kl"}, "save_strategy: 'best' needs an evaluation and"),
@@ -226,6 +232,69 @@ def test_a_models_own_loss_of_the_routers_is_refused_unless_the_experts_are_bala
     ):
         trainer()
     assert trainer(balance_loss_coefficient=0.01).step_loss.balance is not None
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing")
+@pytest.mark.parametrize(
+    "kwargs",
+    [None, {}, {"preserve_rng_state": True}, {"use_reentrant": False}],
+    ids=str,
+)
+def test_the_balance_is_in_the_gradient_with_whatever_checkpointing_is_asked_for(
+    kwargs: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    def norm(**settings: Any) -> float:
+        trainer = balanced(tmp_path, **settings)
+        trainer.train()
+        return float(trainer.state.log_history[0]["grad_norm"])
+
+    plain = norm()
+    assert plain > 2 * norm(balance_loss_coefficient=1e-6)  # the loss is seen
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        assert norm(**{name: True, f"{name}_kwargs": kwargs}) == pytest.approx(plain)
+
+
+def test_a_model_that_checkpoints_its_layers_reentrantly_is_not_trained(
+    tmp_path: Path,
+) -> None:
+    trainer = balanced(tmp_path)
+    trainer.model.activation_checkpointing_enable({"use_reentrant": True})
+    with pytest.raises(
+        UserError, match=r"^\w+: re-entrant checkpointing is not supported, .*False"
+    ):
+        trainer.train()
+    trainer.model.activation_checkpointing_enable({"use_reentrant": False})
+    trainer.train()
+
+
+def test_a_model_that_cannot_checkpoint_its_layers_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^activation_checkpointing: \w*JetMoe\w* does not support it; leave it out"
+        ),
+    ):
+        balanced(
+            tmp_path,
+            "jetmoe",
+            activation_checkpointing=True,
+            balance_loss_coefficient=None,
+        )
+
+
+def balanced(folder: Path, family: str = "qwen3_moe", **settings: Any) -> FCSDTrainer:
+    """Return a trainer of one step whose loss is mostly the balance of the experts."""
+    ids = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(1))
+    arguments: dict[str, Any] = {
+        "objective": "ce", "layers": "all", "max_length": 12, "max_steps": 1, "per_device_train_batch_size": 4,
+        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "balance_loss_coefficient": 100.0,
+    }  # fmt: skip
+    return FCSDTrainer(
+        tiny_model(family, vocab_size=300),
+        FCSDConfig(str(folder), **arguments | settings),
+        train_dataset=[{"input_ids": row} for row in ids.tolist()],
+        processing_class=tiny_tokenizer(300),
+    )
 
 
 def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_already(

@@ -24,6 +24,7 @@ from transformers import (
     Seq2SeqTrainingArguments,
     TrainerCallback,
 )
+from transformers.trainer_callback import ExportableState
 
 import fcsd
 from fcsd.api.trainer import FCSDTrainer
@@ -488,6 +489,102 @@ def test_a_training_goes_on_to_the_weights_of_one_that_was_not_interrupted(
     done = make("cut")
     done.train(resume_from_checkpoint=True)  # there is nothing left to do
     assert same(weights(done), weights(whole)) and done.state.global_step == 6
+
+
+class Halving(TrainerCallback, ExportableState):
+    """Halve the learning rate in every third step that this object has seen."""
+
+    def __init__(self, factor: float = 0.5):
+        self.factor, self.seen = factor, 0
+
+    def on_step_begin(self, *rest: Any, optimizer: Any, **more: Any) -> None:
+        self.seen += 1
+        if self.seen % 3 == 0:
+            for group in optimizer.param_groups:
+                group["lr"] *= self.factor
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"factor": self.factor}, "attributes": {"seen": self.seen}}
+
+
+def test_callbacks_go_on_with_the_state_that_they_had_in_the_checkpoint(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    def callbacks() -> list[TrainerCallback]:
+        return [Halving(), Halving(0.9)]
+
+    settings = {"save_steps": 1, "lr_scheduler_type": "constant"}
+    whole = make("whole", callbacks=callbacks(), **settings)
+    whole.train()
+    given = callbacks()
+    rest = make("rest", callbacks=given, **settings)
+    order = [type(one) for one in rest.callback_handler.callbacks]
+    folder = Path(str(whole.args.output_dir))
+    rest.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert same(weights(rest), weights(whole))
+    # They are the caller's own objects, in the order in which they were given.
+    assert [one.seen for one in given] == [6, 6]
+    assert [type(one) for one in rest.callback_handler.callbacks] == order
+    # One that the training was not begun with begins anew.
+    plain = make("plain", **settings)
+    plain.train()
+    late = Halving()
+    rest = make("plain", callbacks=[late], **settings)
+    checkpoint = Path(str(plain.args.output_dir)) / "checkpoint-2"
+    rest.train(resume_from_checkpoint=str(checkpoint))
+    assert late.seen == 4
+
+
+@pytest.mark.parametrize("patience", [3, 4])
+def test_early_stopping_counts_on_from_the_checkpoint_and_ends_in_the_same_step(
+    make: Callable[..., FCSDTrainer], patience: int
+) -> None:
+    def stopping(folder: str, patience: int = 3) -> FCSDTrainer:
+        return make(
+            folder,
+            # no evaluation is better than the first one by as much as this
+            callbacks=[EarlyStoppingCallback(patience, early_stopping_threshold=9.0)],
+            eval_dataset=examples(70)[60:],
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            max_steps=9,
+            load_best_model_at_end=True,
+            metric_for_best_model="kl",
+        )
+
+    whole = stopping("whole")
+    whole.train()
+    folder = Path(str(whole.args.output_dir))
+    assert whole.state.global_step == 4
+    # 2: the counter is at 1; 4: nothing is left to do, unless the patience is greater.
+    for step in (2, 4):
+        rest = stopping("rest", patience)
+        rest.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
+        assert rest.state.global_step == patience + 1
+        if patience == 3:
+            assert same(weights(rest), weights(whole))
+
+
+def test_a_training_that_is_complete_is_left_with_its_best_weights(
+    make: Callable[..., FCSDTrainer],
+) -> None:
+    def trainer() -> FCSDTrainer:
+        return make(
+            eval_dataset=examples(70)[60:],
+            eval_strategy="steps",
+            eval_steps=2,
+            load_best_model_at_end=True,
+            metric_for_best_model="kl",
+            greater_is_better=True,  # so that the best weights are not the last ones
+        )
+
+    whole = trainer()
+    whole.train()
+    assert whole.state.best_global_step == 2
+    done = trainer()
+    done.train(resume_from_checkpoint=True)
+    assert same(weights(done), weights(whole))
 
 
 def test_workers_of_a_fork_server_read_the_rows_of_one_process(

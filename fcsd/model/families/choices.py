@@ -105,7 +105,9 @@ def _chosen(router: Router, output: tuple[Any, ...]) -> Tensor | None:
     if len(output) == 2:
         # Llama 4 returns scores of all experts, with 0 for those that are not chosen.
         scores: Tensor = output[1 - router.logits_index]
-        return scores.topk(router.top_k, dim=-1).indices
+        # Without a gradient: under activation checkpointing the hooks do not run again,
+        # so nothing may be saved for the backward pass here.
+        return scores.detach().topk(router.top_k, dim=-1).indices
     return None
 
 

@@ -83,6 +83,16 @@ def unwrapped(model: nn.Module) -> Any:
     return model
 
 
+def checkpoints_reentrantly(module: Any) -> bool:
+    """Return whether a module's activation checkpointing is the re-entrant one, whose
+    first pass records no gradient.
+    """
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    keywords = getattr(module._gradient_checkpointing_func, "keywords", {})
+    return bool(keywords.get("use_reentrant", True))
+
+
 def is_adapter(name: str) -> bool:
     return ".lora_" in name
 

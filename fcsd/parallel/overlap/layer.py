@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity.layer import LayerPass, View
+from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.overlap.attention import between
 from fcsd.parallel.overlap.block import (
     BlockNames,
@@ -355,10 +356,7 @@ def check_checkpointing(layer: Any) -> None:
     """Raise UserError for a layer that is checkpointed re-entrantly: overlap could not
     tell its recomputation from a first pass.
     """
-    enabled = getattr(layer, "gradient_checkpointing", False)
-    if enabled and layer._gradient_checkpointing_func.keywords.get(
-        "use_reentrant", True
-    ):
+    if checkpoints_reentrantly(layer):
         raise UserError(
             "overlap: re-entrant activation checkpointing is not supported;"
             " use gradient_checkpointing_kwargs {'use_reentrant': False}, or --overlap off"

@@ -17,6 +17,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS
+from fcsd.model.connectivity import Connectivity, convert_model
+from fcsd.model.families import FAMILIES
 from fcsd.model.families.routers import find_routers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig, may_change
@@ -26,7 +28,7 @@ from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import make_bench
+from tests.support import few, make_bench
 
 ALONE = SimpleNamespace(num_processes=1)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
@@ -145,6 +147,36 @@ def test_loss_and_gradient_are_those_of_the_sums(
         assert float(weight.grad[0, 0]) == pytest.approx(
             (sides[0] - sides[1]) / 2e-6, rel=1e-5
         )
+
+
+@pytest.mark.parametrize("family", few(sorted(FAMILIES)))
+def test_the_gradient_of_the_balance_is_the_same_with_activation_checkpointing(
+    family: str,
+) -> None:
+    model = tiny_model(family).train()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip(f"{family} does not support activation checkpointing")
+    convert_model(model, Connectivity("all"))
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(0)  # routers that sample in training
+        balance = Balance(TrainConfig(balance_loss_coefficient=0.1), model, ALONE)
+        balance.begin_step(len(COUNTED))
+        routed = run(model, batch(), balance)
+        balance.share(routed, batch(), Meters(ALONE, "ce")).backward()
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    plain = gradients()
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpointed = gradients()
+    assert plain and checkpointed.keys() == plain.keys()
+    for name, gradient in plain.items():
+        assert torch.equal(checkpointed[name], gradient), name
 
 
 def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None:
