@@ -2,7 +2,8 @@
 which conversions are worth their cost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
-from fcsd.model.connectivity.spec import selection_text
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.spec import ranges
 from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan, reach
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
@@ -19,6 +21,8 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.layers.points import (
     has_calibrated,
     point_loss,
+    selection_facts,
+    study_connectivity,
     study_metric,
 )
 from fcsd.planning.layers.study import read_study
@@ -213,31 +217,48 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
 def _against_quality(
     planned: Planned, times: Times | None, folder: Path, metric: str | None
 ) -> list[dict[str, Any]]:
-    """Return, for each selection of a study, its speed-up and its loss of quality."""
+    """Return, for each selection of a study, its loss of quality and the speed-up of
+    the connectivity that was measured, whatever the plan's own is.
+    """
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
             f"{folder}: a study of {study['num_hidden_layers']} layers, but the model"
             f" has {len(planned.work.layers)}"
         )
+    moe_layers = [k for k, moe in enumerate(planned.work.moe) if moe]
+    if study["moe_layers"] != moe_layers:
+        raise UserError(
+            f"{folder}: the study's MoE layers are {ranges(study['moe_layers'])}, those"
+            f" of the model {ranges(moe_layers)}; plan the study's model"
+        )
     chosen, rows = study_metric(study, metric), []
     # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in (False, True) if has_calibrated(study) else (False,):
         for point in study["points"]:
-            # A single layer is not a selection with which anyone would convert a model.
-            if point["side"] not in ("first", "last"):
+            # Nobody would convert a single layer, and nothing is converted in `none`.
+            if point["side"] in ("single", "none"):
                 continue
             loss, error = point_loss(study, point, chosen, calibrated)
+            facts = selection_facts(study, point["layers"])
+            try:
+                speed_up = _speed_up(
+                    planned, times, study_connectivity(study, point["layers"])
+                )
+            except UserError as refusal:
+                raise UserError(
+                    f"{folder}: measured with {facts['options']}: {refusal}"
+                ) from None
             rows.append(
                 {
                     "side": point["side"],
-                    "selection": selection_text(point["layers"]),
+                    **{name: facts[name] for name in ("selection", "options")},
                     "num_layers": point["num_layers"],
                     "weights": "calibrated" if calibrated else "copied",
                     "metric": "KL" if chosen == "kl" else f"{chosen} lost",
                     "loss": loss,
                     "stderr": error,
-                    "speed_up": _speed_up(planned, times, point["layers"]),
+                    "speed_up": speed_up,
                 }
             )
     if not rows:
@@ -247,10 +268,11 @@ def _against_quality(
     return rows
 
 
-def _speed_up(planned: Planned, times: Times | None, layers: Sequence[int]) -> float:
+def _speed_up(
+    planned: Planned, times: Times | None, connectivity: Connectivity
+) -> float:
+    planned = replace(planned, connectivity=connectivity)
     seconds: Mapping[str, Any] = (
-        plan_times(planned, layers)
-        if times is None
-        else measured_times(times, planned, list(layers))
+        plan_times(planned) if times is None else measured_times(times, planned)
     )
     return float(seconds["speed_up"])

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
+from fcsd.planning.layers.points import options_head
 from fcsd.report.figure import GREY, SIZE, save_figure, set_log_scale, set_title
 
 
@@ -56,15 +57,26 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     for row, metric in zip(axes, metrics, strict=True):
         cells = iter(row)
         if panels[0]:
-            _plot_ends(next(cells), metric, by_side, result["num_hidden_layers"])
+            _plot_ends(next(cells), metric, by_side, result)
         if panels[1]:
-            _plot_single(next(cells), metric, by_side, result["moe_layers"])
+            _plot_single(next(cells), metric, by_side, result)
     save_figure(figure, path)
 
 
+def _sides(result: Mapping[str, Any]) -> str:
+    """Return which sides of the layers a study rewires; empty for both."""
+    head = options_head(dict(result))
+    return {"--mlp full --layers": ", attention alone",
+            "--attention full --layers": ", MLP side alone"}.get(head, "")  # fmt: skip
+
+
 def _plot_ends(
-    axis: Any, metric: Mapping[str, str], by_side: Mapping[str, Any], num_layers: int
+    axis: Any,
+    metric: Mapping[str, str],
+    by_side: Mapping[str, Any],
+    result: Mapping[str, Any],
 ) -> None:
+    num_layers = result["num_hidden_layers"]
     for selection, label, colour, marker in (
         ("last", "last N layers", "black", "o"),
         ("first", "first N layers", GREY, "s"),
@@ -89,7 +101,7 @@ def _plot_ends(
                     label=label + word,
                     **style,
                 )
-    xlabel = f"N, rewired layers of {num_layers}"
+    xlabel = f"N, rewired layers of {num_layers}{_sides(result)}"
     if by_side["attention"]:
         xlabel = f"N of {num_layers} layers whose MLP side is outdated, too"
     axis.set(xlabel=xlabel, xlim=(-0.02 * num_layers, None))
@@ -100,8 +112,9 @@ def _plot_single(
     axis: Any,
     metric: Mapping[str, str],
     by_side: Mapping[str, Any],
-    moe_layers: Sequence[int],
+    result: Mapping[str, Any],
 ) -> None:
+    moe_layers = result["moe_layers"]
     for is_moe, colour, label in (
         (True, "black", "MoE layer"),
         (False, GREY, "dense layer"),
@@ -135,7 +148,16 @@ def _plot_single(
         axis.axhline(
             value, color="black", linewidth=1, linestyle="--", label="original"
         )
-    axis.set(xlabel="index of the one rewired layer")
+    xlabel = f"index of the one rewired layer{_sides(result)}"
+    # Attention alone, in all layers, is part of every point of such a study.
+    if points := by_side["attention"]:
+        xlabel = "index of the one layer whose MLP side is outdated, too"
+        for weights, word, line in _curves(points):
+            (value,), _ = _values(points, metric, weights)
+            axis.axhline(
+                value, color=GREY, linestyle=line, label=f"attention alone{word}"
+            )
+    axis.set(xlabel=xlabel)
     axis.set_axisbelow(True)
     _finish_layers(axis, metric, "one layer at a time, untrained", grid="y")
 
@@ -180,6 +202,15 @@ def _finish_layers(
     axis.legend()
 
 
+_WORTH = {
+    "last": ("last N layers", "black", "o"),
+    "first": ("first N layers", GREY, "s"),
+    "attention": ("attention alone", "black", "^"),
+    "without": ("all but the special layers", "black", "D"),
+}
+"""Name, colour and marker of a curve by its side."""
+
+
 def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the planned speed-up of each selection of a layer study against its cost in
     quality.
@@ -187,13 +218,18 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     rows: those that `fcsd.pipeline.plan` makes from a study.
     """
     figure, axis = plt.subplots(figsize=SIZE)
-    for end, colour, marker in (("last", "black", "o"), ("first", GREY, "s")):
+    measured = {row["side"] for row in rows}
+    # A run of layers from either end begins with attention alone, where it is a point.
+    curves = {end: {end, "attention"} for end in ("last", "first") if end in measured}
+    curves = (curves or {"attention": {"attention"}}) | {"without": {"without"}}
+    for end, sides in curves.items():
+        name, colour, marker = _WORTH[end]
         for weights, line in (("copied", "-"), ("calibrated", "--")):
             points = sorted(
                 (
                     row
                     for row in rows
-                    if (row["side"], row["weights"]) == (end, weights)
+                    if row["side"] in sides and row["weights"] == weights
                 ),
                 key=lambda row: row["num_layers"],
             )
@@ -208,7 +244,7 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                     speed,
                     loss,
                     yerr=errors,
-                    label=f"{end} N layers, {weights}",
+                    label=f"{name}, {weights}",
                     **style,
                 )
                 # Number only the middle and the last point: more labels would overlap.
@@ -232,7 +268,10 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         ylabel=f"{rows[0]['metric']} before any distillation{unit}",
     )
     axis.grid(alpha=0.3)
-    set_title(axis, "Which conversion is worth it; numbers are rewired layers")
+    numbers = "rewired layers"
+    if any(row["options"].startswith("--mlp ") for row in rows):
+        numbers = "layers whose MLP side is outdated"
+    set_title(axis, f"Which conversion is worth it; numbers are {numbers}")
     axis.legend()
     save_figure(figure, path)
 

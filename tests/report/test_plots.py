@@ -249,7 +249,7 @@ def test_on_logarithmic_axes_there_are_points_and_no_bars(
     ]
     study = {
         "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "num_hidden_layers": 2,
-        "moe_layers": [1], "points": single,
+        "moe_layers": [1], "points": single, "study": {"attention": "partial", "mlp": "outdated"},
     }  # fmt: skip
     study_plots.plot_layers(study, tmp_path / "x.png")
     (axis,) = drawn[0].axes

@@ -129,9 +129,7 @@ def write_times(path: Path, times: Times) -> None:
     write_sealed(path, times.model_dump(mode="json"))
 
 
-def measured_times(
-    times: Times, planned: Planned, layers: list[int] | None = None
-) -> dict[str, Any]:
+def measured_times(times: Times, planned: Planned) -> dict[str, Any]:
     """Compute the result of `plan_times` from measured times; raise UserError where
     something else was measured.
     """
@@ -140,11 +138,11 @@ def measured_times(
         planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     )
     if times.phase != "train":
-        return _served(times, planned, layers, slowdown)
-    _check_layers(times, planned.rewired(layers), planned.work.moe)
+        return _served(times, planned, slowdown)
+    _check_layers(times, planned.rewired(), planned.work.moe)
     # An exchange stays exposed if the plan computes nothing during it, whatever its
     # measured window.
-    computed = beside(planned.facts(layers))
+    computed = beside(planned.facts())
 
     def hides(exchange: ExchangeTime) -> bool:
         return bool(computed[exchange.layer][exchange.kind])
@@ -189,13 +187,11 @@ def measured_times(
     }
 
 
-def _served(
-    times: Times, planned: Planned, layers: list[int] | None, slowdown: float
-) -> dict[str, Any]:
+def _served(times: Times, planned: Planned, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
     # The roofline gives the windows and the split of the communication; the seconds are
     # measured.
-    estimate = plan_times(planned, layers=layers)
+    estimate = plan_times(planned)
     share = times.communication_s / times.step_s
     if times.overlap is None:
         # The roofline's seconds as shares of its communication; hidden seconds slow the
@@ -208,8 +204,12 @@ def _served(
             share, 1 - exposed_share - slowdown * (sent_share - exposed_share)
         )
     else:
-        measured = resolve_layers(times.connectivity.spec().layers, planned.work.moe)
-        if planned.rewired(measured) != planned.rewired(layers):
+        moe = planned.work.moe
+        measured, layers = (
+            resolve_layers(spec.layers, moe)
+            for spec in (times.connectivity.spec(), planned.connectivity)
+        )
+        if measured != layers:
             raise UserError(
                 "--measured: overlap was measured with other layers rewired"
                 f" ({times.connectivity.layers}) than planned; measure the planned"

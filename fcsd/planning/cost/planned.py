@@ -4,7 +4,7 @@ the layers.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -150,22 +150,14 @@ class Planned:
     micro_batches: int
     cached: float = 0.0
 
-    def rewired(self, layers: Collection[int] | None = None) -> list[bool]:
-        """Return True for each rewired layer. layers: layers to rewire instead of the
-        planned ones.
-        """
-        chosen = (
-            resolve_layers(self.connectivity.layers, self.work.moe)
-            if layers is None
-            else layers
-        )
+    def rewired(self) -> list[bool]:
+        """Return True for each rewired layer."""
+        chosen = resolve_layers(self.connectivity.layers, self.work.moe)
         return [k in chosen for k in range(len(self.work.layers))]
 
-    def facts(self, layers: Collection[int] | None = None) -> list[LayerFacts | None]:
-        """Return the facts on which the schedule of each layer depends. layers: layers
-        to rewire instead of the planned ones.
-        """
-        work, rewired = self.work, self.rewired(layers)
+    def facts(self) -> list[LayerFacts | None]:
+        """Return the facts on which the schedule of each layer depends."""
+        work, rewired = self.work, self.rewired()
         splits: Any = ["core" if layer.core else "end" for layer in work.layers]
         return layer_facts(
             rewired,

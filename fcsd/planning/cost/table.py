@@ -543,10 +543,11 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
+    first = rows[0]
+    option = first["options"].removesuffix(first["selection"]).strip()
+    rewired = "outdated MLP sides" if option == "--mlp" else "rewired"
     return markdown(
-        ["--layers", "weights", "rewired", "times as fast", rows[0]["metric"]],
-        cells,
-        left=2,
+        [option, "weights", rewired, "times as fast", first["metric"]], cells, left=2
     )
 
 

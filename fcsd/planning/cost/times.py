@@ -278,15 +278,13 @@ def sharding_s(
     )
 
 
-def plan_times(planned: Planned, layers: Sequence[int] | None = None) -> dict[str, Any]:
-    """Return the times of a step, regular and overlapped. layers: layers to rewire
-    instead of the planned ones.
-    """
+def plan_times(planned: Planned) -> dict[str, Any]:
+    """Return the times of a step, regular and overlapped."""
     if planned.settings.phase != "train":
-        return _serving_times(planned, layers)
+        return _serving_times(planned)
     steps = planned_steps(planned)
-    stages = [_stage_times(planned, *step, layers) for step in steps]
-    times = stages[0] if len(steps) == 1 else _pipeline(planned, steps, stages, layers)
+    stages = [_stage_times(planned, *step) for step in steps]
+    times = stages[0] if len(steps) == 1 else _pipeline(planned, steps, stages)
     return times | ({"megatron": _beside(planned, steps)} if planned.megatron else {})
 
 
@@ -323,10 +321,8 @@ def slowest_step(planned: Planned) -> Step:
     return max(steps, key=lambda step: float(step_time(step)["regular_s"]))
 
 
-def _stage_times(
-    planned: Planned, step: Step, stage: Stage, layers: Sequence[int] | None
-) -> dict[str, Any]:
-    facts, values = stage_facts(planned.facts(layers), stage), planned.machine.values
+def _stage_times(planned: Planned, step: Step, stage: Stage) -> dict[str, Any]:
+    facts, values = stage_facts(planned.facts(), stage), planned.machine.values
     in_flight = (
         facts[-1] is not None
         and planned.connectivity.attention == "partial"
@@ -339,7 +335,6 @@ def _pipeline(
     planned: Planned,
     steps: Sequence[tuple[Step, Stage]],
     stages: Sequence[Mapping[str, Any]],
-    layers: Sequence[int] | None,
 ) -> dict[str, Any]:
     """Return the times of a pipeline from those of its stages. The slowest stage sets
     the pace for either connectivity; the seconds of its parts are those in which it
@@ -348,7 +343,7 @@ def _pipeline(
     slowest = max(range(len(steps)), key=lambda k: float(stages[k]["regular_s"]))
     step, place = steps[slowest]
     working = replace(step, micro_batches=planned.micro_batches)
-    busy = _stage_times(planned, working, place, layers)
+    busy = _stage_times(planned, working, place)
     regular_s, overlapped_s = (
         max(stage[name] for stage in stages) for name in ("regular_s", "overlapped_s")
     )
@@ -382,7 +377,7 @@ def _beside(planned: Planned, steps: Sequence[tuple[Step, Stage]]) -> dict[str, 
     }
 
 
-def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
+def _wide_times(planned: Planned) -> dict[str, Any]:
     """Return the times of a server whose ranks exchange tokens: a rank's layers run as
     those of a training step do.
     """
@@ -391,7 +386,7 @@ def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any
     seconds = roofline.layers(work, ranks)
     windows = [
         {kind: window(computed[kind], seconds) for kind in ("dispatch", "combine")}
-        for computed in computed_beside(planned.facts(layers))
+        for computed in computed_beside(planned.facts())
     ]
     exchange = dict(
         zip(("dispatch", "combine"), roofline.exchange(work, ranks), strict=True)
@@ -413,16 +408,16 @@ def _wide_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any
     }
 
 
-def _serving_times(planned: Planned, layers: Sequence[int] | None) -> dict[str, Any]:
+def _serving_times(planned: Planned) -> dict[str, Any]:
     if planned.wide:
-        return _wide_times(planned, layers)
+        return _wide_times(planned)
     work, roofline = planned.work, planned.roofline
     seconds = roofline.layers(work, 1)
     shared = [layer_s.get("shared expert", 0.0) > 0 for layer_s in seconds]
     # Tensor-parallel ranks sum after attention and after the MLP instead of exchanging
     # tokens.
     computed = served_beside(
-        planned.rewired(layers),
+        planned.rewired(),
         work.moe,
         planned.connectivity.attention,
         planned.mlp,

@@ -4,6 +4,9 @@ that were measured (docs/convert.md).
     typical    the median cost of a layer that is rewired alone, with copied weights
     special    a layer that costs more than `FAR_MORE` times as much, beyond twice its standard error
 
+Where a study selects MLP sides, attention is rewired in all layers: its cost alone, the
+base, is part of every point, and the cost of a layer is what it adds.
+
 Their number varies: one in models trained on little text, the first two in SmolLM2 (1.8
 and 0.5 nats). `special_layers` finds them in a study, together with the cost and the
 overlap of all other layers; before anything is measured, `tell_first_layers`
@@ -17,8 +20,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from fcsd.base.text import nats
-from fcsd.model.connectivity.spec import ranges, selection_text
+from fcsd.model.connectivity.spec import ranges
 from fcsd.planning.layers.points import (
+    base_loss,
     has_calibrated,
     number_text,
     point_loss,
@@ -41,8 +45,9 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
 
     Returns:
         `layers`, their indices, and the cost of each (`alone`); `typical`, the median
-        layer's cost; `all`, the cost of rewiring all layers, None where it was not
-        measured; `num_first`, the number of special layers from layer 0 on without a
+        layer's cost; `base`, to which a layer's cost is added (0 unless the study
+        selects MLP sides); `all`, the cost of all layers with the base, None where it
+        was not measured; `num_first`, the number of special layers from layer 0 on without a
         gap. `without`: all layers but those first ones, or, where layer 0 is not
         special, all but every special one: their `name`, indices and selection, the
         values measured with each kind of weights, and the collectives that they
@@ -52,20 +57,23 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         study["num_hidden_layers"],
         {tuple(point["layers"]): point for point in study["points"]},
     )
-    alone = {
+    measured = {
         k: point_loss(study, points[k,], metric, False)
         for k in range(num_layers)
         if (k,) in points
     }
     # A typical cost needs every layer alone; one layer has nothing to compare with.
-    if len(alone) < num_layers or num_layers == 1:
+    if len(measured) < num_layers or num_layers == 1:
         return None
+    base, _ = base_loss(study, metric, False)
+    alone = {layer: loss - base for layer, (loss, _) in measured.items()}
     # The lower median is the cost of an actual layer.
-    typical = statistics.median_low(loss for loss, _ in alone.values())
+    typical = statistics.median_low(alone.values())
     special = [
         layer
-        for layer, (loss, error) in alone.items()
-        if loss > FAR_MORE * max(typical, 0) and loss - typical > 2 * (error or 0)
+        for layer, loss in alone.items()
+        if loss > FAR_MORE * max(typical, 0)
+        and loss - typical > 2 * (measured[layer][1] or 0)
     ]
     if not special:
         return None
@@ -82,7 +90,6 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     remaining_point = points.get(tuple(remaining_layers))
     without = {
         "name": f"all but {_left_text(left_out, num_first)}",
-        "selection": selection_text(remaining_layers, num_layers),
         "measured": (
             remaining_point
             and {
@@ -95,12 +102,13 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     return {
         "layers": special,
         "num_first": num_first,
-        "alone": [alone[layer][0] for layer in special],
+        "alone": [alone[layer] for layer in special],
         "typical": typical,
+        "base": base,
         "all": all_layers_point
         and point_loss(study, all_layers_point, metric, False)[0],
         "without": {"layers": remaining_layers}
-        | selection_facts(study, remaining_layers)
+        | selection_facts(study, remaining_layers, num_layers)
         | without,
     }
 
@@ -131,18 +139,23 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         f"layer {k} {nats(loss)}"
         for k, loss in zip(special["layers"], special["alone"], strict=True)
     ]
-    all_layers_text = (
-        "" if special["all"] is None else f", and all layers {nats(special['all'])}"
-    )
     number, plural = len(costs), "s" if len(costs) > 1 else ""
+    one = "" if plural else "s"
+    costly, with_all = f"cost{one} far more alone than", "and all layers"
+    if without["option"] == "mlp":
+        costly = f"add{one} far more to attention alone ({nats(special['base'])}) than"
+        with_all = "and all layers cost with attention"
+    all_layers_text = (
+        "" if special["all"] is None else f", {with_all} {nats(special['all'])}"
+    )
     return [
         "",
         (
-            f"{number} layer{plural} cost{'' if plural else 's'} far more alone than a"
+            f"{number} layer{plural} {costly} a"
             f" typical one ({nats(special['typical'])}):"
             f" {', '.join(costs)}{all_layers_text}."
             f" {without['name'].capitalize()}"
-            f" (--{without['option']} {without['selection']}):"
+            f" ({without['options']}):"
             f" {measured}; {without['overlapped_collectives']} of"
             f" {without['collectives']} collectives overlapped,"
             f" {without['overlapped_by_all']} by all layers."

@@ -8,11 +8,11 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.strict import did_you_mean
 from fcsd.base.text import nats
-from fcsd.model.connectivity.spec import selection_text
+from fcsd.model.connectivity.spec import Connectivity, selection_text
 from fcsd.model.families import FAMILIES
 from fcsd.parallel.overlap.schedule import ATTENTION_A, ATTENTION_B, beside, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
-from fcsd.planning.layers.settings import KL
+from fcsd.planning.layers.settings import KL, measured_connectivity
 
 
 def study_metric(study: dict[str, Any], metric: str | None) -> str:
@@ -56,6 +56,23 @@ def point_loss(
     return original - row["value"], row["stderr"]
 
 
+def base_loss(
+    study: dict[str, Any], metric: str, calibrated: bool
+) -> tuple[float, float | None]:
+    """Return the cost of an empty selection and its standard error: of attention alone,
+    in all layers, where the study selects MLP sides; otherwise of the original, 0.
+    """
+    if selecting_option(study) == "layers":
+        return 0.0, 0.0
+    for point in study["points"]:
+        if point["side"] == "attention":
+            return point_loss(study, point, metric, calibrated)
+    raise UserError(
+        "the layer study has mlp: selected, but no point for attention alone, which is"
+        " part of every other point; run `fcsd layers` again"
+    )
+
+
 def overlapped_collectives(
     layers: Sequence[int],
     moe_layers: Sequence[int],
@@ -92,13 +109,24 @@ def overlapped_collectives(
     return overlapped, 2 * len(moe_layers)
 
 
+def study_connectivity(study: dict[str, Any], layers: Sequence[int]) -> Connectivity:
+    """Return the connectivity that a study measured for a selection of layers."""
+    settings = study["study"]
+    return measured_connectivity(settings["attention"], settings["mlp"], layers)
+
+
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
     """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
-    attention, mlp = study["study"]["attention"], study["study"]["mlp"]
-    if mlp == "selected":
-        layers, mlp = range(study["num_hidden_layers"]), layers
+    moe_layers = study["moe_layers"]
+    field = study_connectivity(study, layers).field(
+        [k in moe_layers for k in range(study["num_hidden_layers"])]
+    )
     return overlapped_collectives(
-        layers, study["moe_layers"], attention, mlp, study.get("model_type")
+        field["layers"],
+        moe_layers,
+        field["attention"],
+        field["mlp"],
+        study.get("model_type"),
     )
 
 
@@ -107,14 +135,31 @@ def selecting_option(study: dict[str, Any]) -> str:
     return "mlp" if study["study"]["mlp"] == "selected" else "layers"
 
 
-def selection_facts(study: dict[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """Return a selection as `--layers` takes it, and the number of exchanges that it
-    overlaps.
+def options_head(study: dict[str, Any]) -> str:
+    """Return the options of a study's connectivity, up to the selection: `--layers`,
+    `--attention full --layers`, `--mlp full --layers`, `--mlp`.
+    """
+    settings, option = study["study"], selecting_option(study)
+    sides = [
+        f"--{side} full"
+        for side in ("attention", "mlp")
+        if settings[side] == "full" and side != option
+    ]
+    return " ".join([*sides, f"--{option}"])
+
+
+def selection_facts(
+    study: dict[str, Any], layers: Sequence[int], num_layers: int | None = None
+) -> dict[str, Any]:
+    """Return a selection as its option takes it, all options of its connectivity, and
+    the number of exchanges that it overlaps. num_layers: as in `selection_text`.
     """
     overlapped, total = study_overlap(study, layers)
+    selection = selection_text(layers, num_layers)
     return {
         "option": selecting_option(study),
-        "selection": selection_text(layers),
+        "selection": selection,
+        "options": f"{options_head(study)} {selection}",
         "overlapped_collectives": overlapped,
         "collectives": total,
     }

@@ -29,9 +29,11 @@ from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.points import (
+    base_loss,
     error_text,
     has_calibrated,
     number_text,
+    options_head,
     point_loss,
     selecting_option,
     selection_facts,
@@ -81,6 +83,12 @@ def plan_layers(
     # points.
     alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
     if not alone:
+        if study["study"]["mlp"] == "full":
+            raise UserError(
+                f"{folder}: a study with mlp: full (attention alone) has no"
+                " sensitivities: a single rewired layer computes what a regular one"
+                " does; use --max-loss"
+            )
         raise UserError(
             f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides"
             " single"
@@ -89,9 +97,11 @@ def plan_layers(
         point_loss(study, alone[layer], chosen, calibrated)
         for layer in range(num_layers)
     ]
-    sensitivities = [value for value, _ in losses]
-    proposal = least_sensitive(sensitivities, count)
-    settings = study["study"]
+    proposal = least_sensitive([value for value, _ in losses], count)
+    settings, (base, base_error) = (
+        study["study"],
+        base_loss(study, chosen, calibrated),
+    )
     result: dict[str, Any] = {
         "study": str(folder),
         "metric": next(row for row in study["metrics"] if row["name"] == chosen),
@@ -109,6 +119,11 @@ def plan_layers(
             }
             | {selecting_option(study): proposal}
         ),
+        "base": (
+            {"value": base, "stderr": base_error}
+            if selecting_option(study) == "mlp"
+            else None
+        ),
         "sensitivities": [
             {
                 "layer": layer,
@@ -120,7 +135,9 @@ def plan_layers(
         ],
         "special_layers": special_layers(study, chosen),
     }
-    result["selections"] = list(_selections(study, result, sensitivities))
+    # What each layer adds: attention alone is part of every point of such a study.
+    added = [value - base for value, _ in losses]
+    result["selections"] = list(_selections(study, result, added, base))
     # The paired difference needs both selections measured again: the study keeps means,
     # not the values of single rows and items.
     result["difference"] = None
@@ -130,24 +147,24 @@ def plan_layers(
 
 
 def _selections(
-    study: dict[str, Any], result: dict[str, Any], sensitivities: Sequence[float]
+    study: dict[str, Any], result: dict[str, Any], added: Sequence[float], base: float
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each selection to compare: its exchanges, and its measured value
-    if the study has that selection.
+    if the study has that selection. added: what each layer adds to `base`.
     """
     count, special, metric = (
         result["num_layers"],
         result["special_layers"],
         result["metric"]["name"],
     )
-    last = resolve_layers({"last": count}, [True] * len(sensitivities))
+    last = resolve_layers({"last": count}, [True] * len(added))
     compared = {"proposal": result["layers"], f"last {count}": last}
     # The proposal may contain a special layer; leaving those out is the alternative to
     # show beside it.
     if special is not None and not {*special["layers"]}.isdisjoint(result["layers"]):
         compared[special["without"]["name"]] = special["without"]["layers"]
     for name, layers in compared.items():
-        total = sum(sensitivities[layer] for layer in layers)
+        total = base + sum(added[layer] for layer in layers)
         row = {
             "name": name,
             "sum_of_sensitivities": total,
@@ -193,8 +210,9 @@ def layers_within(
 
     Each row has, for one end and one kind of weights (copied, and calibrated where
     measured), the largest number of layers whose loss is at most `max_loss`, that loss
-    and its standard error; 0 layers lose nothing. max_loss: in KL, or in lost score of
-    the task against the original.
+    and its standard error. 0 layers lose nothing, or, where the study selects MLP
+    sides, what attention alone loses; if that is more, `within` is False. max_loss: in
+    KL, or in lost score of the task against the original.
 
     Raises:
         UserError: a negative loss, unknown metric, a study of single layers only.
@@ -218,20 +236,21 @@ def layers_within(
         for end in ends:
             points = [point for point in study["points"] if point["side"] == end]
             losses = [
-                (point, *point_loss(study, point, chosen, calibrated))
+                (point["layers"], *point_loss(study, point, chosen, calibrated))
                 for point in points
             ]
+            nothing: Any = ([], *base_loss(study, chosen, calibrated))
             # Take the largest selection within the loss, not the last before the first
             # that exceeds it: noise can make a smaller one exceed it.
-            within = [row for row in losses if row[1] <= max_loss]
-            best = max(within, key=lambda row: row[0]["num_layers"], default=None)
-            layers, value, error = (
-                (best[0]["layers"], *best[1:]) if best is not None else ([], 0.0, 0.0)
+            within = [row for row in [nothing, *losses] if row[1] <= max_loss]
+            layers, value, error = max(
+                within, key=lambda row: len(row[0]), default=nothing
             )
             row: dict[str, Any] = {
                 "side": end,
                 "calibrated": calibrated,
                 "num_layers": len(layers),
+                "within": bool(within),
             }
             row["loss"] = {"value": value, "stderr": error}
             rows.append(row | selection_facts(study, layers))
@@ -252,21 +271,29 @@ def within_text(answer: dict[str, Any]) -> str:
     rows = [
         [
             "calibrated" if row["calibrated"] else "copied",
-            f"{row['side']} {row['num_layers']} of {total}",
-            row["selection"],
+            _most_text(row, total),
+            row["selection"] if row["within"] else "-",
             number_text(row["loss"]),
             f"{row['overlapped_collectives']} of {row['collectives']}",
         ]
         for row in answer["within"]
     ]
+    first = answer["within"][0]
     header = [
         "weights",
         f"most with {lost} <= {answer['max_loss']:g}",
-        f"--{answer['within'][0]['option']}",
+        first["options"].removesuffix(first["selection"]).strip(),
         lost,
         OVERLAPPED,
     ]
     return "\n".join([markdown(header, rows), *special_text(answer)])
+
+
+def _most_text(row: dict[str, Any], total: int) -> str:
+    """Return the largest selection of a row of `layers_within`: `last 5 of 8`."""
+    if row["option"] == "layers" or row["num_layers"]:
+        return f"{row['side']} {row['num_layers']} of {total}"
+    return f"{'' if row['within'] else 'none: '}attention alone"
 
 
 def _verify(
@@ -343,12 +370,11 @@ def plan_text(proposal: dict[str, Any]) -> str:
     # The last lines can be copied as they are: the option, and the recipe's section.
     metric = proposal["metric"]
     unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
-    rows = [
-        [
-            str(row["layer"]),
-            number_text(row),
-            "rewired" if row["rewired"] else "regular",
-        ]
+    base = proposal["base"]
+    words = ("rewired", "regular") if base is None else ("MLP side, too", "attention")
+    rows = [["none", number_text(base), ""]] if base is not None else []
+    rows += [
+        [str(row["layer"]), number_text(row), words[0 if row["rewired"] else 1]]
         for row in proposal["sensitivities"]
     ]
     compared = [
@@ -364,23 +390,27 @@ def plan_text(proposal: dict[str, Any]) -> str:
     measured = "KL" if metric["name"] == KL else metric["name"]
     if proposal["calibrated"]:
         unit, measured = f"{unit}, calibrated,", f"{measured}, calibrated,"
+    alone, total = f"{unit} alone", f"sum of {unit} alone"
+    if base is not None:
+        alone = f"{unit} with attention in all layers"
+        total = f"{unit} of attention, and what each adds"
     header = [
         "selection",
         "layers",
-        f"sum of {unit} alone",
+        total,
         f"{measured} measured",
         OVERLAPPED,
     ]
     return "\n".join(
         [
-            markdown(["layer", f"{unit} alone", ""], rows),
+            markdown(["layer", alone, ""], rows),
             "",
             markdown(header, compared),
             "",
             _verdict(proposal),
             *special_text(proposal),
             "",
-            f"--{proposal['selections'][0]['option']} {proposal['selection']}",
+            proposal["selections"][0]["options"],
             "",
             "connectivity:",
             *[
@@ -441,9 +471,9 @@ def study_table(study: dict[str, Any]) -> str:
         for calibrated in weight_kinds
         for row in study["metrics"]
     ]
-    selected = "rewired layers"
+    selected = f"rewired layers ({options_head(study)})"
     if selecting_option(study) == "mlp":
-        selected = "layers with an outdated MLP side"
+        selected = "layers with an outdated MLP side (--mlp)"
     table = markdown([selected, *heads, OVERLAPPED], rows)
     facts = {
         "metric": study["metrics"][0],

@@ -108,9 +108,18 @@ class Study(ModelStudy):
 
     def connectivity(self, layers: Sequence[int]) -> Connectivity:
         """Return the connectivity that is measured for a selection of layers."""
-        if self.mlp == "selected":
-            return Connectivity("all", self.attention, list(layers) or "full")
-        return Connectivity(list(layers), self.attention, self.mlp)
+        return measured_connectivity(self.attention, self.mlp, layers)
+
+
+def measured_connectivity(
+    attention: Any, mlp: Any, layers: Sequence[int]
+) -> Connectivity:
+    """Return the connectivity that a study of these sides measures for a selection:
+    where `mlp` is `selected`, attention is rewired in all layers.
+    """
+    if mlp == "selected":
+        return Connectivity("all", attention, list(layers) or "full")
+    return Connectivity(list(layers) or "none", attention, mlp)
 
 
 def study_from_options(options: Mapping[str, Any]) -> Study:

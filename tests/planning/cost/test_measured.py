@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,19 @@ from benchmarks.plan import V3, planned
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
+from fcsd.model.connectivity import Connectivity
 from fcsd.parallel.overlap.exchange import Record
 from fcsd.parallel.overlap.measure import exchange_times, median_times
 from fcsd.planning.cost.measured import ExchangeTime, Times, measured_times, read_times
+from fcsd.planning.cost.planned import Planned
 from tests.real_configs import CONFIGS
 from tests.reference.ranks import run_ranks
 
 SMALL = "--layers 2 --exchange-ms 90"
+
+
+def rewired(one: Planned, layers: list[int]) -> Planned:
+    return replace(one, connectivity=Connectivity(layers))
 
 
 def options() -> argparse.Namespace:
@@ -187,11 +194,11 @@ def test_a_step_loses_of_each_exchange_what_its_window_holds() -> None:
     assert slowed["speed_up"] == pytest.approx(5 / (5 - 0.85 * 1.8))
     # Layers 4 and 5: two dispatches and both combines, the last of which keeps its own
     # window.
-    last = measured_times(times(slowdown=0.0), one, [4, 5])
+    last = measured_times(times(slowdown=0.0), rewired(one, [4, 5]))
     assert last["overlapped_s"] == pytest.approx(5 - 2 * 0.3)
     # Layer 1 alone: no layer waits for its combine, which runs beside its own
     # attention, as its dispatch does.
-    single = measured_times(times(slowdown=0.0), one, [1])
+    single = measured_times(times(slowdown=0.0), rewired(one, [1]))
     assert single["overlapped_s"] == pytest.approx(5 - 0.3)
     assert single["windows"][1:3] == [
         {"layer": 1, "dispatch_s": 0.04, "combine_s": 0.08},
@@ -330,7 +337,7 @@ def test_a_selection_of_mlp_sides_is_compared_by_the_layers_that_it_names(
 def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
-    assert measured_times(some, one, [3, 4, 5])["speed_up"] > 1
+    assert measured_times(some, rewired(one, [3, 4, 5]))["speed_up"] > 1
     with pytest.raises(
         UserError, match="rewires layer 0, but the file has no exchange for it"
     ):
@@ -353,7 +360,7 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     with pytest.raises(
         UserError, match="overlap was measured with other layers rewired"
     ):
-        measured_times(times(**served), server, [4, 5])
+        measured_times(times(**served), rewired(server, [4, 5]))
 
 
 def replace_field(one: Times, name: str, value: Any) -> Times:

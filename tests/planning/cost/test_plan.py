@@ -605,6 +605,9 @@ def test_a_cluster_file_says_what_the_options_would(
     assert by_file["times"]["compute_s"] < by_options["times"]["compute_s"]  # gemm
 
 
+SIDES = {"attention": "partial", "mlp": "outdated"}
+
+
 def study(folder: Path, num_layers: int) -> Path:
     points = [
         {
@@ -622,7 +625,7 @@ def study(folder: Path, num_layers: int) -> Path:
     ]
     folder.mkdir()
     content = {
-        "schema_version": 1, "study": {}, "num_hidden_layers": num_layers, "moe_layers": list(range(1, num_layers)),
+        "schema_version": 1, "study": SIDES, "num_hidden_layers": num_layers, "moe_layers": list(range(1, num_layers)),
         "metrics": [{"name": "kl", "unit": "nats per token", "better": "lower"}], "points": points,
     }  # fmt: skip
     (folder / "layers.json").write_text(json.dumps(content))

@@ -88,11 +88,13 @@ def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
     some = replace(v3, connectivity=Connectivity("last:50%"))
     speed_ups = [plan_times(one)["speed_up"] for one in (v3, some)]
     assert speed_ups[0] > speed_ups[1] > 1
-    none = plan_times(v3, layers=[])
+    none = plan_times(replace(v3, connectivity=Connectivity("none")))
     assert none["speed_up"] == pytest.approx(1) and none["exposed_s"] == pytest.approx(
         none["communication_s"]
     )
-    assert plan_times(v3, layers=[3, 4, 5]) == plan_times(some)
+    assert plan_times(replace(v3, connectivity=Connectivity([3, 4, 5]))) == plan_times(
+        some
+    )
 
 
 def test_a_converted_checkpoint_is_planned_as_it_is() -> None:
