@@ -26,7 +26,7 @@ from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
 from fcsd.data.rows import PackedRows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
-from fcsd.model.connectivity.checkpoint import read_config
+from fcsd.model.connectivity.checkpoint import has_tokenizer, read_config
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
@@ -47,6 +47,13 @@ from fcsd.training.python_words import python_words
 from fcsd.training.record import RECORD_FILE
 from fcsd.training.row_order import step_rows
 from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.check import (
+    check_teacher_folder,
+    refuse_copy_of_student,
+    refuse_other_tokenizer,
+    tell_of_untrained,
+    tokenizer_of_model,
+)
 
 _SAMPLED = 1024  # values of a parameter in its fingerprint
 _ROWS_AT_ONCE = 1000
@@ -271,6 +278,9 @@ class TrainerInputs:
             self._tokenizer = tokenizer_of(
                 tokenizer, "processing_class", trust_remote_code=trusts
             )
+        # Without an argument it is the model's own.
+        self._check_tokenizers(model if tokenizer is not None else None, teacher)
+        launch.ranks.from_first(lambda: self._check_teacher(model, teacher))
         if writes_date(getattr(self._tokenizer, "chat_template", None)):
             folder = Path(str(args.output_dir))
             self.date = launch.ranks.from_first(lambda: _date_of_training(folder))
@@ -287,9 +297,67 @@ class TrainerInputs:
                     "teacher: has weights in float64, which the loss does not compute;"
                     " give it (or the model, if it is a copy) as .float()"
                 )
-            if launch.first and isinstance(teacher, PreTrainedModel):
-                self._teacher = model_fingerprint(teacher)
+            if isinstance(teacher, PreTrainedModel):
+                launch.ranks.from_first(lambda: self._note_teacher(teacher, student))
         return Ready(student, teacher, self._tokenizer, rows, heldout)
+
+    def _check_tokenizers(self, model: Any, teacher: Any) -> None:
+        """Raise UserError where student or teacher have another tokenizer than the one
+        that makes the rows, as far as their tokenizers are known.
+        """
+        args = self.args
+        for candidate, name in ((model, "model"), (teacher, "teacher")):
+            theirs, is_path = None, isinstance(candidate, str | Path)
+            if is_path:
+                config = args.model_config(str(candidate), teacher=name == "teacher")
+                folder = find_model(config).folder
+                if has_tokenizer(folder):
+                    theirs = load_tokenizer(
+                        folder, trust_remote_code=args.trust_remote_code
+                    )
+            elif isinstance(candidate, PreTrainedModel):
+                theirs = tokenizer_of_model(
+                    candidate, trust_remote_code=args.trust_remote_code
+                )
+            if theirs is None:
+                continue
+            advice = "give the tokenizer of the model as processing_class"
+            if name == "teacher":
+                advice = "use a teacher with the same tokenizer"
+            if not is_path:
+                advice += (
+                    "; if its embeddings were made for this tokenizer, set its"
+                    " config._name_or_path to ''"
+                )
+            refuse_other_tokenizer(
+                theirs,
+                self._tokenizer,
+                name,
+                # Tokens may have been added to a student, and to a model in memory.
+                may_lack=name == "model" or not is_path,
+                advice=advice,
+            )
+
+    def _check_teacher(self, model: Any, teacher: Any) -> None:
+        if isinstance(teacher, PreTrainedModel):
+            tell_of_untrained(teacher.config, "teacher")
+        if not (isinstance(teacher, str | Path) and isinstance(model, str | Path)):
+            return
+        args = self.args
+        check_teacher_folder(
+            find_model(args.model_config(str(teacher), teacher=True)),
+            find_model(args.model_config(str(model))),
+            args.connectivity(),
+            "teacher",
+        )
+
+    def _note_teacher(self, teacher: Any, student: Any) -> None:
+        self._teacher = model_fingerprint(teacher)
+        field = getattr(teacher.config, "farskip", None)
+        if field is not None and self._teacher == model_fingerprint(student):
+            refuse_copy_of_student(
+                field, getattr(student.config, "farskip", None), "teacher"
+            )
 
     def fingerprints(self, rows: Any) -> dict[str, str]:
         """Return fingerprints of rows and models, as far as they are known, on the

@@ -26,7 +26,7 @@ from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object
-from fcsd.model.load import ModelFolder
+from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
@@ -41,6 +41,11 @@ from fcsd.training.arguments import (
 )
 from fcsd.training.calibration.checkpoint import calibratable
 from fcsd.training.config import TrainConfig, micro_batches
+from fcsd.training.teachers.check import (
+    check_is_original,
+    check_teacher_folder,
+    refuse_other_tokenizer,
+)
 
 
 def check_run(run: Run) -> None:
@@ -145,17 +150,49 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
     )
     # Otherwise `check_run` has checked the configuration of the model to be
     # pre-trained.
-    if recipe.pretrain is None or not _unfinished(run.layout.pretrain):
+    exists = recipe.pretrain is None or not _unfinished(run.layout.pretrain)
+    if exists:
         check_rows_fit(run, run.original, recipe.data.max_length)
     if recipe.teacher is not None and recipe.teacher.path is not None:
         check_rows_fit(
             run, run.teacher, recipe.data.max_length, model_key="teacher.path"
         )
+    if recipe.teacher is not None and exists:
+        check_teacher(run)
     for tokens in batches or [recipe.train.batch_size_tokens]:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
         check_settings(train, recipe.data, launch)
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
         dataset_location(recipe.early_stopping.row, run.data_root)
+
+
+def check_teacher(run: Run) -> None:
+    """Check the teacher's checkpoint against the student's, once per run."""
+    recipe, teacher = run.recipe, run.teacher
+    assert recipe.teacher is not None
+
+    def check() -> None:
+        assert recipe.teacher is not None
+        # A path that the user names is taken as meant; the default is the student's.
+        if recipe.teacher.path is None:
+            check_is_original(teacher.folder)
+            return
+        name = f"teacher.path {recipe.teacher.path}"
+        theirs = load_tokenizer(
+            teacher.folder, trust_remote_code=teacher.config.trust_remote_code
+        )
+        refuse_other_tokenizer(theirs, run.tokenizer, name)
+        check_teacher_folder(
+            teacher,
+            run.original,
+            recipe.connectivity.spec(),
+            name,
+            same_weights=not recipe.starts_calibrated,
+        )
+
+    facts = (recipe.teacher.path, repr(recipe.connectivity), recipe.starts_calibrated)
+    # On the first rank, because it may hash weights.
+    run.once(("teacher", *facts), lambda: run.launch.ranks.from_first(check))
 
 
 def check_rows_fit(

@@ -24,7 +24,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.calibrate import calibrated_start
-from fcsd.pipeline.checks import check_overlap, check_training
+from fcsd.pipeline.checks import check_overlap, check_teacher, check_training
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
 from fcsd.pipeline.scoring import early_stopping, score_settings, scored_data
@@ -195,6 +195,7 @@ def cache_teacher(
             " cache"
         )
     folder = Path(recipe.teacher.cache or run.layout.teacher_cache)
+    check_teacher(run)
     rows = training_rows(recipe.data, run.tokenizer, run)
     if run.launch.first:
         tell_examples(rows, "data")
@@ -263,7 +264,6 @@ def _teacher_source(run: Run, rows: Any) -> TeacherSource:
     return TeacherSource(
         settings=recipe.teacher,
         model=run.teacher,
-        tokenizer=run.tokenizer,
         rows=rows,
         batch_size=recipe.train.per_device_train_batch_size,
         seed=recipe.seed,

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     EarlyStoppingCallback,
     Seq2SeqTrainingArguments,
     TrainerCallback,
@@ -1261,3 +1262,110 @@ def test_arguments_of_transformers_are_taken_for_ones_own(
     assert isinstance(trainer.args, FCSDConfig) and trainer.args.learning_rate == 3e-4
     assert trainer.args.max_length == 4096 and fcsd.FCSDTrainer is FCSDTrainer
     unconvert_model(model)
+
+
+# ---- the tokenizers of model and teacher
+
+
+def swapped(folder: Path, *, add: bool = False) -> Any:
+    """Write the tokenizer of 300 tokens with two ids swapped, or with one more token in
+    the place of an unused one.
+    """
+    tiny_tokenizer(300).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    contents = json.loads(file.read_text())
+    names = contents["model"]["vocab"]
+    if add:
+        names["<mine>"] = names.pop("<unused22>")
+    else:
+        names["<unused22>"], names["<unused23>"] = (
+            names["<unused23>"],
+            names["<unused22>"],
+        )
+    file.write_text(json.dumps(contents))
+    return AutoTokenizer.from_pretrained(folder)
+
+
+OTHER_TOKENIZER = r"its tokenizer is not the student's: 2 tokens have other ids .*"
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_however_it_is_given(
+    make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
+) -> None:
+    original.save_pretrained(tmp_path / "teacher")
+    make("none", teacher=str(tmp_path / "teacher"))  # it has no tokenizer
+    swapped(tmp_path / "teacher")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
+    for teacher in (str(tmp_path / "teacher"), tmp_path / "teacher", loaded):
+        with pytest.raises(
+            UserError,
+            match=rf"^teacher: {OTHER_TOKENIZER}'<unused22>' .* a teacher with the same",
+        ):
+            make(teacher=teacher)
+    loaded.config._name_or_path = ""
+    make(teacher=loaded)  # what it was loaded from is not known
+    # A token that the student's lacks: a recipe refuses it, too. A model in memory may
+    # have got it after it was loaded.
+    swapped(tmp_path / "teacher", add=True)
+    with pytest.raises(
+        UserError, match=r"^teacher: .* \(\d+ in .*'<unused22>'|missing"
+    ):
+        make(teacher=str(tmp_path / "teacher"))
+    make(teacher=AutoModelForCausalLM.from_pretrained(tmp_path / "teacher"))
+
+
+def test_the_tokenizer_that_is_given_beside_a_model_is_that_of_the_model(
+    make: Callable[..., FCSDTrainer], original: Any, tmp_path: Path
+) -> None:
+    original.save_pretrained(tmp_path / "model")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "model")
+    other = swapped(tmp_path / "other")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for model in (str(tmp_path / "model"), loaded):
+        with pytest.raises(
+            UserError,
+            match=rf"^model: {OTHER_TOKENIZER} give the tokenizer of the model",
+        ):
+            make(model=model, processing_class=other, layers="all")
+    added = swapped(tmp_path / "added", add=True)
+    make(model=str(tmp_path / "model"), processing_class=added, layers="all")
+
+
+def test_a_teacher_that_is_the_student_itself_teaches_nothing_and_is_refused(
+    make: Callable[..., FCSDTrainer],
+    original: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    original.save_pretrained(tmp_path / "base")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "base")
+    fcsd.convert_checkpoint(tmp_path / "base", tmp_path / "far", layers="all")
+    fcsd.convert_checkpoint(tmp_path / "base", tmp_path / "half", layers="last:1")
+    loaded, _ = fcsd.load(tmp_path / "far")
+    nothing = (
+        r"^teacher: has the weights of the student and its connectivity \(layers"
+        r" \[0, 1\], .*\), so it would teach nothing; give the original$"
+    )
+    for model, settings in (
+        (str(tmp_path / "far"), {}),
+        (str(tmp_path / "base"), {"layers": "all"}),
+        (copy.deepcopy(loaded), {}),
+    ):
+        for teacher in (str(tmp_path / "far"), loaded):
+            with pytest.raises(UserError, match=nothing):
+                make(model=model, teacher=teacher, **settings)
+    capfd.readouterr()
+    # One that differs is the caller's choice, of which a line tells.
+    make(model=str(tmp_path / "far"), teacher=str(tmp_path / "half"))
+    error = capfd.readouterr().err
+    assert re.search(
+        r"^teacher: is a FarSkip model of which no training is recorded; .* give its"
+        r" original, \S+base, because",
+        error,
+        re.MULTILINE,
+    )
+    half, _ = fcsd.load(tmp_path / "half")
+    half.config.farskip_trained = True
+    make(model=str(tmp_path / "far"), teacher=half)
+    make(model=str(tmp_path / "far"), teacher=str(tmp_path / "base"))
+    assert "no training is recorded" not in capfd.readouterr().err

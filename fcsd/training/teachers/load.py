@@ -14,17 +14,16 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import NOT_COMPUTED
 from fcsd.base.memory import free_memory
-from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint, read_config
+from fcsd.model.connectivity.checkpoint import Checkpoint, read_checkpoint
 from fcsd.model.connectivity.load import config_and_class, implementations
-from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families.structure import head_scaling, output_head
-from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.model.load import ModelFolder
 from fcsd.model.saved_dtypes import declared_dtype
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
@@ -173,14 +172,13 @@ def _read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 class TeacherSource:
     """The settings and models that a teacher is loaded from.
 
-    settings: the `teacher` section. model: the teacher's checkpoint. tokenizer: the
-    student's. rows: the training rows. batch_size: rows in one forward pass. seed:
-    selects the rows that are compared with a cache.
+    settings: the `teacher` section. model: the teacher's checkpoint. rows: the training
+    rows. batch_size: rows in one forward pass. seed: selects the rows that are compared
+    with a cache.
     """
 
     settings: TeacherConfig
     model: ModelFolder
-    tokenizer: PreTrainedTokenizerBase
     rows: Any
     batch_size: int
     seed: int
@@ -193,14 +191,12 @@ def load_teacher(
     """Load the teacher; None where the student itself serves as it. fill: compute the
     rows that a cache lacks.
 
-    Raises UserError: a checkpoint with another tokenizer, or one that is rewired or
-    trained already; a cache that does not fit.
+    `fcsd.training.teachers.check` has checked its checkpoint. Raises UserError: a cache
+    that does not fit.
     """
     plan = source.settings
-    _check_is_original(source)
     if plan.backend == "adapter_off":
         return None
-    _check_tokenizer(source)
     if plan.backend == "sharded":
         return _own_or_other(source)
     if fill:
@@ -266,8 +262,6 @@ def fill_teacher_cache(
     source: TeacherSource, folder: Path, *, verify: bool = False
 ) -> None:
     """Run the teacher over the training rows and store its hidden states in `folder`."""
-    _check_is_original(source)
-    _check_tokenizer(source)
     rows = source.rows
     # On one rank, because the fingerprint reads all weights.
     weights = source.launch.ranks.from_first(lambda: source.model.weights)
@@ -285,52 +279,3 @@ def fill_teacher_cache(
         source.launch.ranks.from_first(
             lambda: verify_cache(HiddenCache(folder, teacher_identity))
         )
-
-
-def _check_is_original(source: TeacherSource) -> None:
-    """Raise UserError when the student would be compared with itself, because its
-    checkpoint is rewired or trained already.
-    """
-    # A path that the user names is taken as meant; this is about the default.
-    folder = source.model.folder
-    if source.settings.path is not None:
-        return
-    config, _, connectivity = read_config(folder, any_family=True)
-    change = changed_by(config)
-    if connectivity is not None or change is not None:
-        if connectivity is not None:
-            description = "is a FarSkip checkpoint"
-        else:
-            description = f"was {change} as a FarSkip checkpoint"
-        raise UserError(
-            f"{folder}: {description}, so as its own teacher it would teach nothing;"
-            " set teacher.path to the original (backend sharded or cache), or"
-            " model.path to the original"
-        )
-
-
-def _check_tokenizer(source: TeacherSource) -> None:
-    """Raise UserError when a token has different ids in the teacher's tokenizer and the
-    student's.
-    """
-    if source.settings.path is None:
-        return
-    model = source.model
-    theirs = load_tokenizer(
-        model.folder, trust_remote_code=model.config.trust_remote_code
-    ).get_vocab()
-    ours = source.tokenizer.get_vocab()
-    differ = [
-        token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token)
-    ]
-    if not differ:
-        return
-    # The example in the message: the smallest of the student's ids.
-    token = min(differ, key=lambda token: ours.get(token, 1 << 40))
-    raise UserError(
-        f"teacher.path {source.settings.path}: its tokenizer is not the student's:"
-        f" {len(differ)} tokens have other ids or are missing, the first is {token!r}"
-        f" ({ours.get(token, 'none')} in the student's, {theirs.get(token, 'none')} in"
-        " the teacher's); fcsd cannot compare distributions over different"
-        " vocabularies; use a teacher with the same tokenizer"
-    )

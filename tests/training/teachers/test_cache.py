@@ -655,3 +655,24 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     assert known["attn_implementation"] == text._attn_implementation
     assert known["experts_implementation"] == text._experts_implementation
     assert unloaded(ModelFolder(ModelConfig(), tmp_path)).dtype == torch.bfloat16
+
+
+def test_a_teacher_that_is_given_by_its_path_and_is_the_student_is_refused(
+    bench: Bench, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    far = str(tmp_path / "far")
+    assert main(["convert", str(bench.base), far, "--layers", "all"]) == 0
+    live_one = live(bench, "itself", teacher={"path": far})
+    cache = {"backend": "cache", "path": far, "cache": str(tmp_path / "cache")}
+    cached_one = str(live(bench, "cached", teacher=cache))
+    for command in (
+        ["distill", str(live_one)],
+        ["distill", cached_one],
+        ["run", cached_one, "--only", "cache-teacher"],
+    ):
+        error = error_of(command, capfd)
+        assert re.search(
+            r": error: teacher\.path \S+far: has the weights of the student and its"
+            r" connectivity \(layers .*\), so it would teach nothing; give the original$",
+            error,
+        ), error
