@@ -3,19 +3,66 @@
 import re
 from typing import Any
 
-# The login of a URL (`//user:token@host`), and of an address without a scheme
-# (`user:token@host`).
-_LOGIN = re.compile(
-    r"(?<=//)[^\s/'\"]*(?=@)|(?<![\w/.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])"
+TOKEN = re.compile(
+    r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
 )
-_QUERY = re.compile(r"(?<=://)([^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]")
+"""Access tokens whose form no vocabulary contains by chance: of Hugging Face, GitHub
+and Amazon.
+"""
+
+# `https://`, also as a path writes it (`https:/`) or Windows (`https:\\`).
+_SCHEME = r"(?<![a-z\d])[a-z][a-z\d+.-]+:[/\\]+"
+# A name alone, or name and password; a password may hold a slash, a port may not.
+_NAME = r"(?:[^\s/\\'\"]|['\"](?=\w))*(?=@)|[^\s/\\'\"@:]*:(?!\d*(?:[/\\\s'\"]|$))[^\s'\"]*(?=@)"
+_LOGIN = re.compile(rf"({_SCHEME})(?:{_NAME})", re.IGNORECASE)
+_ENCODED = re.compile(
+    r"((?::|%3A)(?:%2F|%5C)+)(?:(?!%2F|%5C)[^\s/'\"])*(?=%40)", re.IGNORECASE
+)
+# Without a scheme: `//user:token@host`, `user:token@host`.
+_BARE = r"(?<![\w.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])"
+_NO_SCHEME = re.compile(rf"(?<=//)[^\s/'\"]*(?=@)|{_BARE}")
+_WORD_OF_NO_SCHEME = re.compile(rf"(?:(?:-*[\w.-]+=)?(?://)?){_BARE}")
+_QUERY = re.compile(
+    rf"({_SCHEME}[^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(
+    r"([?&#][\w-]*(?:token|key|secret|signature|sig|password|passwd|pwd|credential)=)"
+    r"[^\s&'\"#…]+",
+    re.IGNORECASE,
+)
 
 
 def without_credentials(text: str) -> str:
-    """Hide the parts of addresses in a text that may be secret: name and password, and
-    everything after `?` or `#`.
+    """Hide what may be secret in a text: name and password of an address, everything
+    after its `?` or `#`, and access tokens.
     """
-    return _QUERY.sub(r"\1…", _LOGIN.sub("…", text))
+    for pattern in (_QUERY, _SECRET_VALUE, _LOGIN, _ENCODED):
+        text = pattern.sub(r"\1…", text)
+    return TOKEN.sub("…", _NO_SCHEME.sub("…", text))
+
+
+def is_address(text: str) -> bool:
+    """Tell whether a text begins like an address, also as a path writes it:
+    `s3://bucket`, `https:/host`.
+    """
+    return re.match(_SCHEME, text, re.IGNORECASE) is not None
+
+
+def holds_credentials(text: str) -> bool:
+    """Tell whether a word that a user gave holds an access token, or an address with a
+    name, a password or a token.
+    """
+    return _WORD_OF_NO_SCHEME.match(text) is not None or any(
+        pattern.search(text) for pattern in (TOKEN, _LOGIN, _ENCODED, _SECRET_VALUE)
+    )
+
+
+CREDENTIALS = (
+    "holds a name or password, an access token, or something after ? or #; leave it"
+    " out, and give a key in the environment variable HF_TOKEN (of the Hub) or"
+    " FCSD_SERVER_API_KEY (of a server)"
+)
+"""What is wrong with a value in which `holds_credentials` finds some."""
 
 
 class UserError(Exception):

@@ -17,7 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError, is_address, one_line
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
 # The hint on a damaged file that fcsd itself wrote.
@@ -168,9 +168,11 @@ def check_path(path: Path) -> None:
     """Refuse an impossible path of a result before the work that produces it.
 
     Raises:
-        UserError: a name in the path is too long (the last one must leave room for a
-            temporary name), or holds a NUL or an incomplete character.
+        UserError: it is an address; a name in it is too long (the last one must leave
+            room for a temporary name), or holds a NUL or an incomplete character.
     """
+    if is_address(str(path)):
+        raise UserError(f"{path}: is an address; give a path of this machine")
     try:
         names = [os.fsencode(part) for part in path.parts]
     except UnicodeEncodeError:
@@ -440,12 +442,22 @@ def safetensors_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return the tensors in the header of a safetensors file, and the offset of their
     data.
     """
+    header, begin = _whole_header(file)
+    # Free text of whoever wrote the file, and no tensor.
+    header.pop("__metadata__", None)
+    return header, begin
+
+
+def safetensors_metadata(file: Path) -> Any:
+    """Return the free text in the header of a safetensors file."""
+    return _whole_header(file)[0].get("__metadata__")
+
+
+def _whole_header(file: Path) -> tuple[dict[str, Any], int]:
     check_regular(file)
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = json.loads(stream.read(size))
-    # Free text of whoever wrote the file, and no tensor.
-    header.pop("__metadata__", None)
     return header, 8 + size
 
 

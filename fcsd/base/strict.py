@@ -35,7 +35,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials, one_line
 from fcsd.base.files import check_path, home, read_text
 
 
@@ -69,8 +69,8 @@ class Strict(BaseModel):
         foreign: Mapping[str, str] = MappingProxyType({}),
         needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Refuse unknown keys, missing required keys, and `true` where a number is
-        needed.
+        """Refuse unknown keys, missing required keys, `true` where a number is needed,
+        and credentials, which would stand in the record of a run.
 
         foreign: keys of other members of a union -> the message. needs: required key ->
         what needs it, for the message.
@@ -82,6 +82,7 @@ class Strict(BaseModel):
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
+                wrong |= dict.fromkeys(_secrets(key, entry), CREDENTIALS)
                 for dotted_key, boolean in _booleans(
                     cls.model_fields[key].annotation, [(key, entry)]
                 ):
@@ -119,6 +120,21 @@ class Strict(BaseModel):
             if options.get(key) is not None
         }
         return _build(cls, values | fields, "", options=True)
+
+
+def _secrets(key: str, value: Any) -> list[str]:
+    """Return the dotted keys of the texts in a value that hold credentials."""
+    if isinstance(value, list | tuple | dict):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [
+            dotted_key
+            for name, item in items
+            if isinstance(item, str)
+            for dotted_key in _secrets(f"{key}.{name}", item)
+        ]
+    # Prose, such as a system prompt, may show an example of an address.
+    is_prose = not isinstance(value, str) or re.search(r"\s", value)
+    return [key] if not is_prose and holds_credentials(value) else []
 
 
 def option(

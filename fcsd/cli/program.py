@@ -14,9 +14,12 @@ from typing import NoReturn
 
 from fcsd import __version__
 from fcsd.base.errors import (
+    CREDENTIALS,
     Interrupted,
     ScorerError,
     UserError,
+    holds_credentials,
+    is_address,
     is_out_of_memory,
     without_credentials,
 )
@@ -24,6 +27,16 @@ from fcsd.base.files import home, release_folders
 from fcsd.base.temporary import sweep_scratch
 from fcsd.cli.options import Command, Help
 from fcsd.parallel import failure as rank_failure
+
+# Variables of addresses and paths, which fcsd or a library prints in messages.
+_ADDRESSES = (
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_CACHE",
+    "HF_DATASETS_CACHE",
+    "TMPDIR",
+    "XDG_",
+)
 
 
 class Parser(ArgumentParser):
@@ -66,6 +79,12 @@ class Program:
             parser.error(
                 f"no command '{command}'{did_you_mean(command, list(parser.commands))}"
             )
+        if (word := _word_with_credentials(words)) is not None:
+            shown = without_credentials(word)
+            print(
+                f"{self.name} {command}: error: {shown}: {CREDENTIALS}", file=sys.stderr
+            )
+            return 2
         arguments, unknown = parser.parse_known_args(words)
         if unknown:
             _refuse_unknown(parser.commands.get(arguments.command, parser), unknown[0])
@@ -78,17 +97,9 @@ class Program:
             if isinstance(value, Path):
                 # A shell leaves the `~` of --output=~/x as it is.
                 setattr(arguments, name, home(value))
-        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-            # Printing the name of a file that is not UTF-8 must not end the command.
-            sys.stdout.reconfigure(errors="backslashreplace")
-        if not sys.stderr.isatty():
-            # A bar adds a line to a log file at each update: at most every 15 seconds.
-            os.environ.setdefault("TQDM_MININTERVAL", "15")
         prefix = f"{self.name} {arguments.command}"
         first = os.environ.get("RANK", "0") == "0"
-        if not first:
-            # The first rank's bars represent all ranks, including libraries' bars.
-            os.environ.setdefault("TQDM_DISABLE", "1")
+        _prepare_output(first=first)
         try:
             # Remove what killed commands left, even where this one needs no such folder.
             sweep_scratch()
@@ -176,12 +187,42 @@ class Program:
         return parser
 
 
+def _prepare_output(*, first: bool) -> None:
+    """Make standard output take any name, and keep progress bars off log files."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # Printing the name of a file that is not UTF-8 must not end the command.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if not sys.stderr.isatty():
+        # A bar adds a line to a log file at each update: at most every 15 seconds.
+        os.environ.setdefault("TQDM_MININTERVAL", "15")
+    if not first:
+        # The first rank's bars represent all ranks, including libraries' bars.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def _word_with_credentials(words: Sequence[str]) -> str | None:
+    """Return the first word, or else variable, that holds credentials: refused before
+    anything prints or records it. Proxies may need theirs.
+    """
+    variables = (
+        f"{name}={value}"
+        for name, value in os.environ.items()
+        if name.startswith(_ADDRESSES)
+    )
+    return next(filter(holds_credentials, (*words, *variables)), None)
+
+
 def _path(text: str) -> Path:
     """Read a path of the command line. An empty one, often a shell variable that is not
     set, would be the current folder.
     """
     if not text:
         raise ArgumentTypeError("a path is needed, got ''")
+    if is_address(text):
+        raise ArgumentTypeError(
+            f"a path is needed, got the address {text}; fetch the file, and give its"
+            " path"
+        )
     return Path(text)
 
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import CREDENTIALS, UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import (
     FolderPath,
@@ -303,11 +303,7 @@ class ServerConfig(Strict):
     def _address_alone(cls, value: str) -> str:
         # Not a ValueError: pydantic's message would print the password.
         if any(mark in value for mark in "@?#"):
-            raise UserError(
-                "evaluation.server.url (--server): holds a name or password, or"
-                " something after ? or #; leave it out, and give a key in the"
-                " environment variable FCSD_SERVER_API_KEY"
-            )
+            raise UserError(f"evaluation.server.url (--server): {CREDENTIALS}")
         parts = urlsplit(value)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("an address such as http://localhost:8000 is needed")

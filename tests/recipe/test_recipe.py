@@ -122,13 +122,13 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
 def test_an_address_that_would_be_published_is_refused(
     tmp_path: Path, key: str
 ) -> None:
+    recipe = write(tmp_path, MINIMAL)
+    with pytest.raises(UserError, match=f"publication.{key}: owner/name .*https://h/x"):
+        load_recipe(recipe, [f"publication.{key}=https://h/x"])
     with pytest.raises(
-        UserError, match=f"publication.{key}: owner/name .*h/x"
+        UserError, match=f"publication.{key}: holds a name or password"
     ) as found:
-        load_recipe(
-            write(tmp_path, MINIMAL),
-            [f"publication.{key}=https://me:SECRET@h/x?token=SECRET"],
-        )
+        load_recipe(recipe, [f"publication.{key}=https://me:SECRET@h/x?token=SECRET"])
     assert "SECRET" not in str(found.value)
 
 

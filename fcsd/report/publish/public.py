@@ -5,13 +5,15 @@ Not covered: relative paths; secrets without a recognisable form (passwords, hex
 digits); pictures and weights.
 """
 
+import itertools
 import json
 import re
 from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import TOKEN, UserError, one_line
+from fcsd.base.files import safetensors_metadata
 
 PLACE = re.compile(r"(?<![\w/.:~\\-])~?(?:/[\w.@+-]+){2,}")
 """An absolute path of at least two names in a text; a lone `/`, `and/or` and parts of
@@ -19,12 +21,7 @@ an address do not match.
 """
 
 
-_ANYWHERE = re.compile(
-    r"\b(?:hf_|api_org_)[A-Za-z0-9]{30,}\b|\bgh[pousr]_[A-Za-z0-9]{36,}\b|\bgithub_pat_\w{36,}\b|\bAKIA[A-Z0-9]{16}\b"
-)
-"""Tokens whose form no vocabulary contains by chance. detect-secrets (1.5) has no rule
-for those of Hugging Face and for GitHub's `github_pat_`.
-"""
+# detect-secrets (1.5) has no rule for tokens of Hugging Face and for `github_pat_`.
 _VOCABULARY = ("tokenizer.json", "vocab.", "merges.txt", ".model", ".tiktoken", ".bpe")
 # Rules that ordinary text also matches: `AP` and nine letters; any IP address.
 _ORDINARY = ("ArtifactoryDetector", "IPPublicDetector")
@@ -78,26 +75,52 @@ def _rules() -> dict[str, list[re.Pattern[str]]]:
 
 
 def refuse_secrets(file: Path, original: Path) -> None:
-    """Refuse a text file with a token or key; the error names the line and never shows
-    the secret.
+    """Refuse a file with a token or key in its text, in whatever encoding, or in the
+    metadata of its weights; the error names the line and never shows the secret.
 
     original: the file that the user knows, for the error.
     """
     from huggingface_hub import get_token
 
-    text, token = file.read_bytes().decode("utf-8", "replace"), get_token()
+    token = get_token()
     rules = {
         # The search includes the user's own token, whatever its form.
-        "access token": [_ANYWHERE, *([re.compile(re.escape(token))] if token else [])]
+        "access token": [TOKEN, *([re.compile(re.escape(token))] if token else [])]
     }
-    # Among the many words of a vocabulary, some match the looser rules by chance.
-    if not any(part in file.name for part in _VOCABULARY):
+    # Among the many words of a vocabulary, or the bytes of a picture, some match the
+    # looser rules by chance.
+    if not any(part in file.name for part in (*_VOCABULARY, ".png")):
         rules |= _rules()
-    for name, patterns in rules.items():
+    searches = itertools.product(_texts(file), rules.items())
+    for text, (name, patterns) in searches:
         for pattern in patterns:
             if match := pattern.search(text):
                 line = text.count("\n", 0, match.start()) + 1
+                place = f"line {line}"
+                if file.suffix in (".safetensors", ".png"):
+                    place = "metadata"
                 raise UserError(
-                    f"{original}, line {line}: contains what looks like a secret"
+                    f"{original}, {place}: contains what looks like a secret"
                     f" ({name}); remove it, and revoke it"
                 )
+
+
+_ESCAPE = re.compile(r"\\(?:u00|x)([0-7][0-9A-Fa-f])")
+
+
+def _texts(file: Path) -> list[str]:
+    """Return the text of a file to search for secrets, with escapes of JSON and YAML
+    resolved; of a file with zero bytes also the text without them, for ASCII in UTF-16
+    or UTF-32 is ASCII then.
+    """
+    if file.suffix == ".safetensors":
+        data = json.dumps(safetensors_metadata(file), ensure_ascii=False).encode()
+    else:
+        data = file.read_bytes()
+    return [
+        _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+        for text in dict.fromkeys(
+            version.decode("utf-8", "replace")
+            for version in (data, data.replace(b"\0", b""))
+        )
+    ]

@@ -94,7 +94,7 @@ def push(
     Raises:
         UserError: before anything is sent: the repository id is invalid, there is no
             FarSkip checkpoint, weights do not fit their index or config, remote code is
-            missing, or a text file contains a token; later: the Hub refuses.
+            missing, or a file contains a token; later: the Hub refuses.
     """
     _check_repo_id(repo_id)
     checkpoint = _checked(find_checkpoint(folder))
@@ -284,9 +284,9 @@ def _assemble(
                 text = text.replace(f'"{recipe_id}"', f'"{repo_id}"')
         write_text(new / CARD, text)
     for file in sorted(new.rglob("*")):
-        # Every text file is searched, whoever wrote it: what has been published cannot
-        # be recalled.
-        if file.is_file() and file.suffix not in (".safetensors", ".png"):
+        # Every file is searched, whoever wrote it: what has been published cannot be
+        # recalled.
+        if file.is_file():
             refuse_secrets(file, source / file.relative_to(new))
     _say(checkpoint, new, repo_id)
 

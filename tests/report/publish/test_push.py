@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard, constants, parse_eval_result_entries
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.base.artifact import Stage, check_checkpoint, model_outputs
@@ -145,6 +146,53 @@ def test_a_file_with_a_token_in_it_is_refused(
     assert f"{checkpoint / name}, line 2: contains what looks like a secret (" in line
     assert text.split()[-1] not in line and text not in line
     assert not hub.requests
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be", "utf-8-sig"]
+)
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer_config.json", "NOTICE.txt"])
+def test_a_token_is_found_in_every_encoding_of_a_text(
+    hub: Hub, checkpoint: Path, name: str, encoding: str, capsys: Any
+) -> None:
+    token = "hf_" + "aB3" * 12
+    if name.endswith(".json"):
+        text = (checkpoint / name).read_text().replace("{", f'{{"x": "{token}",', 1)
+        encoding = "utf-8"
+    else:
+        text = f"first\n{token}\n"
+    (checkpoint / name).write_bytes(text.encode(encoding))
+    line = error_of(capsys, checkpoint, "me/x")
+    assert "contains what looks like a secret" in line and token not in line
+    assert f"{checkpoint / name}, line " in line and not hub.requests
+
+
+@pytest.mark.parametrize(
+    ("name", "written"),
+    [
+        ("LICENSE", r"key: \u0068f_{}"),
+        ("LICENSE", r'key: "\x68\x66\u005F{}"'),
+        ("deltas.png", "PNG tEXt\0hf_{}"),
+    ],
+)
+def test_a_token_is_found_behind_escapes_and_in_a_picture(
+    hub: Hub, checkpoint: Path, name: str, written: str, capsys: Any
+) -> None:
+    (checkpoint / name).write_text(written.format("aB3" * 12))
+    line = error_of(capsys, checkpoint, "me/x")
+    assert "contains what looks like a secret" in line and "aB3aB3" not in line
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("token", ["hf_" + "aB3" * 12, TOKEN])
+def test_a_token_is_found_in_the_metadata_of_weights(
+    hub: Hub, checkpoint: Path, token: str, capsys: Any
+) -> None:
+    file = sorted(checkpoint.glob("*.safetensors"))[0]
+    save_file(load_file(file), file, {"format": "pt", "made by": f"a {token} b"})
+    line = error_of(capsys, checkpoint, "me/x")
+    assert f"{file}, metadata: contains what looks like a secret" in line
+    assert token not in line and not hub.requests
 
 
 def test_a_dry_run_writes_exactly_what_a_push_sends(
@@ -640,12 +688,19 @@ def test_a_name_that_is_no_repository_is_refused(
     assert not hub.requests
 
 
-@pytest.mark.parametrize("base", ["https://me:SECRET@h/x", "nowhere"])
+@pytest.mark.parametrize(
+    ("base", "problem"),
+    [
+        ("https://me:SECRET@h/x", "holds a name or password"),
+        ("https://h/x", "is neither a folder nor owner/name on the Hub"),
+        ("nowhere", "is neither a folder nor owner/name on the Hub"),
+    ],
+)
 def test_a_base_model_that_the_card_cannot_name_is_refused(
-    hub: Hub, checkpoint: Path, base: str, capsys: pytest.CaptureFixture[str]
+    hub: Hub, checkpoint: Path, base: str, problem: str, capsys: Any
 ) -> None:
     error = error_of(capsys, checkpoint, "me/x", "--base-model", base)
-    assert "is neither a folder nor owner/name on the Hub" in error
+    assert problem in error
     assert "SECRET" not in error and not hub.requests
 
 
