@@ -15,6 +15,7 @@ Not covered: the location of a recipe's rows (`fcsd.pipeline.rows`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -36,6 +37,7 @@ from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing, token_ids
 from fcsd.data.sources import GivenSource, Source
 from fcsd.data.tokenizers import tokenizer_name
+from fcsd.data.values import as_written, decoded, has_mapping, json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,8 +145,9 @@ def given_rows(
         UserError: there are no such columns or no examples, `tokenize_examples` refuses
             the data, or packed rows have another length.
     """
+    as_json: Sequence[str] = ()
     if isinstance(data, Sequence) and not isinstance(data, str | bytes):
-        data = _of_list(data, name)
+        data, as_json = _of_list(data, name)
     if isinstance(data, datasets.Dataset):
         data = _unformatted(data, name)
     names = _column_names(data, name)
@@ -167,9 +170,9 @@ def given_rows(
             check_meanings(columns)
         except ValueError as error:
             raise UserError(str(error)) from None
-    source = GivenSource(
-        name, column_meanings(name, names, columns, form="columns={1}"), data
-    )
+    meanings = column_meanings(name, names, columns, form="columns={1}")
+    examples = decoded(data, as_json) if as_json else as_written(data)
+    source = GivenSource(name, meanings, examples)
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 
@@ -190,11 +193,9 @@ def _unformatted(data: datasets.Dataset, name: str) -> datasets.Dataset:
     return data if data.format["type"] is None else data.with_format(None)
 
 
-def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
-    """Return a data set of a list of examples; a column that an example lacks is None
-    there.
-
-    In lists of messages, values stay unchanged.
+def _of_list(examples: Sequence[Any], name: str) -> tuple[datasets.Dataset, list[str]]:
+    """Return a data set of a list of examples, and its columns that are JSON text of
+    the values; a column that an example lacks is None there.
     """
     names: dict[str, None] = {}
     for number, example in enumerate(examples, 1):
@@ -205,27 +206,26 @@ def _of_list(examples: Sequence[Any], name: str) -> datasets.Dataset:
                 " {'input_ids': […]}"
             )
         names |= dict.fromkeys(example)
-    # Messages stay JSON: a common type for them would add empty keys and change values.
     columns = {
         column: [example.get(column) for example in examples] for column in names
     }
-    plain = {
-        column: values
-        for column, values in columns.items()
-        if not any(map(_is_chat, values))
-    }
+    # A common type for mappings would add empty keys and change values.
+    as_json = []
+    for column, values in columns.items():
+        # Other values than JSON's may stand in a column that is not read.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            if any(map(has_mapping, values)):
+                columns[column] = json_text(values)
+                as_json.append(column)
     try:
-        types = datasets.Dataset.from_dict(plain, on_mixed_types="use_json").features
-        features = datasets.Features(
-            {column: types.get(column, datasets.Json()) for column in columns}
-        )
-        return datasets.Dataset.from_dict(columns, features=features)
+        data = datasets.Dataset.from_dict(columns, on_mixed_types="use_json")
     # pyarrow's errors are subclasses of the first two.
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"data set {name}: its examples have no common columns ({one_line(error)});"
             " values of one column must be of one kind"
         ) from None
+    return data, as_json
 
 
 def _no_data(data: Any, name: str) -> UserError:
@@ -243,10 +243,6 @@ def _no_data(data: Any, name: str) -> UserError:
     elif type(data).__name__ == "DataFrame":
         hint = "; convert it with datasets.Dataset.from_pandas"
     return UserError(f"data set {name}: {kind_of(data)}; {requirement}{hint}")
-
-
-def _is_chat(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
 def _column_names(data: Any, name: str) -> list[str]:

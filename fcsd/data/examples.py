@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fcsd.base.differences import without_none
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS
 from fcsd.data.messages import (
@@ -329,7 +328,7 @@ def _tools(example: Mapping[str, Any], columns: Mapping[Any, str]) -> list[Any] 
             f" needed, got {short(value)}"
         )
     if tools:
-        return [_tool(tool, columns["tools"]) for tool in without_none(tools)]
+        return [_tool(tool, columns["tools"]) for tool in tools]
     return None
 
 
@@ -361,7 +360,7 @@ def _options(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str
             f"column {column!r}: needs names and values of options of the chat"
             f" template; got {short(value)}"
         )
-    return dict(without_none(options))
+    return dict(options)
 
 
 def _text(example: Mapping[str, Any], column: str) -> str:

@@ -15,7 +15,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fcsd.base.differences import without_none
 from fcsd.base.errors import UserError
 
 _CALL = "function_call"
@@ -70,8 +69,7 @@ def messages_of(example: Mapping[str, Any], column: str) -> list[dict]:
 
 def _message(message: Any, column: str) -> dict:
     """Read one message: {"role", "content"}, or ShareGPT's {"from", "value"}."""
-    # `datasets` adds null to mappings that lack keys of others.
-    fields = without_none(message) if isinstance(message, Mapping) else {}
+    fields = _present(message) if isinstance(message, Mapping) else {}
     is_sharegpt = "role" not in fields
     role = fields.pop("from" if is_sharegpt else "role", None)
     content = fields.pop("content" if "content" in fields else "value", None)
@@ -103,6 +101,13 @@ def _message(message: Any, column: str) -> dict:
         **fields,
         **({"tool_calls": calls} if calls else {}),
     }
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a message or a call that are not null: null stands for an
+    absent key there, as in OpenAI's API, but is a value in arguments and tools.
+    """
+    return {key: value for key, value in fields.items() if value is not None}
 
 
 def _check_keys(message: Mapping[str, Any], column: str) -> None:
@@ -179,18 +184,13 @@ def _calls(raw_calls: Any, column: str) -> list[dict]:
             f"column {column!r}: the arguments of a call of {function['name']!r} must"
             f" be an object, or JSON text of one, got {short(arguments)}"
         )
-    other_keys = {
-        key: value
-        for key, value in raw_calls.items()
-        if key not in ("name", "arguments")
-    }
-    return [
-        {
-            "type": "function",
-            **other_keys,
-            "function": {**function, "arguments": arguments},
-        }
-    ]
+    call = _present(raw_calls)
+    # The keys keep their order, in which a template may write them.
+    if "function" not in call:
+        call = {key: call[key] for key in call if key not in ("name", "arguments")}
+    if "type" not in call:
+        call = {"type": "function", **call}
+    return [call | {"function": _present(function) | {"arguments": arguments}}]
 
 
 def decoded_json(text: str, column: str, subject: str) -> Any:

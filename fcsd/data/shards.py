@@ -35,7 +35,7 @@ from fcsd.data.messages import BadExample
 from fcsd.data.reading import Piece
 from fcsd.data.sources import Source, columns_of
 
-MEANING = 2  # version of the reading of examples; tokens of an earlier one are not used
+MEANING = 3  # version of the reading of examples; tokens of an earlier one are not used
 NONE, BAD = -1, -2
 _MOST_TOKENS = 1 << 31
 _RECORD = "record"

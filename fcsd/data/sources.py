@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,7 +15,8 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import home
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
-from fcsd.data.local import check_data, fresh_cache, making_of
+from fcsd.data.local import check_data, fresh_cache, making_of, scratch
+from fcsd.data.values import as_written, decoded, read_as_text
 
 
 @dataclass(frozen=True)
@@ -151,17 +152,14 @@ def open_source(source: Any) -> Opened:
     check_place(source)
     try:
         with fresh_cache(home(source.path)):
-            opened = _open(source, None)
+            opened = _open(source)
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
-            # Opened again where `datasets` would change values on reading.
-            if columns and (
-                features := _as_written(opened.examples, columns.values(), first)
-            ):
-                opened = _open(source, features)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
         raise _empty(source) from None
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+    except (
+        ValueError, RecursionError, OSError, datasets.exceptions.DatasetsError,
+    ) as error:  # fmt: skip
         raise _fault(source, error) from error
     return dataclasses.replace(
         opened, settings=source.model_copy(update={"columns": columns})
@@ -218,44 +216,56 @@ def broken_line(path: Path) -> str:
     return f", line {blank}: is blank; remove it; {_JSONL}" if blank else ""
 
 
-def _open(source: SourceConfig, features: datasets.Features | None) -> Opened:
+def _open(source: SourceConfig) -> Opened:
     """Open a source file by file; a part of a split, or a data set of the Hub that is
     small or downloaded already, as a whole.
     """
-    path, options = home(source.path), {"features": features}
-    if features is not None:
-        options["on_mixed_types"] = None  # JSON: raise instead of quoting
+    path = home(source.path)
+    options: dict[str, Any] = {"path": source.path, "revision": source.revision}
     if path.suffix in _FILE_FORMATS and not path.is_dir():
-        options |= {
+        options = {
             "path": _FILE_FORMATS[path.suffix],
             "data_files": {"train": str(path)},
         }
     else:
-        is_local = path.is_dir()
-        options |= {"path": str(path) if is_local else source.path, "name": source.name}
-        options["revision"] = None if is_local else source.revision
+        if path.is_dir():
+            options = {"path": str(path)}
+        options["name"] = source.name
     builder = datasets.load_dataset_builder(**options)
     # A part such as train[:90%] is defined by rows, so files cannot be read one by one.
     is_part = re.search(_PART_OF_SPLIT, source.split) is not None
-    if is_part or (
+    as_whole = is_part or (
         not path.exists()
         and (Path(builder.cache_dir).is_dir() or _says_small(builder, source))
-    ):
-        return Opened(
-            source, datasets.load_dataset(**options, split=source.split), whole=True
-        )
-    # Otherwise the data are streamed, so that only what is needed is read.
-    examples = builder.as_streaming_dataset(split=source.split)
-    files = (builder.config.data_files or {}).get(source.split, [])
-    files = tuple(map(str, files)) if len(files) == examples.num_shards else ()
+    )
+    is_json = builder.info.builder_name == "json" and builder.config.field is None
+    if is_json:
+        # Not from the usual cache, which has the values as `datasets` reads them.
+        if as_whole and not path.exists():
+            builder = datasets.load_dataset_builder(**options, cache_dir=str(scratch()))
+        read_as_text(builder)
+    examples: Any
+    files: tuple[str, ...] = ()
+    if as_whole:
+        builder.download_and_prepare()
+        examples = builder.as_dataset(split=source.split)
+    else:
+        # Otherwise the data are streamed, so that only what is needed is read.
+        examples = builder.as_streaming_dataset(split=source.split)
+        names = (builder.config.data_files or {}).get(source.split, [])
+        files = tuple(map(str, names)) if len(names) == examples.num_shards else ()
     # Only local files have a known size; a stream from the Hub counts as large.
     sizes = None
     if path.exists():
         sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    is_whole = source.max_examples is not None or (
-        sizes is not None and sizes <= WHOLE_BYTES
+    return Opened(
+        source,
+        decoded(examples) if is_json else as_written(examples),
+        as_whole
+        or source.max_examples is not None
+        or (sizes is not None and sizes <= WHOLE_BYTES),
+        files,
     )
-    return Opened(source, examples, is_whole, files)
 
 
 def _says_small(builder: Any, source: SourceConfig) -> bool:
@@ -276,36 +286,4 @@ def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
 def _empty(source: SourceConfig) -> UserError:
     return UserError(
         f"data set {source.path}, split {source.split!r}: is empty; give a file or a split with rows"
-    )
-
-
-def _as_written(
-    examples: Any, columns: Collection[str], first: Mapping[str, Any]
-) -> datasets.Features | None:
-    """Return features that keep each value of these columns of JSON files as it is
-    written; None: for other files.
-
-    `datasets` (5.2) gives a column the type of its values in the first 10 MB. If a
-    later value has another type, all of that stretch becomes text: the number is
-    converted, and every text beside it gets quotes. As `Json`, each value is kept,
-    except a text that is JSON itself, such as "5"; so columns of text stay text, and a
-    number among them cannot be read.
-
-    first: the first example, which shows the types where `datasets` would have to read
-    a whole file for them.
-    """
-    if examples.info.builder_name != "json":
-        return None
-    text, types = datasets.Value("string"), examples.features
-    # Files without a schema have no types until they have been read.
-    names = first if types is None else types
-    is_text = {
-        name: isinstance(first[name], str) if types is None else types[name] == text
-        for name in names
-    }
-    return datasets.Features(
-        {
-            name: text if name in columns and is_text[name] else datasets.Json()
-            for name in names
-        }
     )

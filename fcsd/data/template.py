@@ -119,7 +119,7 @@ def message_form_of(
             "kwargs",
         }:
             return f"is given {name!r} by fcsd; take it out of chat_template_kwargs"
-        if value not in ("", [], {}) and not re.search(
+        if value not in (None, "", [], {}) and not re.search(
             rf"\b{re.escape(name)}\b", template
         ):
             return f"reads no {name!r}; take it out of chat_template_kwargs"
