@@ -21,7 +21,7 @@ from fcsd.report.figure import (
     set_title,
 )
 from fcsd.training.losses.objectives import MEASURES
-from fcsd.training.sweep import last_text
+from fcsd.training.sweep import last_text, tried
 
 _PANELS = {
     key: (f"Training loss: {measure.title}", "nats per token")
@@ -340,18 +340,12 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     # Each stage varies one value and keeps the other fixed; the title names the fixed
     # one.
     rate, batch = "learning_rate", "batch_size_tokens"
-    fixed = {
-        key: {row[key] for row in result["candidates"] if row["stage"] != key}
-        for key in (rate, batch)
-    }
+    first_rate = next((row[rate] for row in tried(result, batch)), 0)
     for axis, key, name, where in (
-        (axes[0], batch, "Batch size", f"learning rate {next(iter(fixed[rate]), 0):g}"),
+        (axes[0], batch, "Batch size", f"learning rate {first_rate:g}"),
         (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens per batch"),
     ):
-        rows = sorted(
-            (row for row in result["candidates"] if row["stage"] == key),
-            key=lambda row: row[key],
-        )
+        rows = tried(result, key)
         done = [row for row in rows if row["loss"] is not None]
         chosen, failed = (
             [row for row in done if row[key] == result[key]],

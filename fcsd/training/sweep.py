@@ -2,8 +2,9 @@
 learning rate at the best batch size.
 
 Every candidate trains the same number of steps from the same weights on the same data
-order, and the lowest mean training loss over the last steps wins. A finished candidate
-is never trained again.
+order, and the lowest mean training loss over the last steps wins. The learning rate of
+the first stage was measured at the best batch size, too, so it counts in the choice. A
+finished candidate is never trained again.
 
 The readers of a finished training's logs are also here.
 """
@@ -162,7 +163,11 @@ def run_sweep(
         measured("learning_rate", batch_size_tokens, rate)
         for rate in sweep.learning_rate
     ]
-    choice = best(second)
+    candidates = first + second
+    # The first stage may have measured a better rate than all of the second.
+    choice = best(
+        [row for row in candidates if row["batch_size_tokens"] == batch_size_tokens]
+    )
     result = {
         "batch_size_tokens": batch_size_tokens,
         "learning_rate": choice["learning_rate"],
@@ -170,7 +175,7 @@ def run_sweep(
         "steps": sweep.steps,
         "equal": sweep.equal,
         "last_steps": sweep.last_steps,
-        "candidates": first + second,
+        "candidates": candidates,
     }
 
     def write() -> None:
@@ -214,6 +219,22 @@ def choice_text(result: Mapping[str, Any]) -> str:
     )
 
 
+def tried(result: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Return the candidates that were compared for the choice of one value: all batch
+    sizes of the first stage, or all learning rates at the best batch size; smallest
+    first.
+    """
+    rows = {}
+    for row in result["candidates"]:
+        if key == "batch_size_tokens":
+            is_compared = row["stage"] == key
+        else:
+            is_compared = row["batch_size_tokens"] == result["batch_size_tokens"]
+        if is_compared:
+            rows[row[key]] = row
+    return [rows[value] for value in sorted(rows)]
+
+
 def edges(result: Mapping[str, Any]) -> list[str]:
     """Return a warning for each of the two values that is best at an end of those
     tried: a better one may lie beyond.
@@ -224,11 +245,11 @@ def edges(result: Mapping[str, Any]) -> list[str]:
         ("batch_size_tokens", "batch size"),
         ("learning_rate", "learning rate"),
     ):
-        tried = {row[key] for row in result["candidates"] if row["stage"] == key}
+        values = [row[key] for row in tried(result, key)]
         value = result[key]
-        if len(tried) < 2 or value not in (min(tried), max(tried)):
+        if len(values) < 2 or value not in (values[0], values[-1]):
             continue
-        if value == min(tried):
+        if value == values[0]:
             superlative, comparative = "smallest", "smaller"
         else:
             superlative, comparative = "largest", "larger"
@@ -253,14 +274,13 @@ def sweep_table(result: dict[str, Any]) -> str:
         "|---|---:|---:|---:|---|",
     ]
     for row in result["candidates"]:
-        # All batch sizes were tried at one rate, so the rate decides in the second
-        # stage only.
-        chosen = row["batch_size_tokens"] == result["batch_size_tokens"] and (
-            row["stage"] == "batch_size_tokens"
-            or row["learning_rate"] == result["learning_rate"]
-        )
+        mark = ""
+        if row["batch_size_tokens"] == result["batch_size_tokens"]:
+            if row["learning_rate"] == result["learning_rate"]:
+                mark = "chosen"
+            elif row["stage"] == "batch_size_tokens":
+                mark = "best batch size"
         loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
-        mark = "chosen" if chosen else ""
         lines.append(
             f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g}"
             f" | {loss} | {mark} |"

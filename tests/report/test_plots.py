@@ -217,6 +217,26 @@ def test_the_sweep_has_a_tick_for_every_value_that_was_tried(
     assert batch.get_title() == "Batch size, at learning rate 2e-05"
 
 
+def test_the_rate_of_the_first_stage_is_drawn_among_those_of_the_second(
+    tmp_path: Path, drawn: list[Any]
+) -> None:
+    tried = [("batch_size_tokens", 512, 2e-3, 0.4), ("batch_size_tokens", 1024, 2e-3, 0.2),
+             ("learning_rate", 1024, 3e-3, 0.5), ("learning_rate", 1024, 1e-3, 0.3)]  # fmt: skip
+    keys = ("stage", "batch_size_tokens", "learning_rate", "loss")
+    result = {
+        "batch_size_tokens": 1024,
+        "learning_rate": 2e-3,
+        "last_steps": 9,
+        "candidates": [dict(zip(keys, row, strict=True)) for row in tried],
+    }
+    plots.plot_sweep(result, tmp_path)
+    _, rate = drawn[0].axes
+    (line,) = [line for line in rate.lines if len(line.get_xdata()) == 3]
+    assert list(line.get_xdata()) == [1e-3, 2e-3, 3e-3]
+    assert list(line.get_ydata()) == [0.3, 0.2, 0.5]
+    assert series(rate)["chosen"][0] == [2e-3]
+
+
 def test_what_guessing_gives_is_marked_in_the_rows_of_its_tasks(
     tmp_path: Path, drawn: list[Any]
 ) -> None:

@@ -114,6 +114,36 @@ def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
     )
 
 
+@pytest.mark.parametrize("rates", [[2e-3, 4e-3], [2e-3], [5e-4, 2e-3]])
+def test_a_rate_of_the_first_stage_that_is_better_than_all_of_the_second_is_chosen(
+    tmp_path: Path, rates: list[float]
+) -> None:
+    """0.001 is measured with the batch sizes, and not listed for the second stage."""
+    runner = Runner(LOSSES | {(128, 2e-3): [9, 3, 3], (128, 5e-4): [9, 2.1, 2]})
+    result = swept(recipe(learning_rate=rates), tmp_path, runner)
+    assert (result["batch_size_tokens"], result["learning_rate"]) == (128, 1e-3)
+    assert result["loss"] == min(row["loss"] for row in result["candidates"]) == 2
+    marked = [
+        line.split(" | ")[:3]
+        for line in (tmp_path / "sweep.md").read_text().splitlines()
+        if line.endswith("| chosen |")
+    ]
+    assert marked == [["| batch_size_tokens", "128", "0.001"]]
+    ready = load_recipe(tmp_path / "recipe.yaml")
+    assert ready.train.learning_rate == 1e-3
+    # The rate was compared with those of the second stage, so it may lie at their end.
+    assert any("learning rate" in line for line in edges(result)) == (min(rates) > 1e-3)
+
+
+def test_the_best_batch_size_of_the_first_stage_is_not_called_chosen_at_another_rate(
+    tmp_path: Path,
+) -> None:
+    swept(recipe(), tmp_path, Runner())
+    text = (tmp_path / "sweep.md").read_text()
+    assert "| batch_size_tokens | 128 | 0.001 | 2.00000 | best batch size |" in text
+    assert text.count("| chosen |") == 1
+
+
 @pytest.mark.parametrize(
     "damage", ['{"step": 3, "lo', "[1]", '{"loss": 1.0}', "[" * 5000]
 )
