@@ -4,7 +4,13 @@ launch = join_launch()        # `fcsd.parallel.join`; once, in the command, whic
 launch.device, launch.engine, launch.ranks
 """
 
+import contextlib
+import os
+import platform
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -36,6 +42,22 @@ class Launch:
         does, and sends the others their shards.
         """
         return not self.engine.shards_when_placed or self.first
+
+    def hardware(self) -> dict[str, Any]:
+        """Describe what computes: the `device` of a rank by its name, and the number of
+        `processes`; of a CPU also its `threads`.
+        """
+        facts = {"processes": self.ranks.size}
+        if self.device.type != "cpu":
+            module = torch.get_device_module(self.device)
+            return {"device": str(module.get_device_name(self.device))} | facts
+        name = platform.processor() or platform.machine()
+        with contextlib.suppress(OSError):  # only Linux has it
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+            if found := re.search(r"^model name\s*:\s*(.+?)\s*$", text, re.MULTILINE):
+                name = found[1]
+        threads = min(torch.get_num_threads(), os.cpu_count() or 1)
+        return {"device": f"CPU {name}".strip()} | facts | {"threads": threads}
 
     def wait(self) -> None:
         """Wait until all ranks have made this call."""

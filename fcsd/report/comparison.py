@@ -14,7 +14,7 @@ from typing import Any
 from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
-from fcsd.base.text import fold
+from fcsd.base.text import fold, markdown, metric_words
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.scores import compare
@@ -26,7 +26,10 @@ from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
 
 SCHEMA_VERSION = 1
 LONG_TABLE = 12  # lines; a longer table is folded
-ITEMS_LINK = " [Every answer side by side](items.html)."
+ITEMS_LINK = (
+    "**[Every answer side by side](items.html)**: question, answers and scores of all"
+    " models, item by item.\n\n"
+)
 Evaluated = Mapping[str, Mapping[str, Any]]
 Comparisons = dict[str, dict[str, Any]]
 
@@ -213,11 +216,12 @@ def write_comparison(
         write_json(new / "comparison.json", content)
         parts = [
             f"# {', '.join(comparisons)} against {next(iter(evaluated))}",
+            ITEMS_LINK.strip(),
             *verdicts(comparisons),
             *tables(comparisons),
             *figure_parts(figures),
             "## Settings",
-            settings_text(evaluated),
+            *settings_tables(evaluated),
         ]
         text = "\n\n".join(parts) + "\n"
         write_text(new / "comparison.md", text)
@@ -245,7 +249,7 @@ def tables(comparisons: Comparisons) -> list[str]:
                 f"{name}, task by task ({len(comparison['tasks'])} tasks)", table
             )
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
-    return [*parts, f"{LEGEND}{ITEMS_LINK}"]
+    return [*parts, LEGEND]
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:
@@ -279,17 +283,86 @@ def training_of(folder: Path, result: Mapping[str, Any]) -> Path | None:
     return None
 
 
-def settings_text(evaluated: Evaluated) -> str:
-    """Format the settings, once where all are the same, and their differences."""
-    lines = {
-        name: settings_line(evaluation["result"])
-        for name, evaluation in evaluated.items()
+def settings_tables(evaluated: Evaluated) -> list[str]:
+    """Format the settings of evaluations as two tables: how each task was asked, and all
+    else. Where models differ, a cell says which had what.
+    """
+    results = {name: value["result"] for name, value in evaluated.items()}
+    first = next(iter(results.values()))
+    tasks = [
+        [
+            task,
+            metric_words(row["metric"]),
+            str(row["num_fewshot"]),
+            "chat template" if row.get("chat_template") else "plain text",
+            str(row["num_items"]),
+        ]
+        for task, row in first["tasks"].items()
+    ]
+    facts: dict[str, dict[str, str]] = {}
+    for name, result in results.items():
+        for key, value in _settings(result).items():
+            facts.setdefault(key, {})[name] = value
+    rows = [[key, _by_value(values, len(results))] for key, values in facts.items()]
+    return [
+        markdown(["task", "metric", "shots", "prompt", "items"], tasks, left=5),
+        markdown(["setting", "value"], rows, left=2),
+    ]
+
+
+def _settings(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings of one evaluation, as text, beside those of its tasks."""
+    settings, tasks = result["settings"], result["tasks"]
+    cut = {task: row["prompts_cut"] for task, row in tasks.items() if row.get("prompts_cut")}  # fmt: skip
+    limit, device = settings.get("limit"), settings.get("device")
+    factor = settings.get("capacity_factor")
+    share = f"{100 * limit:g} %" if limit and limit < 1 else limit
+    facts = {
+        "items": f"the first {share} of every task" if limit else "all",
+        "precision": settings.get("dtype"),
+        "computed on": engine_of(settings) if settings.get("server") else device,
+        "decoding": settings.get("decoding"),
+        "prompts cut on the left": ", ".join(f"{task} {n}" for task, n in cut.items()),
+        "date in the template": settings.get("template_date"),
+        "router bias": settings.get("router_bias"),
+        "capacity factor": (
+            f"{factor:g} by {settings['capacity_drop']}" if factor else None
+        ),
+        "software": ", ".join(
+            f"{name} {version}"
+            for name, version in settings.get("versions", {}).items()
+        ),
+        "sandbox": sandbox_text(result["sandbox"]) if result.get("sandbox") else None,
     }
-    text = "\n".join(f"- {name}: {line}" for name, line in lines.items())
-    if len(set(lines.values())) == 1:
-        text = next(iter(lines.values()))
-    differ = differing_settings(evaluated)
-    return text + (f"\n\n**These differ:** {differ}." if differ else "")
+    return {key: str(value) for key, value in facts.items() if value}
+
+
+def _by_value(values: Mapping[str, str], num_models: int) -> str:
+    """Format a setting of all models: the value, or each value with the models that
+    have it.
+    """
+    models: dict[str, list[str]] = {}
+    for name, value in values.items():
+        models.setdefault(value, []).append(name)
+    if len(values) == num_models and len(models) == 1:
+        return next(iter(models))
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in models.items())
+
+
+def sandbox_text(sandbox: Mapping[str, Any]) -> str:
+    """Format the layers of a sandbox: `namespaces user pid net, landlock_abi 7,
+    seccomp, without rlimits`.
+    """
+    words = []
+    for name, value in sandbox.items():
+        if isinstance(value, bool):
+            words.append(name if value else f"without {name}")
+        else:
+            words.append(
+                f"{name}"
+                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
+            )
+    return ", ".join(words) or "its layers are not recorded"
 
 
 def differing_settings(evaluated: Evaluated) -> str:

@@ -27,11 +27,12 @@ from fcsd.recipe.recipe import (
     to_yaml,
 )
 from fcsd.report.comparison import (
+    ITEMS_LINK,
     LONG_TABLE,
     chance_levels,
     compare_all,
     figure_parts,
-    settings_text,
+    settings_tables,
     tables,
     verdicts,
     write_details,
@@ -41,8 +42,13 @@ from fcsd.report.page import write_page
 from fcsd.report.plots import plot_models, plot_sweep
 from fcsd.report.study_plots import plot_layers
 from fcsd.report.table import models_table
-from fcsd.report.training import stopping_table
-from fcsd.report.verdict import quick_look, verdict
+from fcsd.report.training import (
+    stopping_table,
+    training_facts,
+    training_text,
+    trainings_table,
+)
+from fcsd.report.verdict import outcome, quick_look, verdict
 from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1
@@ -114,7 +120,18 @@ def write_report(
         figures = write_details(evaluated, comparisons, training, new, colours)
         figures |= _figures(report, evaluated, look, colours, new)
         write_json(new / "report.json", report)
-        text = _markdown(recipe, report, table, figures)
+        calibrated = {
+            name: manifest
+            for name in models
+            if name not in training
+            and "tokens"
+            in (manifest := read_manifest(layout.stage(name))).get("results", {})
+        }
+        sweep = layout.sweep if report["sweep"] is not None else None
+        trainings = trainings_table(training, calibrated, sweep)
+        text = _markdown(
+            recipe, report, table, figures, _opening(report, training), trainings
+        )
         write_text(new / "report.md", text)
         write_page(text, new / "report.html")
     sentences = [
@@ -275,27 +292,56 @@ def _figures(
     return figures
 
 
+def _opening(report: Mapping[str, Any], training: Mapping[str, Path]) -> list[str]:
+    """Say at the top of the page how the run ended: the outcome of its main model, when
+    and how that was trained, and the way to all answers.
+    """
+    parts, comparisons = [], report["comparisons"]
+    main = MAIN if MAIN in comparisons else next(iter(comparisons), None)
+    if main is not None:
+        parts.append(outcome(main, comparisons[main]))
+    if main in training:
+        facts = training_facts(training[main])
+        day = f"Finished on {facts['finished'][:10]}; " if facts["finished"] else ""
+        parts.append(f"{day}`{main}` was {training_text(facts)}")
+    return [*parts, *([ITEMS_LINK.strip()] if comparisons else [])]
+
+
 def _markdown(
-    recipe: Recipe, report: dict[str, Any], table: str, figures: dict[str, str]
+    recipe: Recipe,
+    report: dict[str, Any],
+    table: str,
+    figures: dict[str, str],
+    opening: list[str],
+    trainings: str,
 ) -> str:
     stopping = recipe.early_stopping
-    parts = [f"# Report of `{recipe.name}`"]
+    parts = [f"# Report of `{recipe.name}`", *opening]
     if report["comparisons"]:
         parts += ["## Verdict", *verdicts(report["comparisons"])]
     parts += [
         "## Models",
         "Scores are percentages ± one standard error; KL is KL(original || model) in"
-        " nats per token on held-out text. " + _legend(recipe, report["models"]),
+        f" nats per token{_heldout(recipe, report['models'])}."
+        f" {_legend(recipe, report['models'])}",
         (
             fold("Every task of every model", table)
             if table.count("\n") > LONG_TABLE
             else table
         ),
         *(
-            f"`{name}`: {calibration_kl_text(kl)}."
+            f"The calibration of `{name}` measured another KL, on its own text, which"
+            f" is not the held-out text of the table: {calibration_kl_text(kl)}."
             for name, kl in report["calibrations"].items()
         ),
     ]
+    if trainings:
+        parts += [
+            "## Trainings",
+            trainings,
+            "Time and tokens per second: of the steps alone, without scores and"
+            " checkpoints.",
+        ]
     if stopping is not None:
         parts.append(
             "Early stopping and choice of checkpoint:"
@@ -322,8 +368,23 @@ def _markdown(
     folded_recipe = fold(
         "The whole recipe, with every default", f"```yaml\n{to_yaml(recipe.dump())}```"
     )
-    parts += ["## Settings", _settings(report), "## Recipe", folded_recipe]
+    versions = ", ".join(
+        f"{name} {version}" for name, version in report["versions"].items()
+    )
+    parts += ["## Settings"]
+    if report["models"]:
+        parts += ["How the models were evaluated:", *settings_tables(report["models"])]
+    parts += [f"Software of the report: {versions}.", "## Recipe", folded_recipe]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _heldout(recipe: Recipe, models: Mapping[str, Any]) -> str:
+    """Name the text on which the KL of the models was measured."""
+    measured = [model["result"].get("kl_to_original") for model in models.values()]
+    counts = {kl["num_tokens"] for kl in measured if kl}
+    if not counts or recipe.data is None or recipe.data.heldout is None:
+        return " on held-out text"
+    return f" on held-out text (`{recipe.data.heldout.path}`, {max(counts):,} tokens)"
 
 
 def _legend(recipe: Recipe, models: Mapping[str, Any]) -> str:
@@ -367,13 +428,3 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
         f" **The same items are graded in {', '.join(sorted(graded))}: they are not an"
         " independent test of this choice.**"
     )
-
-
-def _settings(report: dict[str, Any]) -> str:
-    lines = [f"- {name} {version}" for name, version in report["versions"].items()]
-    if report["models"]:
-        lines.append(f"- evaluation: {settings_text(report['models'])}")
-        sandbox = next(iter(report["models"].values()))["result"]["sandbox"] or {}
-        if layers := ", ".join(f"{key} {value}" for key, value in sandbox.items()):
-            lines.append(f"- sandbox of generated code: {layers}")
-    return "\n".join(lines)

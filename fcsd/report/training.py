@@ -85,6 +85,138 @@ def _by_tokens(
     return [{**point, "tokens": point["step"] * batch} for point in points]
 
 
+def trainings_table(
+    training: Mapping[str, Path],
+    calibrations: Mapping[str, Mapping[str, Any]],
+    sweep: Path | None = None,
+) -> str:
+    """Format one row for every training and calibration, and for a sweep: when it
+    finished, on what, its steps, tokens and time; "" without any.
+
+    training: model -> folder. calibrations: model -> manifest. sweep: its folder.
+    """
+    facts = {name: training_facts(path) for name, path in training.items()}
+    for name, manifest in calibrations.items():
+        results = {"finished": manifest.get("finished"), **manifest["results"]}
+        facts[f"{name} (calibration)"] = results
+    if sweep is not None:
+        facts |= _sweep_facts(sweep)
+    rows = [
+        [
+            name,
+            of_one["finished"][:16].replace("T", " ") if of_one["finished"] else "-",
+            hardware_text(of_one.get("hardware")) or "-",
+            str(of_one.get("steps") or "-"),
+            f"{of_one['tokens']:,}",
+            duration(of_one["seconds"]) if of_one.get("seconds") else "-",
+            f"{rate:,.0f}" if (rate := of_one.get("tokens_per_second")) else "-",
+            _gpu_hours(of_one),
+        ]
+        for name, of_one in facts.items()
+    ]
+    header = ["training", "finished (UTC)", "on", "steps", "tokens", "time", "tokens/s", "GPU hours"]  # fmt: skip
+    known = [
+        column
+        for column in range(len(header))
+        if column < 2 or any(row[column] != "-" for row in rows)
+    ]
+    lines = [[line[column] for column in known] for line in (header, *rows)]
+    return markdown(lines[0], lines[1:], left=3 if 2 in known else 2) if rows else ""
+
+
+def _gpu_hours(facts: Mapping[str, Any]) -> str:
+    hardware, seconds = facts.get("hardware"), facts.get("seconds")
+    if not hardware or not seconds or "threads" in hardware:
+        return "-"
+    return f"{hardware['processes'] * seconds / 3600:.3g}"
+
+
+def training_facts(path: Path) -> dict[str, Any]:
+    """Return the facts of a finished training: `finished`, `hardware`, `steps` of
+    `max_steps`, `stopped_early`, `tokens`, `seconds` in its steps, over all restarts,
+    and `tokens_per_second`; None for what is not known.
+    """
+    manifest = read_manifest(path)
+    results, train = manifest["results"], manifest["settings"]["train"]
+    return {
+        "finished": manifest.get("finished"),
+        "hardware": results.get("hardware"),
+        "steps": results["steps"],
+        "max_steps": train.get("max_steps"),
+        "stopped_early": results.get("stopped_early"),
+        "tokens": results["steps"] * train["batch_size_tokens"],
+    } | _pace(_by_tokens(read_history(path), path))
+
+
+def _pace(points: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `seconds` and `tokens_per_second` of logged points that have `tokens`."""
+    tokens = seconds = 0.0
+    for previous, point in pairwise([{"tokens": 0}, *points]):
+        if rate := point.get("tokens_per_second"):
+            covered = point["tokens"] - previous["tokens"]
+            tokens, seconds = tokens + covered, seconds + covered / rate
+    return {
+        "seconds": seconds or None,
+        "tokens_per_second": tokens / seconds if seconds else None,
+    }
+
+
+def _sweep_facts(sweep: Path) -> dict[str, dict[str, Any]]:
+    """Return the facts of all trainings of a sweep together, under their number."""
+    manifest = read_manifest(sweep)
+    candidates = manifest["results"]["candidates"]
+    num_tokens = 0
+    seconds: float | None = 0.0
+    for candidate in candidates:
+        batch = candidate["batch_size_tokens"]
+        points = [
+            {**point, "tokens": point["step"] * batch}
+            for point in read_history(sweep / candidate["folder"])
+        ]
+        num_tokens += points[-1]["tokens"] if points else 0
+        pace = _pace(points)["seconds"]
+        seconds = seconds + pace if pace and seconds is not None else None
+    return {
+        f"sweep ({len(candidates)} trainings)": {
+            "finished": manifest.get("finished"),
+            "tokens": num_tokens,
+            "seconds": seconds,
+            "tokens_per_second": num_tokens / seconds if seconds else None,
+        }
+    }
+
+
+def training_text(facts: Mapping[str, Any]) -> str:
+    """Describe how a training ended, in one sentence, from `training_facts`."""
+    of = f" of {facts['max_steps']}" if facts["max_steps"] else ""
+    text = (
+        f"trained for {facts['steps']}{of} steps"
+        f"{' (stopped early)' if facts['stopped_early'] else ''}, on"
+        f" {facts['tokens']:,} tokens"
+    )
+    if facts["seconds"]:
+        text += (
+            f", in {duration(facts['seconds'])}"
+            f" ({facts['tokens_per_second']:,.0f} tokens per second)"
+        )
+    if hardware := hardware_text(facts["hardware"]):
+        text += f", on {hardware}"
+    return f"{text}."
+
+
+def hardware_text(hardware: Mapping[str, Any] | None) -> str:
+    """Format the hardware of a training: `8 × NVIDIA H200`, or `CPU AMD EPYC (2
+    threads)`; "" where it is not recorded.
+    """
+    if not hardware:
+        return ""
+    device, count = hardware["device"], hardware["processes"]
+    if (threads := hardware.get("threads")) is None:
+        return f"{count} × {device}"
+    many = f"{count} processes of " if count > 1 else ""
+    return f"{device} ({many}{threads} thread{'' if threads == 1 else 's'})"
+
+
 def stopping_table(training: Mapping[str, Mapping[str, Any]]) -> str:
     """Format one row for every training with early stopping (name -> its manifest):
     best score, items, and the share of time spent on scoring; "" without any.

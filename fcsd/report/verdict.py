@@ -27,6 +27,34 @@ def quick_look(*limits: float | None) -> str:
     return f"Only the first {part} items of every task: a quick look, not a result."
 
 
+def outcome(name: str, comparison: Mapping[str, Any]) -> str:
+    """Say in one plain sentence how a model compares with the original."""
+    tasks, mean = comparison["tasks"], comparison["mean"]
+    look = "In a quick look: " if comparison["limit"] else ""
+    if not any(row["gained"] + row["lost"] for row in tasks.values()):
+        return f"**{look}`{name}` scores as the original does, on every item.**"
+    if not mean:
+        return ""
+    word = mean_verdict(comparison).partition(",")[0]
+    heads = {
+        "lost": "is worse than the original",
+        "gained": "is better than the original",
+        "within noise": "is not measurably worse than the original",
+    }
+    over = f"over {mean['num_tasks']} tasks" if mean["num_tasks"] > 1 else "on one task"
+    text = (
+        f"**{look}`{name}` {heads[word]}:** it scores {100 * mean['converted']:.1f} per"
+        f" cent {over}, the original {100 * mean['original']:.1f}"
+    )
+    low = mean["interval"][0] if mean["interval"] else 0.0
+    if word == "within noise" and low < 0:
+        text += f"; a loss of up to {-100 * low:.1f} points is not excluded"
+    lost = [task for task, row in tasks.items() if row["verdict"] == "lost"]
+    if lost and word != "lost":
+        text += f"; but worse, beyond noise, on {', '.join(lost)}"
+    return f"{text}."
+
+
 def verdict(name: str, comparison: Mapping[str, Any]) -> str:
     """Write two to four sentences on one model: the mean, tasks lost and gained beyond
     noise, and the loss that noise may hide.

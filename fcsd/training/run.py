@@ -238,7 +238,10 @@ def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
 
 def _results(trainer: ReadyTrainer, run: TrainingRun) -> dict[str, Any]:
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
-    results: dict[str, Any] = {"steps": trainer.state.global_step}
+    results: dict[str, Any] = {
+        "steps": trainer.state.global_step,
+        "hardware": run.launch.hardware(),
+    }
     if last:
         results["last_loss"] = last[0]["loss"]
     if run.stopper is not None:

@@ -73,3 +73,25 @@ def test_the_page_fits_a_window_and_runs_nothing(
     assert any("Content Security Policy" in str(error) for error in chromium.errors)
     chromium.errors.clear()
     chromium.call("Emulation.clearDeviceMetricsOverride")
+
+
+def test_on_a_dark_page_figures_are_dark_too(page: Path, chromium: Chromium) -> None:
+    lightness = """(async () => {
+        const image = document.images[0], style = getComputedStyle(image);
+        const canvas = document.createElement("canvas");
+        [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+        const context = canvas.getContext("2d");
+        context.filter = style.filter;
+        context.drawImage(image, 0, 0);
+        return context.getImageData(2, 2, 1, 1).data[0];
+    })()"""
+    try:
+        for scheme, dark in (("light", False), ("dark", True)):
+            features = [{"name": "prefers-color-scheme", "value": scheme}]
+            chromium.call("Emulation.setEmulatedMedia", features=features)
+            chromium.open(page.as_uri())
+            corner = chromium.value(lightness)
+            assert corner < 40 if dark else corner == 255
+    finally:
+        chromium.call("Emulation.setEmulatedMedia", features=[])
+        chromium.errors.clear()

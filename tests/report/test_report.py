@@ -17,16 +17,19 @@ from fcsd.base.files import read_json, write_json, write_text
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.text import calibration_kl_text, markdown
 from fcsd.evaluation.results import SCHEMA_VERSION, write_result
+from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.modeling import auto_map, modeling_source
 from fcsd.model.families import FAMILIES
 from fcsd.recipe.layout import RunLayout
 from fcsd.recipe.recipe import Recipe
 from fcsd.report import comparison as comparison_module
 from fcsd.report import report as report_module
+from fcsd.report.comparison import settings_tables
 from fcsd.report.publish.card import model_card, write_card, write_publication
 from fcsd.report.report import write_report
 from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.report.training import _last_loss
+from fcsd.report.verdict import outcome
 from fcsd.training.card.facts import Facts
 from tests.support import documented_keys
 
@@ -140,7 +143,8 @@ def run(recipe: Recipe) -> Path:
     stage.start()
     write_text(
         stage.folder / "history.jsonl",
-        '{"step": 5, "loss": 0.5, "kl": 0.5}\n{"step": 10, "loss": 0.25, "kl": 0.25}\n',
+        '{"step": 5, "loss": 0.5, "kl": 0.5, "tokens_per_second": 131072}\n'
+        '{"step": 10, "loss": 0.25, "kl": 0.25, "tokens_per_second": 65536}\n',
     )
     points = [
         {"step": 0, "score": 0.0, "stderr": 0.0},
@@ -154,6 +158,7 @@ def run(recipe: Recipe) -> Path:
         "best_step": 10,
         "best_score": 0.5,
         "early_stopping": stopping,
+        "hardware": {"device": "NVIDIA H200", "processes": 8},
     }
     stage.finish(results | {"skipped_steps": 2})
     return folder
@@ -224,6 +229,101 @@ def test_the_report_states_every_model_and_the_paired_differences(
     for figure in ("loss.png", "pass_at_1.png", "deltas.png"):
         assert f"({figure})" in text
         assert (run / "report" / figure).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_begins_with_its_outcome_its_making_and_the_way_to_all_answers(
+    recipe: Recipe, run: Path
+) -> None:
+    write_report(recipe, list(SCORES), run / "report")
+    manifest = read_json(run / "distill" / "manifest.json")
+    day, clock = manifest["finished"][:10], manifest["finished"][11:16]
+    title, outcome, made, items, *_ = (
+        (run / "report" / "report.md").read_text().split("\n\n")
+    )
+    assert title == "# Report of `x`"
+    # 3 of 4 and 2 of 4 items of both; the mean's interval is that of the verdict below.
+    assert re.fullmatch(
+        r"\*\*`fcsd` is not measurably worse than the original:\*\* it scores 62\.5 per"
+        r" cent over 2 tasks, the original 62\.5; a loss of up to \d+\.\d points is not"
+        r" excluded\.",
+        outcome,
+    )
+    # 5 steps of 131,072 tokens at 131,072 tokens per second take 5 s; 5 more at half
+    # that, 10 s.
+    assert made == (
+        f"Finished on {day}; `fcsd` was trained for 10 of 2000 steps, on 1,310,720"
+        " tokens, in 15 s (87,381 tokens per second), on 8 × NVIDIA H200."
+    )
+    assert items.startswith("**[Every answer side by side](items.html)**")
+    text = (run / "report" / "report.md").read_text()
+    row = next(line for line in text.splitlines() if line.startswith("| fcsd     | 20"))
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    # 8 GPUs for 15 s are 1/30 of a GPU hour.
+    assert cells == ["fcsd", f"{day} {clock}", "8 × NVIDIA H200", "10", "1,310,720",
+                     "15 s", "87,381", "0.0333"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("converted", "limit", "said"),
+    [
+        ([0, 0, 0, 0] * 8, None, "**`m` is worse than the original:** it scores 0.0"),
+        ([1, 1, 1, 1] * 8, None, "**`m` is better than the original:** it scores 100.0"),
+        ([1, 0, 1, 0] * 8, None, "**`m` scores as the original does, on every item.**"),
+        ([0, 0, 0, 0] * 8, 32, "**In a quick look: `m` is worse than the original:**"),
+    ],
+)  # fmt: skip
+def test_the_outcome_is_one_plain_sentence(
+    converted: list[int], limit: int | None, said: str
+) -> None:
+    assert outcome("m", compared([1, 0, 1, 0] * 8, converted, limit)).startswith(said)
+
+
+def compared(
+    original: list[int], converted: list[int], limit: int | None
+) -> dict[str, Any]:
+    whole, samples = result("fcsd", limit)
+    both = []
+    for scores in (original, converted):
+        items = [
+            samples["code"][0]
+            | {"doc_id": i, "doc_hash": f"d{i}", "score": float(score)}
+            for i, score in enumerate(scores)
+        ]
+        row = whole["tasks"]["code"] | {
+            "num_items": len(scores),
+            "value": sum(scores) / len(scores),
+        }
+        both.append(
+            {"result": whole | {"tasks": {"code": row}}, "samples": {"code": items}}
+        )
+    return compare(*both)
+
+
+def test_settings_are_one_table_in_which_only_what_differs_names_models() -> None:
+    evaluated = {name: {"result": result(name)[0]} for name in SCORES}
+    changed = evaluated["fcsd"]["result"]
+    changed["settings"] |= {"dtype": "bfloat16"}
+    changed["tasks"]["choice"]["prompts_cut"] = 3
+    changed["sandbox"] = {
+        "namespaces": ["user", "pid"],
+        "seccomp": True,
+        "rlimits": False,
+    }
+    tasks, settings = settings_tables(evaluated)
+    asked = [line.split("|")[1].strip() for line in tasks.splitlines()[2:]]
+    assert asked == ["code", "choice"]
+    rows = dict(
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in settings.splitlines()[2:]
+    )
+    assert rows["precision"] == "float32 (original, converted); bfloat16 (fcsd)"
+    assert rows["prompts cut on the left"] == "choice 3 (fcsd)"
+    assert rows["computed on"] == "cpu" and rows["items"] == "all"
+    assert rows["sandbox"] == (
+        "landlock abi7 (original, converted); namespaces user pid, seccomp, without"
+        " rlimits (fcsd)"
+    )
+    assert "[" not in settings and "True" not in settings
 
 
 def test_a_model_that_was_asked_other_prompts_is_refused(

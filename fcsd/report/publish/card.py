@@ -36,7 +36,7 @@ from fcsd.model.connectivity.export import link_or_copy, write_code
 from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.families import family_of
 from fcsd.recipe.recipe import Recipe
-from fcsd.report.comparison import ITEMS_LINK, settings_line
+from fcsd.report.comparison import ITEMS_LINK, sandbox_text, settings_line
 from fcsd.report.publish.facts import facts_of_run
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
@@ -84,25 +84,9 @@ def _result(facts: Facts) -> dict[str, str] | None:
             else score_table(result).partition("\n\n")[0]
         ),
         "settings": settings_line(result),
-        "sandbox": _layers(result.get("sandbox") or {}) if is_code else "",
+        "sandbox": sandbox_text(result.get("sandbox") or {}) if is_code else "",
         "kl": "" if kl is None else nats(kl),
     }
-
-
-def _layers(sandbox: Mapping[str, Any]) -> str:
-    """Format the layers of a sandbox: `namespaces user pid net, landlock_abi 7,
-    seccomp, without rlimits`.
-    """
-    words = []
-    for name, value in sandbox.items():
-        if isinstance(value, bool):
-            words.append(name if value else f"without {name}")
-        else:
-            words.append(
-                f"{name}"
-                f" {' '.join(map(str, value)) if isinstance(value, list) else value}"
-            )
-    return ", ".join(words) or "its layers are not recorded"
 
 
 def _tasks(
