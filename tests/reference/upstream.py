@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 
 from fcsd.model.connectivity.modeling import supported_transformers
 from fcsd.model.families import ALL_FAMILIES, FAMILIES, Family
-from fcsd.model.families.refused import REFUSED
+from fcsd.model.families.refused import BROKEN, REFUSED
 from fcsd.parallel.overlap.support import kept_inside, refusal
 
 SNAPSHOTS = Path("tests/files/upstream")  # one for each release
@@ -248,11 +248,26 @@ def with_families(page: str) -> str:
     return f"{before}{FAMILIES_BEGIN}\n\n{families_lists()}\n\n{FAMILIES_END}\n{after}"
 
 
-def with_count(readme: str) -> str:
-    """Put the number of supported families into the README's "N model families"."""
-    return re.sub(
-        r"\b\d+ model families", f"{len(ALL_FAMILIES)} model families", readme
+def num_families(release: str) -> int:
+    """Count the families that can be converted with a release of transformers."""
+    return sum(
+        Version(row.since) <= Version(release)
+        and release not in BROKEN.get(row.model_type, {})
+        for row in ALL_FAMILIES.values()
     )
+
+
+def with_count(readme: str) -> str:
+    """Put the number of families into the README: with the oldest release that has a
+    snapshot, and with the newest.
+    """
+    releases = sorted(Version(path.stem) for path in SNAPSHOTS.glob("*.json"))
+    oldest, newest = str(releases[0]), str(releases[-1])
+    count = (
+        f"{num_families(oldest)} (transformers {oldest.removesuffix('.0')}),"
+        f" {num_families(newest)} ({newest})"
+    )
+    return re.sub(r"\b\d+ \(transformers [\d.]+\), \d+ \([\d.]+\)", count, readme)
 
 
 if __name__ == "__main__":

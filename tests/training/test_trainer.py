@@ -399,6 +399,9 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
     score = scripted([0.05, 0.1, 0.5, 0.5, 0.4], seen)
     results = train(make(tmp_path, teacher, stopper=stopper, score=score, max_steps=50))
     results.pop("early_stopping")
+    hardware = results.pop("hardware")
+    assert hardware["device"].startswith("CPU ") and hardware["processes"] == 1
+    assert hardware["threads"] == torch.get_num_threads()
     assert results | {"last_loss": 0} == {
         "steps": 8, "last_loss": 0, "best_step": 6, "best_score": 0.5, "stopped_early": True,
     }  # fmt: skip

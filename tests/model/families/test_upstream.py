@@ -1,5 +1,7 @@
 """A transformers release that adds or changes a family is noticed here."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,10 @@ from fcsd.model.families.refused import REFUSED
 from tests.reference.upstream import (
     PAGE,
     README,
+    SNAPSHOTS,
     fingerprint,
     moe_model_types,
+    num_families,
     saved_snapshot,
     with_count,
     with_families,
@@ -41,7 +45,15 @@ def test_the_readme_says_how_many_families_there_are_and_links_to_their_page():
     assert text == with_count(text), (
         f"{README}: its number of families is not that of the registry; {WRITE}"
     )
-    assert f"{len(ALL_FAMILIES)} model families" in text and f"]({PAGE})" in text
+    counts = re.search(r"\b(\d+) \(transformers 5\.23\), (\d+) \(5\.24\.0\)", text)
+    # The snapshots list the families that were there when each release was tested.
+    tested = [
+        len(json.loads((ROOT / SNAPSHOTS / f"{release}.json").read_text())["families"])
+        for release in ("5.23.0", "5.24.0")
+    ]
+    assert counts is not None and [int(count) for count in counts.groups()] == tested
+    assert num_families(transformers.__version__) == len(FAMILIES)
+    assert f"]({PAGE})" in text
 
 
 def test_every_moe_model_type_of_transformers_is_supported_or_refused_with_a_reason():
