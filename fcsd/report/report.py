@@ -300,7 +300,7 @@ def _opening(report: Mapping[str, Any], training: Mapping[str, Path]) -> list[st
     main = MAIN if MAIN in comparisons else next(iter(comparisons), None)
     if main is not None:
         parts.append(outcome(main, comparisons[main]))
-    if main in training:
+    if main is not None and main in training:
         facts = training_facts(training[main])
         day = f"Finished on {facts['finished'][:10]}; " if facts["finished"] else ""
         parts.append(f"{day}`{main}` was {training_text(facts)}")
