@@ -25,7 +25,8 @@ class Markers:
     begin: the text that opens them. end: a regular expression; the answer follows its
     last match. stop: a regular expression for the end of the answer. tokens: further
     markers, which decoding must keep. wrapper: the texts around the answer. always: the
-    template cannot ask for answers without markers.
+    template cannot ask for answers without markers. answer: the text that opens the
+    answer, where nothing else closes the thoughts.
     """
 
     begin: str
@@ -34,6 +35,7 @@ class Markers:
     tokens: tuple[str, ...] = ()
     wrapper: tuple[str, str] | None = None
     always: bool = False
+    answer: str = ""
 
     @property
     def literal(self) -> str:
@@ -41,11 +43,16 @@ class Markers:
         return " ".join(
             [
                 self.begin,
-                self.end.replace("\\", ""),
+                _literal(self.end),
                 *self.tokens,
                 *(self.wrapper or ()),
             ]
         )
+
+
+def _literal(pattern: str) -> str:
+    """Return the text that a pattern without operators matches."""
+    return pattern.replace("\\", "")
 
 
 def _pair(begin: str, end: str) -> Markers:
@@ -68,6 +75,7 @@ _HARMONY = Markers(
         "<|constrain|>",
     ),
     always=True,
+    answer="<|channel|>final<|message|>",
 )
 # Muse: "to=self<|message|>…<|eom|><|start|>assistant to=user<|message|>…<|eot|>".
 _RECIPIENTS = Markers(
@@ -76,6 +84,7 @@ _RECIPIENTS = Markers(
     r"<\|(?:eot|eom|start)\|>",
     ("<|message|>", "<|start|>", "<|eom|>", "<|eot|>"),
     always=True,
+    answer=" to=user<|message|>",
 )
 # Harmony without its special tokens, as some programs return it.
 _BARE_HARMONY = Markers("\0", r"\Aanalysis.*?assistantfinal")
@@ -269,13 +278,10 @@ class Thoughts:
 
     def ends_of_text(self, stop: Iterable[str]) -> list[str]:
         """Return the stop strings at which the generation of an answer with thoughts
-        may end: special tokens, which do not occur in thoughts.
+        may end: those with special tokens, which do not occur in thoughts.
         """
-        return [
-            word
-            for word in stop
-            if word in self.special and word not in self.markers.literal
-        ]
+        ends = [token for token in self.special if token not in self.markers.literal]
+        return [word for word in stop if any(token in word for token in ends)]
 
     def decode(self, tokens: Sequence[int], **options: Any) -> str:
         """Decode without special tokens, but with those that mark thoughts."""
@@ -287,14 +293,68 @@ class Thoughts:
         visible = [token for token in tokens if token not in self.hidden]
         return str(self.tokenizer.decode(visible, skip_special_tokens=False, **options))
 
-    def without_special(self, text: str) -> str:
-        """Remove the special tokens from a text that was decoded with them, except
-        those that mark thoughts.
+    def without_special(self, text: str, *, marks: bool = False) -> str:
+        """Remove the special tokens from a text that was decoded with them; those that
+        mark thoughts only if `marks`.
         """
         for token in self.special:
-            if token not in self.markers.literal:
+            if marks or token not in self.markers.literal:
                 text = text.replace(token, "")
         return text
+
+    def opens(self, text: str) -> bool:
+        """Return whether a text begins with thoughts, whoever's marks it has."""
+        start = text.lstrip()
+        begins = (self.markers.begin, *(family.begin for family in _FAMILIES))
+        return start.startswith(begins) or _OPENING.match(start) is not None
+
+    def marked(self, text: str) -> bool:
+        """Return whether a text has thoughts that nobody asked for: it opens them, or
+        ends them at the beginning of a line; elsewhere, prose may quote a marker.
+        """
+        end = rf"^\s*(?:{self.markers.end})"
+        return self.opens(text) or re.search(end, text, re.M | re.S) is not None
+
+    def markers_for(self, text: str) -> Markers:
+        """Return the markers of an answer: the family's, unless it begins with others."""
+        if text.lstrip().startswith(self.markers.begin) or not self.opens(text):
+            return self.markers
+        return markers_in(text) or self.markers
+
+    def written(self, text: str, opened: bool) -> bool:
+        """Return whether the thoughts in an answer are more than empty; opened: by the
+        prompt.
+        """
+        markers = self.markers_for(text)
+        ends = list(re.finditer(markers.end, text, re.DOTALL))
+        if ends:
+            before = text[: ends[-1].start()]
+        else:
+            before = text if opened or _begins(text, markers) else ""
+        return bool(before.strip().removeprefix(markers.begin).strip())
+
+    def closing(self, prompt: str) -> str:
+        """Return the text after a prompt that leads to the answer without thoughts: an
+        empty thought, as the template writes one, or the head of the answer; "" where
+        the answer follows anyway.
+        """
+        if not self.are_in(prompt, asked=False):
+            return ""
+        if self.markers.answer:
+            return self.markers.answer
+        begin, end = self.markers.begin, self.markers.end
+        empty = re.search(
+            re.escape(begin) + r"((?:\\n|\n)*)" + end + r"((?:\\n)*)",
+            _template_of(self.tokenizer),
+        )
+        usual = "" if begin in self.special else "\n\n"
+        inside, behind = empty.groups() if empty else (usual, usual)
+        thought = f"{begin}{inside}{_literal(end)}{behind}".replace("\\n", "\n")
+        if self.markers.wrapper is not None:
+            thought += f"{self.markers.wrapper[0]}\n"
+        written = prompt[prompt.rindex(begin) :] if self.opened_by(prompt) else ""
+        # Of what the prompt has written of it, white space may differ.
+        return thought.removeprefix(written if thought.startswith(written) else begin)
 
     def answer(self, text: str, prompt: str = "") -> str:
         """Return the text after the thoughts in the answer to a prompt, as

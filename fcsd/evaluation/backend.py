@@ -6,34 +6,28 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
 from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.code.generate import (
-    SAMPLING_SEED,
-    TOKEN_BY_TOKEN,
-    Reader,
-    RefuseOverflow,
-    StopAtText,
-    end_tokens,
-    prompt_tokens,
-)
+from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
+from fcsd.evaluation.generation import (
+    SAMPLING_SEED,
+    Decoding,
+    Sampling,
+    batches_of,
+    generate,
+    set_aside,
+)
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.gathered import gathered_once
@@ -41,6 +35,7 @@ from fcsd.parallel.ranks import ALONE, Ranks, input_device
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")
+Key = TypeVar("Key")
 # On a CPU memory runs out without an error that could be caught, so "auto" starts low.
 _FIRST, _ON_CPU = 128, 16
 
@@ -96,14 +91,25 @@ class BatchSizer:
             free_memory()
 
 
+def noted(answers: Mapping[Key, Sequence[Answer]]) -> tuple[set[Key], set[Key]]:
+    """Return the items with an answer that the token limit ended, and those with
+    thoughts that were not asked for.
+    """
+    return (
+        {key for key, of_item in answers.items() if any(a.at_limit for a in of_item)},
+        {key for key, of_item in answers.items() if any(a.thoughts for a in of_item)},
+    )
+
+
 class Backend(Protocol):
     """A model that answers questions, wherever it runs.
 
-    at_limit: problems of the last code task with a completion that ended at the token
-    limit.
+    at_limit, unasked: problems of the last code task with a completion that ended at
+    the token limit, or with thoughts that were not asked for.
     """
 
     at_limit: set[str]
+    unasked: set[str]
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for all questions; it leaves the model unchanged."""
@@ -113,8 +119,8 @@ class Backend(Protocol):
 
     @property
     def language_model(self) -> Any:
-        """The model that lm-eval asks, one for all tasks, with `think`, `cut` and
-        `at_limit`.
+        """The model that lm-eval asks, one for all tasks, with `think`, `cut`,
+        `at_limit` and `unasked`.
         """
 
     def complete(
@@ -171,6 +177,7 @@ class InMemoryBackend:
         self.progress = progress
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
         self.at_limit: set[str] = set()
+        self.unasked: set[str] = set()
 
     @contextlib.contextmanager
     def asking(self) -> Any:
@@ -237,36 +244,52 @@ class InMemoryBackend:
         """Generate on all ranks, which call this together, and return the completions
         in the order of the problems.
 
-        Temperature 0 is greedy. Samples are drawn from a generator that is seeded for
-        every batch, so the same problems and batch size give the same samples, on any
-        number of ranks. Batches are sorted by prompt length, longest first, and padded
-        on the left; a batch ends when all its sequences have. Mode and settings of the
-        model and the state of all random generators are as before.
+        Temperature 0 is greedy. The n-th sample of all is drawn with the n-th seed, so
+        neither the batch size nor the number of ranks changes it. Batches are sorted by
+        prompt length, longest first, and padded on the left; a batch ends when all its
+        sequences have. Mode and settings of the model and the state of all random
+        generators are as before.
 
         Raises:
             UserError: a prompt and its completion do not fit the model's positions; no
                 chat template.
         """
         tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
+        ends = end_tokens(self.model.generation_config, self.tokenizer)
+        reading = readers(self.thoughts, row, tokens, ends)
+        decoding = Decoding(
+            Sampling(row.temperature, row.top_p) if row.temperature else None
+        )
         # Longest first: if memory is too small, the first batch fails.
         order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
-        samples = [index for index in order for _ in range(row.num_samples)]
-        self.batch.begin(len(samples), self.ranks)
-        size = self.batch.size
-        batches = [
-            range(start, min(start + size, len(samples)))
-            for start in range(0, len(samples), size)
+        samples = [
+            index * row.num_samples + number
+            for index in order
+            for number in range(row.num_samples)
         ]
+        self.batch.begin(len(samples), self.ranks)
+        lengths = [len(prompt) for prompt in tokens for _ in range(row.num_samples)]
+        batches = list(
+            batches_of(
+                samples,
+                lengths,
+                self.batch.size,
+                decoding.needs_one_length(self.model.config),
+            )
+        )
 
-        def generate_batch(batch: range, size: int) -> list[tuple[str, bool]]:
-            return self._generate_pieces(
-                {sample: tokens[samples[sample]] for sample in batch}, row, size
+        def generate_batch(batch: list[int], size: int) -> list[Answer]:
+            prompts = [sample // row.num_samples for sample in batch]
+            return self.answers(
+                [tokens[index] for index in prompts],
+                [reading[index] for index in prompts],
+                [SAMPLING_SEED + sample for sample in batch],
+                decoding,
+                size,
             )
 
         def idle() -> None:
-            self._generate(
-                [tokens[samples[-1]]], row.model_copy(update={"max_new_tokens": 1})
-            )
+            self.idle(reading[0])
 
         share = ""
         if self.ranks.size > 1:
@@ -277,98 +300,57 @@ class InMemoryBackend:
         }
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, generate_batch, idle, **bar)
-        completions: dict[str, list[str]] = {
-            problem.task_id: [] for problem in problems
+            answers = self.in_batches(batches, generate_batch, idle, **bar)
+        by_sample = dict(zip(samples, answers, strict=True))
+        completions: dict[str, list[Answer]] = {}
+        for sample in sorted(by_sample):
+            task_id = problems[sample // row.num_samples].task_id
+            completions.setdefault(task_id, []).append(by_sample[sample])
+        self.at_limit, self.unasked = noted(completions)
+        return {
+            task_id: [answer.text for answer in of_problem]
+            for task_id, of_problem in completions.items()
         }
-        self.at_limit = set()
-        for index, (text, at_limit) in zip(samples, texts, strict=True):
-            completions[problems[index].task_id].append(text)
-            self.at_limit |= {problems[index].task_id} if at_limit else set()
-        return completions
 
-    def _generate_pieces(
-        self, sequences: Mapping[int, list[int]], row: CodeTaskConfig, size: int
-    ) -> list[tuple[str, bool]]:
-        """Generate from the prompts of a batch, `size` at a time; sequences: number
-        among all samples -> prompt. Each forward is seeded by its first number.
+    def answers(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        seeds: Sequence[int],
+        decoding: Decoding,
+        size: int,
+    ) -> list[Answer]:
+        """Return the answers to the prompts of a batch, `size` at a time."""
+        answers: list[Answer] = []
+        for start in range(0, len(prompts), size):
+            piece = slice(start, start + size)
+            # Ranks that share the weights must make the same number of forward passes.
+            new = generate(
+                self.model,
+                prompts[piece],
+                reading[piece],
+                seeds[piece],
+                decoding,
+                lockstep=self.ranks.lockstep,
+            )
+            answers += [
+                reader.tokens(tokens)
+                for reader, tokens in zip(reading[piece], new, strict=True)
+            ]
+        return answers
+
+    def idle(self, reader: Reader) -> None:
+        """Make the cheapest pass in which this rank takes part in the others'
+        exchanges.
         """
-        numbers, texts = list(sequences), list[tuple[str, bool]]()
-        for start in range(0, len(numbers), size):
-            piece = numbers[start : start + size]
-            torch.manual_seed(SAMPLING_SEED + piece[0])
-            texts += self._generate([sequences[number] for number in piece], row)
-        return texts
-
-    def _generate(
-        self, prompts: Sequence[list[int]], row: CodeTaskConfig
-    ) -> list[tuple[str, bool]]:
-        model, tokenizer = self.model, self.tokenizer
-        readers = [Reader(self.thoughts, row, prompt) for prompt in prompts]
-        stop = readers[0].stop
-        ends = end_tokens(model.generation_config, tokenizer)
-        pad = tokenizer.pad_token_id
-        if pad is None:
-            # The mask hides padding, so any token will do.
-            pad = ends[0] if ends else 0
-        # Padding is on the left, so that all sequences are continued at the same
-        # position.
-        ids = pad_sequence(
-            [torch.tensor(prompt, dtype=torch.long) for prompt in prompts],
-            True,
-            pad,
-            "left",
-        )
-        mask = pad_sequence(
-            [torch.ones(len(prompt), dtype=torch.long) for prompt in prompts],
-            True,
-            0,
-            "left",
-        )
-        width = ids.shape[1]
-        sampling: dict[str, Any] = {"do_sample": False}
-        if row.temperature:
-            # top_k: transformers' own default would cut the distribution to 50 tokens.
-            sampling = {
-                "do_sample": True,
-                "temperature": row.temperature,
-                "top_p": row.top_p,
-                "top_k": 0,
-            }
-        # A fresh configuration: the model's own may sample, or penalise repetition.
-        config = GenerationConfig(
-            **sampling,
-            num_beams=1,
-            max_new_tokens=row.max_new_tokens,
-            eos_token_id=readers[0].ends(ends) or None,
-            pad_token_id=pad,
-            bos_token_id=tokenizer.bos_token_id,
-            use_cache=True,
-            **TOKEN_BY_TOKEN,
-        )
-        criteria = StoppingCriteriaList(
-            [StopAtText(tokenizer, stop, width)] if stop else []
-        )
-        device = input_device(model)
-        # Ranks that share the weights must make the same number of forward passes.
-        generated = model.generate(  # type: ignore[operator]
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            stopping_criteria=criteria,
-            logits_processor=LogitsProcessorList([RefuseOverflow()]),
-            synced_gpus=True if self.ranks.lockstep else None,
-        )
-        new = generated[:, width:].tolist()
-        return [
-            reader.tokens(tokens, ends)
-            for reader, tokens in zip(readers, new, strict=True)
-        ]
+        token = self.tokenizer.bos_token_id or 0
+        self.answers([[token]], [replace(reader, limit=1)], [0], Decoding(), 1)
 
     def settings(self) -> dict[str, Any]:
-        """Return precision and device."""
+        """Return precision and device, and which settings of the model were not used."""
         return {
             **self.batches.facts,
+            "generation_config_unused": set_aside(self.model.generation_config),
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "device": input_device(self.model).type,
         }

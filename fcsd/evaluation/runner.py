@@ -10,6 +10,7 @@ Not covered: a model that some of the ranks do not hold.
 import contextlib
 import json
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -44,6 +45,13 @@ from fcsd.evaluation.results import (
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
 
+TASK_FACTS = (
+    "higher_is_better",
+    "answers_at_limit",
+    "answers_with_thoughts",
+    "thoughts_closed_by",
+)
+"""Facts about a task that its result has, where they are known."""
 Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
 """`fcsd.model.families.capacity.dropping`: within its context a model's experts drop
 what is above a capacity.
@@ -240,6 +248,8 @@ class PreparedEvaluation:
         steps = Progress(
             {row.task: self._work(row) for row in self.missing}, len(self.finished)
         )
+        answered_by = backend.settings()
+        self._tell_unused(name, answered_by["generation_config_unused"])
         with backend.asking():
             for row in self.missing:
                 if self.progress and self.ranks.first:
@@ -271,14 +281,30 @@ class PreparedEvaluation:
                 if row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
+                    facts[row.task]["answers_with_thoughts"] = len(source.unasked)
+                elif backend.language_model.closed:
+                    facts[row.task]["thoughts_closed_by"] = (
+                        backend.language_model.closed
+                    )
                 # Each task is kept as soon as it is finished, so a kill loses no
                 # finished task.
                 if self.store is not None and self.ranks.first:
                     self.store.put(row, samples[row.task], facts[row.task])
         ordered = {row.task: samples[row.task] for row in self.suite.tasks}
-        result = self._result(backend.settings(), ordered, facts, name)
+        result = self._result(answered_by, ordered, facts, name)
         seconds = self.ranks.from_first(lambda: time.monotonic() - start)
         return result | {"wall_s": seconds}, ordered
+
+    def _tell_unused(self, name: str, unused: Mapping[str, Any]) -> None:
+        """Say which of the model's generation settings change no score."""
+        writes = any(row.kind != "likelihood" for row in self.missing)
+        if unused and writes and self.progress and self.ranks.first:
+            words = ", ".join(f"{key} {value!s:.60}" for key, value in unused.items())
+            print(
+                f"{name}: its generation settings have {words}; the suite decides, so"
+                " scores do not depend on them",
+                file=sys.stderr,
+            )
 
     def _work(self, row: TaskConfig) -> Work:
         items = self.prepared[row.task]
@@ -334,9 +360,7 @@ class PreparedEvaluation:
                 row, samples[row.task], task_facts["num_items_total"], data_root
             )
             tasks[row.task] = summed | {
-                key: task_facts[key]
-                for key in ("higher_is_better", "answers_at_limit")
-                if key in task_facts
+                key: task_facts[key] for key in TASK_FACTS if key in task_facts
             }
         # Tasks that were finished earlier may have run in another sandbox; the result
         # records the first one.

@@ -167,13 +167,14 @@ def compare(
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
         } | _paired(pairs)
-        # Answers that were cut at the token limit may explain a lower score.
-        for key, result in (
-            ("original_at_limit", original_result),
-            ("converted_at_limit", converted_result),
+        # Answers that were cut, or have thoughts, may explain a lower score.
+        for side, result in (
+            ("original", original_result),
+            ("converted", converted_result),
         ):
-            if count := result["tasks"][task].get("answers_at_limit"):
-                tasks[task][key] = count
+            for kind in ("at_limit", "with_thoughts"):
+                if count := result["tasks"][task].get(f"answers_{kind}"):
+                    tasks[task][f"{side}_{kind}"] = count
         if members := by_member(original_samples, row["kind"]):
             converted_members = by_member(converted_samples, row["kind"])
             tasks[task]["members"] = {

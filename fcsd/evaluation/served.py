@@ -20,14 +20,12 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.code.generate import (
-    SAMPLING_SEED,
-    Reader,
-    end_tokens,
-    prompt_tokens,
-)
+from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.backend import noted
+from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
+from fcsd.evaluation.generation import SAMPLING_SEED, Sampling, set_aside
 from fcsd.evaluation.identity import check_identity
 from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
@@ -56,6 +54,7 @@ class ServedBackend:
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
         self.at_limit: set[str] = set()
+        self.unasked: set[str] = set()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -134,56 +133,77 @@ class ServedBackend:
     ) -> dict[str, list[str]]:
         """Generate the completions; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
-        sampling: Body = {"temperature": 0.0}
-        if row.temperature:
-            # top_k and min_p are switched off: a server may have other defaults.
-            sampling = {
-                "temperature": row.temperature,
-                "top_p": row.top_p,
-                "top_k": -1,
-                "min_p": 0.0,
-            }
-        bodies: list[Body] = []
-        thoughts = Thoughts(self.tokenizer)
-        readers = [Reader(thoughts, row, prompt) for prompt in tokens]
+        sampling = Sampling(row.temperature, row.top_p) if row.temperature else None
+        reading = readers(Thoughts(self.tokenizer), row, tokens, self.ends)
         # A seed follows the sample's number, so the order of requests does not matter.
-        for prompt, reader in zip(tokens, readers, strict=True):
-            for _ in range(row.num_samples):
-                seed = {"seed": SAMPLING_SEED + len(bodies)} if row.temperature else {}
-                bodies.append(
-                    {
-                        "prompt": prompt,
-                        "max_tokens": row.max_new_tokens,
-                        "stop": reader.stop,
-                        "stop_token_ids": reader.ends(self.ends),
-                        "repetition_penalty": 1.0,
-                        **({"skip_special_tokens": False} if reader.thinks else {}),
-                        **sampling,
-                        **seed,
-                    }
-                )
-        answers = iter(self.ask("generation", bodies))
-        completions: dict[str, list[str]] = {}
-        self.at_limit = set()
-        for problem, reader in zip(problems, readers, strict=True):
-            samples = [
-                self._completion(next(answers), reader) for _ in range(row.num_samples)
-            ]
-            completions[problem.task_id] = [text for text, _ in samples]
-            self.at_limit |= (
-                {problem.task_id} if any(at_limit for _, at_limit in samples) else set()
-            )
-        return completions
-
-    def _completion(self, answer: Any, reader: Reader) -> tuple[str, bool]:
-        if isinstance(answer, list):
-            return reader.tokens(answer, self.ends)
-        text = (
-            reader.thoughts.without_special(answer["text"])
-            if reader.thinks
-            else answer["text"]
+        samples = [
+            index for index in range(len(tokens)) for _ in range(row.num_samples)
+        ]
+        answers = self.generate(
+            [tokens[index] for index in samples],
+            [reading[index] for index in samples],
+            [self.sampled(sampling, SAMPLING_SEED + n) for n in range(len(samples))],
         )
-        return reader.text(text, answer["at_limit"])
+        completions: dict[str, list[Answer]] = {}
+        for index, answer in zip(samples, answers, strict=True):
+            completions.setdefault(problems[index].task_id, []).append(answer)
+        self.at_limit, self.unasked = noted(completions)
+        return {
+            task_id: [answer.text for answer in of_problem]
+            for task_id, of_problem in completions.items()
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        settings: Sequence[Body],
+    ) -> list[Answer]:
+        """Return the answers to prompts; settings: fields of each request."""
+        bodies: list[Body] = [
+            {
+                "prompt": list(prompt),
+                "max_tokens": reader.limit,
+                "stop": reader.early_stop,
+                "stop_token_ids": self.ends,
+                "skip_special_tokens": not reader.reads_special,
+                **of_request,
+            }
+            for prompt, reader, of_request in zip(
+                prompts, reading, settings, strict=True
+            )
+        ]
+        answers = self.ask("generation", bodies)
+        # A server knows no thoughts, and has stopped in some at a stop string.
+        cut = [n for n, reader in enumerate(reading) if reader.is_cut(answers[n])]
+        again = [{**bodies[n], "stop": reading[n].special_stop} for n in cut]
+        longer = self.ask("generation", again) if again else []
+        for n, answer in zip(cut, longer, strict=True):
+            answers[n] = answer
+        return [
+            reader.tokens(answer)
+            if isinstance(answer, list)
+            else reader.text(answer["text"], answer["at_limit"])
+            for reader, answer in zip(reading, answers, strict=True)
+        ]
+
+    @staticmethod
+    def sampled(sampling: Sampling | None, seed: int, penalty: float = 1.0) -> Body:
+        """Return the fields of a request for sampling, or for the likeliest token. All are
+        sent: a server's own defaults are its administrator's choice.
+        """
+        # A repetition penalty also changes greedy decoding.
+        if sampling is None:
+            return {"temperature": 0.0, "repetition_penalty": penalty}
+        return {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            # transformers writes no limit as top_k 0, vLLM as -1.
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": penalty,
+            "seed": seed,
+        }
 
     def settings(self) -> dict[str, Any]:
         """Return the facts that a result records: the engine, and how the model was
@@ -194,6 +214,7 @@ class ServedBackend:
             "batch_size": None,
             "dtype": server.facts["dtype"],
             "device": None,
+            "generation_config_unused": set_aside(self.generation),
             "server": {
                 **server.facts,
                 "model": server.model,
@@ -257,7 +278,7 @@ class ServedBackend:
             }
         if self.server.token_ids:
             return {**body, "ignore_eos": True, "return_token_ids": True}
-        return {"skip_special_tokens": True, **body}
+        return body
 
     def _read_likelihood(
         self, body: Body, answer: Body

@@ -26,7 +26,7 @@ from fcsd.evaluation.backend import Served, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
-from fcsd.evaluation.runner import Dropping, prepare_evaluation
+from fcsd.evaluation.runner import TASK_FACTS, Dropping, prepare_evaluation
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
@@ -286,7 +286,7 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
         recorded = {row["task"]: row for row in result["settings"]["suite"]["tasks"]}
         for row in evaluation.suite.tasks if own_versions == versions() else ():
             score = result["tasks"][row.task]
-            names = ("num_items_total", "higher_is_better", "answers_at_limit")
+            names = ("num_items_total", *TASK_FACTS)
             facts = {name: score[name] for name in names if name in score}
             if row.kind == "code":
                 facts["sandbox"] = result["sandbox"]

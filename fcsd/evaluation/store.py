@@ -19,7 +19,7 @@ from fcsd.base.files import write_text, writing
 from fcsd.base.fingerprints import checkpoint_files, content_fingerprint
 from fcsd.evaluation.config import TaskConfig
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 def configuration_fingerprint(folder: Path) -> str:

@@ -434,6 +434,10 @@ def settings_line(result: Mapping[str, Any]) -> str:
             )
         if count := row.get("answers_at_limit"):
             text += f", {count} of {row['num_items']} answers at the token limit"
+        if count := row.get("answers_with_thoughts"):
+            text += f", {count} of {row['num_items']} answers with unasked thoughts"
+        if closing := row.get("thoughts_closed_by"):
+            text += f", {closing!r} added to prompts"
         tasks.append(text)
     used = [
         f"{name} {version}" for name, version in settings.get("versions", {}).items()

@@ -59,27 +59,60 @@ def models_table(
                 for line in (header, *rows):
                     del line[place]
     notes = [
-        _at_limit(f"{name}, {task}", row.get("answers_at_limit"), row["num_items"])
+        note
         for name, model in models.items()
         for task, row in model["result"]["tasks"].items()
+        for note in _notes_of_task(f"{name}, {task}", row)
     ]
     return _with_notes(markdown(header, rows), notes)
 
 
-def _at_limit(name: str, count: int | None, num_items: int) -> str:
-    """Say how many answers the token limit ended; "" for none."""
-    return (
-        f"{name}: {count} of {num_items} answers hit the token limit (max_new_tokens)."
-        if count
-        else ""
+def _answer_notes(
+    name: str, num_items: int, at_limit: int | None, thoughts: int | None
+) -> list[str]:
+    """Say how many answers the token limit ended, and how many have thoughts that
+    nobody asked for.
+    """
+    notes = []
+    if at_limit:
+        notes.append(
+            f"{name}: {at_limit} of {num_items} answers hit the token limit"
+            " (max_new_tokens)."
+        )
+    if thoughts:
+        notes.append(
+            f"{name}: {thoughts} of {num_items} answers have thoughts, though thinking"
+            " is off; fcsd removed them."
+        )
+    return notes
+
+
+def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
+    notes = _answer_notes(
+        name,
+        row["num_items"],
+        row.get("answers_at_limit"),
+        row.get("answers_with_thoughts"),
     )
+    if text := row.get("thoughts_closed_by"):
+        notes.append(
+            f"{name}: the model thinks unasked; fcsd added {text!r} to its prompts, so"
+            " that the likelihoods are those of answers."
+        )
+    return notes
 
 
-def _compared_at_limit(comparison: Mapping[str, Any]) -> list[str]:
+def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
     return [
-        _at_limit(f"{task}, {name}", row.get(f"{key}_at_limit"), row["num_items"])
+        note
         for task, row in comparison["tasks"].items()
         for name, key in (("original", "original"), ("model", "converted"))
+        for note in _answer_notes(
+            f"{task}, {name}",
+            row["num_items"],
+            row.get(f"{key}_at_limit"),
+            row.get(f"{key}_with_thoughts"),
+        )
     ]
 
 
@@ -127,7 +160,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
                 mean_verdict(comparison),
             ]
         )
-    return _with_notes(markdown(header, rows), _compared_at_limit(comparison))
+    return _with_notes(markdown(header, rows), _compared_notes(comparison))
 
 
 def narrow_table(comparison: Mapping[str, Any]) -> str:
@@ -151,7 +184,7 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
         "difference (95 % interval)",
         "verdict",
     ]
-    return _with_notes(markdown(header, rows, left=2), _compared_at_limit(comparison))
+    return _with_notes(markdown(header, rows, left=2), _compared_notes(comparison))
 
 
 def _narrow(row: Mapping[str, Any]) -> list[str]:
@@ -225,13 +258,8 @@ def score_table(result: Mapping[str, Any]) -> str:
         for task, row in result["tasks"].items()
         if row.get("prompts_cut")
     ]
-    notes += filter(
-        None,
-        (
-            _at_limit(task, row.get("answers_at_limit"), row["num_items"])
-            for task, row in result["tasks"].items()
-        ),
-    )
+    for task, row in result["tasks"].items():
+        notes += _notes_of_task(task, row)
     limit = result["settings"]["limit"]
     # A file of ready samples may hold any of the problems, not just the first.
     if limit and "scorer" in result["settings"]:

@@ -197,11 +197,9 @@ def test_stop_strings_end_the_answer_and_not_the_thoughts(
     assert result["tasks"]["sums"]["answers_at_limit"] == 2
 
 
-@pytest.mark.parametrize("ids", [True, False])
-@pytest.mark.parametrize("kind", MARKERS)
-def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
-    place: Path, tmp_path: Path, kind: str, ids: bool
-) -> None:
+def by_server(
+    place: Path, folder: Path, kind: str, ids: bool, **changes: Any
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     tokenizer = tokenizer_of(kind)
     model = tiny_model(
         "qwen3_moe",
@@ -209,8 +207,8 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
         max_position_embeddings=4096,
         num_hidden_layers=1,
     )
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     engine = Scripted(model, tokenizer)
     engine.kind, engine.token_ids = kind, ids
     with serving(engine) as url:
@@ -219,23 +217,144 @@ def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
         )
         asked = Evaluation(
             "model",
-            EvaluatedFolder(find_model(ModelConfig(path=str(tmp_path / "model")))),
-            suite=sums(place),
+            EvaluatedFolder(find_model(ModelConfig(path=str(folder / "model")))),
+            suite=sums(place, **changes),
             config=config,
             server_check=False,
         )
-        run_evaluation(asked, tmp_path / "out", join_launch())
-    result, samples = read_result(tmp_path / "out")
+        run_evaluation(asked, folder / "out", join_launch())
+    result, samples = read_result(folder / "out")
+    return result, samples["sums"]
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("kind", MARKERS)
+def test_a_server_is_asked_for_thoughts_to_their_end_and_gives_the_same(
+    place: Path, tmp_path: Path, kind: str, ids: bool
+) -> None:
+    result, samples = by_server(place, tmp_path, kind, ids)
     _, expected = in_memory(place, kind)
-    assert [each["completion"] for each in samples["sums"]] == [
+    assert [each["completion"] for each in samples] == [
         each["completion"] for each in expected
     ]
     assert result["tasks"]["sums"]["answers_at_limit"] == 2
 
 
-def test_without_thoughts_an_answer_ends_at_its_stop_string(place: Path) -> None:
-    _, samples = in_memory(place, "seed", thinking=False)
-    assert samples[0]["completion"] == "<seed:think>Hm."
+@pytest.mark.parametrize("kind", ["seed", "none"])
+def test_thoughts_that_nobody_asked_for_are_removed_and_counted(
+    place: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model whose thinking is switched off, and one whose template has no word of
+    thoughts; in memory and through a server with and without token ids.
+    """
+    monkeypatch.setitem(MARKERS, "none", ("", "<think>", "</think>", ()))
+    results = [in_memory(place, kind, thinking=False)]
+    for ids in (True, False):
+        results.append(by_server(place, tmp_path / f"{ids}", kind, ids, thinking=False))
+    for result, samples in results:
+        right, endless, long = (sample["completion"] for sample in samples)
+        assert right.strip() == "7" and samples[0]["score"] == 1
+        assert endless == "" and long.startswith("7 is it")
+        assert result["tasks"]["sums"]["answers_with_thoughts"] == 3
+        assert result["tasks"]["sums"]["answers_at_limit"] == 2
+        said = "3 of 3 answers have thoughts, though thinking is off"
+        assert f"sums: {said}" in score_table(result)
+        assert "3 of 3 answers with unasked thoughts" in settings_line(result)
+    asked, _ = in_memory(place, kind, thinking=True)
+    assert asked["tasks"]["sums"]["answers_with_thoughts"] == 0
+
+
+def test_an_answer_that_quotes_a_mark_of_thoughts_has_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quoted = "7, of which `</think>` and <think> are no part"
+    said = {"right": f"{quoted}\n\nQuestion: more", "endless": "x", "long": "y"}
+    monkeypatch.setattr(f"{__name__}.replies", lambda *_: said)
+    result, samples = in_memory(place, "seed", thinking=False)
+    assert samples[0]["completion"] == quoted
+    assert result["tasks"]["sums"]["answers_with_thoughts"] == 0
+
+
+CHOICE = {
+    "task": "letters",
+    "dataset_path": "o/letters",
+    "output_type": "multiple_choice",
+    "test_split": "test",
+    "fewshot_split": "test",
+    "doc_to_text": "question",
+    "doc_to_choice": ["A", "B"],
+    "doc_to_target": "answer",
+    "metric_list": [{"metric": "acc"}],
+}
+GENERATES = "{% if add_generation_prompt %}assistant:GENERATES{% endif %}"
+TURNS = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+HARMONY = "<|channel|>final<|message|>"
+CLOSED = {
+    # what the template writes before an answer, and what is added to it
+    "harmony": ("", "{# <|channel|>analysis<|message|> #}", HARMONY),
+    "opened": ("<think>\n", "", "\n</think>\n\n"),
+    "opened on the line": ("<think>", "", "\n\n</think>\n\n"),
+    "no switch": ("", "{# <think> and </think> #}", "<think>\n\n</think>\n\n"),
+    "as the template writes it": (
+        "", "{% if never %}{{ '<think></think>\\n' }}{% endif %}", "<think></think>\n",
+    ),
+    "mistral": ("", "{# [THINK] [/THINK] #}", "[THINK][/THINK]"),
+    "a wrapper": ("", "{# <think> <answer> #}", "<think>\n\n</think>\n\n<answer>\n"),
+    "a switch": ("{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}", "", ""),
+    "no thoughts": ("", "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLOSED)
+@pytest.mark.parametrize("shots", [0, 1])
+def test_likelihoods_are_those_of_an_answer_after_closed_thoughts(
+    tmp_path: Path, name: str, shots: int
+) -> None:
+    """The prompts are written by hand, and so is the likelihood."""
+    opening, comment, added = CLOSED[name]
+    rows = [{"question": f"{n}?", "answer": n % 2} for n in range(3)]
+    write_rows(tmp_path / "data/o/letters", rows, "test")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/letters.yaml").write_text(yaml.safe_dump(CHOICE))
+    row = {
+        "task": "letters", "kind": "likelihood", "metric": "acc,none", "dataset": "o/letters",
+        "lm_eval_include": "mine", "chat_template": True, "num_fewshot": shots,
+    }  # fmt: skip
+    (tmp_path / "suite.yaml").write_text(
+        yaml.safe_dump({"name": "mine", "tasks": [row]})
+    )
+    tokenizer = tiny_tokenizer()
+    special = ["[THINK]", "[/THINK]"] if name == "mistral" else []
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = TURNS + comment + GENERATES.replace("GENERATES", opening)
+    model = tiny_model(
+        "qwen3_moe", vocab_size=len(tokenizer), max_position_embeddings=512
+    )
+    result, samples = evaluate(
+        model, tokenizer, load_suite(tmp_path / "suite.yaml"), progress=False,
+        data_root=str(tmp_path / "data"), batch_size=2,
+    )  # fmt: skip
+    shown = "<think></think>" if name == "a switch" else opening
+    for sample in samples["letters"]:
+        prompt = sample["prompt"]
+        assert prompt.endswith(f"user:{sample['doc_id']}?\nassistant:{shown}{added}")
+        # an example has no thoughts to close
+        assert prompt.count("assistant:") == shots + 1
+        assert not added or prompt.count(added) == 1
+        for letter, found in zip("AB", sample["loglikelihoods"], strict=True):
+            whole = tokenizer(prompt + letter)["input_ids"]
+            begin = len(tokenizer(prompt.rstrip())["input_ids"])
+            with torch.no_grad():
+                logprobs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+            expected = sum(
+                float(logprobs[place - 1, whole[place]])
+                for place in range(begin, len(whole))
+            )
+            assert found == pytest.approx(expected, abs=1e-4)
+    row = result["tasks"]["letters"]
+    assert row.get("thoughts_closed_by", "") == added
+    told = f"letters: the model thinks unasked; fcsd added {added!r} to its prompts"
+    assert (told in score_table(result)) == bool(added)
 
 
 def test_a_family_that_cannot_answer_without_thoughts_is_read_alike_when_none_are_asked_for(

@@ -1,4 +1,4 @@
-"""Build the prompts of code tasks, end completions, and extract programs from them."""
+"""Build the prompts of code tasks, and extract programs from their completions."""
 
 import re
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
+from fcsd.evaluation.answers import Reader
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
@@ -13,17 +14,8 @@ from fcsd.evaluation.suites import chat_text, require_chat_template
 from fcsd.model.positions import num_positions
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
-SAMPLING_SEED = 1234
-# A config or generation_config.json may ask for MTP layers: they draft for one sequence
-# alone, and are not loaded.
-TOKEN_BY_TOKEN = {"use_mtp": False}
-OVERFLOW = (
-    "the model's logits are NaN or infinite: it overflows in its precision; evaluate it"
-    " in bfloat16 or float32"
-)
 _FENCE = re.compile(
     r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
 )
@@ -56,16 +48,6 @@ def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
     ):
         return program
     return f"{problem.prefix}{answer}\n"
-
-
-def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Find where the first of the stop strings begins in `text`; its length when there
-    is none.
-    """
-    return min(
-        (position for word in stop if (position := text.find(word)) >= 0),
-        default=len(text),
-    )
 
 
 def prompts(
@@ -116,112 +98,25 @@ def prompt_tokens(
     return tokens
 
 
-class Reader:
-    """Reads the completions of a code task: the text after the thoughts, up to the
-    first stop string.
+def readers(
+    thoughts: Thoughts,
+    task: CodeTaskConfig,
+    prompts: Sequence[Sequence[int]],
+    ends: Sequence[int],
+) -> list[Reader]:
+    """Return what reads the completions of these prompts: the text after the thoughts,
+    up to the first stop string.
     """
-
-    def __init__(self, thoughts: Thoughts, task: CodeTaskConfig, prompt: Sequence[int]):
-        self.tokenizer, self.task, self.thoughts = thoughts.tokenizer, task, thoughts
-        self.prompt = str(self.tokenizer.decode(prompt[-END_OF_PROMPT:]))
-        self.thinks = task.chat_template and self.thoughts.are_in(
-            self.prompt, bool(task.thinking)
+    return [
+        Reader(
+            thoughts,
+            str(thoughts.tokenizer.decode(prompt[-END_OF_PROMPT:])),
+            task.stop,
+            task.max_new_tokens,
+            ends,
+            task.chat_template,
+            bool(task.thinking),
+            clean_up=False,
         )
-
-    @property
-    def stop(self) -> list[str]:
-        """The strings at which generation ends; thoughts hold anything."""
-        return [] if self.thinks else list(self.task.stop)
-
-    def ends(self, ends: Sequence[int]) -> list[int]:
-        """Return the tokens that end a completion: these of the model, and the special
-        tokens among the stop strings, which do not show in the text.
-        """
-        words = self.thoughts.ends_of_text(self.task.stop)
-        return [*ends, *self.tokenizer.convert_tokens_to_ids(words)]
-
-    def tokens(self, tokens: Sequence[int], ends: Sequence[int]) -> tuple[str, bool]:
-        """Return the completion that new tokens hold, and whether the token limit ended
-        it; ends: the tokens that end a sequence.
-        """
-        options: dict[str, Any] = {"clean_up_tokenization_spaces": False}
-        if self.thinks:
-            text = self.thoughts.decode(tokens, **options)
-        else:
-            text = str(
-                self.tokenizer.decode(tokens, skip_special_tokens=True, **options)
-            )
-        end_ids = {*self.ends(ends), self.tokenizer.pad_token_id}
-        return self.text(
-            text, len(tokens) >= self.task.max_new_tokens and end_ids.isdisjoint(tokens)
-        )
-
-    def text(self, text: str, full: bool) -> tuple[str, bool]:
-        """Return the completion in a text, and whether the token limit ended it.
-
-        full: as many tokens were written as are allowed; a stop string may have ended
-        the completion before.
-        """
-        answer = self.thoughts.answer(text, self.prompt) if self.thinks else text
-        end = first_stop(answer, self.task.stop)
-        return answer[:end], full and end == len(answer)
-
-
-def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a sequence, of the tokenizer and of the model's own
-    generation settings.
-    """
-    model_ends = getattr(generation, "eos_token_id", None)
-    if model_ends is None:
-        ends = []
-    else:
-        ends = [model_ends] if isinstance(model_ends, int) else list(model_ends)
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends.append(tokenizer.eos_token_id)
-    return [int(end) for end in ends]
-
-
-class RefuseOverflow:
-    """Refuses logits that are NaN or infinite, of which the largest is no answer."""
-
-    def __call__(
-        self, input_ids: "torch.Tensor", scores: "torch.Tensor"
-    ) -> "torch.Tensor":
-        """Return the logits of the B sequences, shape (B, V), as they are."""
-        # Single tokens may be ruled out by -inf; the largest logit is finite.
-        if not bool(scores.amax(-1).isfinite().all()):
-            raise UserError(OVERFLOW)
-        return scores
-
-
-class StopAtText:
-    """Ends the sequences whose new text holds a stop string. transformers' own
-    `stop_strings` looks at the prompt too."""
-
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        stop: Sequence[str],
-        prompt_length: int,
-    ):
-        self.tokenizer = tokenizer
-        self.stop = list(stop)
-        self.prompt_length = prompt_length
-        # A token is at least one byte, so this many tokens reach back beyond any stop
-        # string.
-        self.look_back = max(len(word.encode()) for word in stop) + 1
-
-    def __call__(
-        self, input_ids: "torch.Tensor", scores: Any, **_: Any
-    ) -> "torch.Tensor":
-        """Tell which of the B sequences have ended."""
-        import torch
-
-        tail = input_ids[
-            :, max(self.prompt_length, input_ids.shape[1] - self.look_back) :
-        ]
-        texts = self.tokenizer.batch_decode(
-            tail, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        ended = [first_stop(text, self.stop) < len(text) for text in texts]
-        return torch.tensor(ended, device=input_ids.device, dtype=torch.bool)
+        for prompt in prompts
+    ]

@@ -20,26 +20,31 @@ from lm_eval.models.utils import (
     Collator,
     handle_stop_sequences,
     normalize_gen_kwargs,
-    postprocess_generated_text,
 )
-from transformers import LogitsProcessorList
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import draws_foreign_bars
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.code.generate import (
+from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.config import LMEvalTaskConfig
+from fcsd.evaluation.generation import (
     OVERFLOW,
-    TOKEN_BY_TOKEN,
-    RefuseOverflow,
-    end_tokens,
+    SAMPLING_SEED,
+    Decoding,
+    Sampling,
+    batches_of,
 )
 from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]
-Answer = tuple[str, bool]  # a text, and whether the token limit ended it
+TASK_SETTINGS = frozenset({
+    "num_beams", "length_penalty", "early_stopping", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens",
+    "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty", "sequence_bias",
+})  # fmt: skip
+"""Settings of transformers that a task may have beside length, stop strings and sampling."""
 
 
 class LanguageModel(HFLM):
@@ -56,7 +61,8 @@ class LanguageModel(HFLM):
             batch_size=1,  # set for each share
         )
         self.thoughts = Thoughts(self.tokenizer)
-        self.think(False)
+        self.ends: Sequence[int] = ()
+        self.closes = False
         self.silent = silent or not draws_foreign_bars()
         # prompts whose beginning was cut off
         self.cut: set[str] = set()
@@ -66,80 +72,97 @@ class LanguageModel(HFLM):
         """Tokens of a prompt with its answer, whose last token is no input."""
         return int(self.max_length) + 1
 
-    def think(self, thinking: bool, chat_template: bool = False) -> None:
+    def think(self, row: LMEvalTaskConfig) -> None:
         """Begin a task, and ask a hybrid's template for thoughts, which are cut off the
         answers, or for none, which leaves all tokens to the answers.
 
         Other templates ignore the question.
         """
+        self.thinking, self.chats = bool(row.thinking), row.chat_template
         # With the date of today the prompts for a model would differ from day to day.
         self.chat_template_args = {
-            **thinking_options(self.tokenizer, thinking),
+            **thinking_options(self.tokenizer, self.thinking),
             **dated_options(self.tokenizer),
         }
-        self.thinking, self.chats = thinking, chat_template
-        # task and document of answers that the token limit ended
+        # Likelihoods are those of answers, which thoughts must not precede.
+        self.closes, self.closed = row.kind == "likelihood", ""
+        # task and document of answers that the token limit ended, or that have
+        # thoughts which were not asked for
         self.at_limit: set[tuple[str, int]] = set()
+        self.unasked: set[tuple[str, int]] = set()
 
-    def has_thoughts(self, context: str) -> bool:
-        """Whether the answer to a prompt has thoughts before it."""
-        return self.chats and self.thoughts.are_in(context, self.thinking)
-
-    def stops(self, context: str, stop: list[str]) -> list[str]:
-        """Return the task's stop strings that end generation: only special tokens,
-        since thoughts may contain any text; the others apply to the answer.
-        """
-        return self.thoughts.ends_of_text(stop) if self.has_thoughts(context) else stop
-
-    def answer_of(self, context: str, text: str, stop: list[str]) -> str:
-        """Cut a generated text: thoughts first, and then at the first stop string."""
-        if self.has_thoughts(context):
-            text = self.thoughts.answer(text, context)
-        return str(postprocess_generated_text(text, stop, None))
-
-    def read_tokens(
-        self,
-        context: str,
-        tokens: list[int],
-        stop: list[str],
-        limit: int,
-        ends: Sequence[int],
-    ) -> Answer:
-        """Return the answer in new tokens, and whether the token limit ended it.
-
-        limit: number of tokens that were allowed. ends: tokens that end a sequence.
-        """
-        if self.has_thoughts(context):
-            text = self.thoughts.decode(tokens)
-        else:
-            text = str(self.tok_decode(tokens))
-        answer = self.answer_of(context, text, stop)
-        # Fewer tokens than allowed, or an end token among them: the model ended the
-        # answer.
-        if len(tokens) < limit or not {*ends, self.tokenizer.pad_token_id}.isdisjoint(
-            tokens
-        ):
-            return answer, False
-        # At the limit a stop string may still have ended the answer: it is cut off in
-        # the answer, or, as a special token, visible in the raw text only.
-        full_answer = self.answer_of(context, text, [])
-        raw = str(self.tok_decode(tokens, skip_special_tokens=False))
-        stopped = answer != full_answer or any(
-            word in raw for word in self.stops(context, stop) if word
+    def reader(self, request: Any) -> Reader:
+        """Return what reads the answer to a request."""
+        context, settings = request.args
+        normal = normalize_gen_kwargs(settings, self.max_gen_toks)
+        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
+        return Reader(
+            self.thoughts,
+            context,
+            handle_stop_sequences(normal["until"], eos=eos),
+            int(normal["max_gen_toks"]),
+            self.ends,
+            self.chats,
+            self.thinking,
         )
-        return answer, not stopped
+
+    def decoding(self, request: Any, number: int) -> tuple[Decoding, int]:
+        """Return how the answer to a request is generated, and its seed, which follows
+        its number in the data set; UserError for a setting that fcsd does not know.
+        """
+        settings: Any = dict(normalize_gen_kwargs(request.args[1], self.max_gen_toks))
+        for name in ("until", "max_gen_toks"):
+            del settings[name]
+        seed = int(settings.pop("seed", SAMPLING_SEED)) + number
+        # The values of transformers where the task sets none
+        values = {"temperature": 1.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0}
+        chosen: dict[str, Any] = {
+            name: default if (value := settings.pop(name, None)) is None else value
+            for name, default in values.items()
+        }
+        drawn = settings.pop("do_sample", False) and chosen["temperature"] > 0
+        if unknown := [name for name in settings if name not in TASK_SETTINGS]:
+            raise UserError(
+                f"the task sets {', '.join(sorted(unknown))} for generation; fcsd knows"
+                f" {', '.join(sorted({*TASK_SETTINGS, *values, 'seed'}))}"
+            )
+        if drawn and settings.get("num_beams", 1) > 1:
+            raise UserError(
+                "the task asks for beams that are sampled; fcsd has beams without"
+                " sampling"
+            )
+        return Decoding(Sampling(**chosen) if drawn else None, settings), seed
+
+    def prompt_of(self, request: Any) -> list[int]:
+        """Return the tokens of a request's prompt, which may be too long."""
+        ids, _ = self.tok_batch_encode([request.args[0]])
+        return list(map(int, ids[0].tolist()))
 
     def noted(self, requests: Sequence[Any], answers: Sequence[Answer]) -> list[str]:
-        """Return the texts, and note the answers that the token limit ended."""
-        for request, (_, at_limit) in zip(requests, answers, strict=True):
-            if at_limit:
-                self.at_limit.add((str(request.task_name), int(request.doc_id)))
-        return [text for text, _ in answers]
+        """Return the texts, and note the answers that the token limit ended, and those
+        with thoughts that were not asked for.
+        """
+        for request, answer in zip(requests, answers, strict=True):
+            item = (str(request.task_name), int(request.doc_id))
+            if answer.at_limit:
+                self.at_limit.add(item)
+            if answer.thoughts:
+                self.unasked.add(item)
+        return [answer.text for answer in answers]
 
     def apply_chat_template(self, *arguments: Any, **options: Any) -> str:
-        """Write turns as text; raises UserError where the template refuses them."""
+        """Write turns as text, up to the place where the answer begins; raises
+        UserError where the template refuses them.
+        """
         with template_errors(tokenizer_name(self.tokenizer), "a prompt"):
-            return str(super().apply_chat_template(*arguments, **options))
+            text = str(super().apply_chat_template(*arguments, **options))
+        if not self.closes or not options.get(
+            "add_generation_prompt", len(arguments) < 2 or arguments[1]
+        ):
+            return text
+        closing = self.thoughts.closing(text)
+        self.closed = closing or self.closed
+        return text + closing
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does, with bars on the first rank only; refuse answers that
@@ -189,6 +212,7 @@ class InMemory(LanguageModel):
         silent = not (backend.progress and backend.ranks.first)
         super().__init__(backend.model, backend.tokenizer, silent=silent)
         self._device = input_device(backend.model)
+        self.ends = end_tokens(backend.model.generation_config, self.tokenizer)
         self.source = backend  # `backend` is a word of HFLM
 
     def _loglikelihood_tokens(
@@ -218,82 +242,49 @@ class InMemory(LanguageModel):
         )
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
-        """Answer as lm-eval does, each rank its share; but thoughts are written to
-        their end.
+        """Answer on all ranks, each its share; but for the rows of a batch that have
+        ended, and for thoughts, as lm-eval does.
         """
         size = self._begin(len(requests))
         self.check_prompts(requests)
-        numbered = list(enumerate(requests))
-        groups = Collator.group(
-            numbered, lambda numbered_request: numbered_request[1].args[1], "gen_kwargs"
-        )
-
-        def longest_first(numbered_request: Any) -> Any:
-            context = numbered_request[1].args[0]
-            return -len(self.tok_encode(context)), context
-
-        # lm-eval also batches only requests with equal settings.
-        batches = [
-            [[numbered_request] for numbered_request in chunk]
-            for group in groups.values()
-            for chunk in Collator.get_chunks(sorted(group, key=longest_first), n=size)
+        reading = [self.reader(request) for request in requests]
+        decodings = [self.decoding(r, number) for number, r in enumerate(requests)]
+        # A prompt that leaves no room for the answer is cut on the left.
+        prompts = [
+            self.prompt_of(request)[-(self.max_length - reader.limit) :]
+            for request, reader in zip(requests, reading, strict=True)
         ]
+        groups = Collator.group(
+            list(enumerate(requests)),
+            lambda numbered: numbered[1].args[1],
+            "gen_kwargs",
+        )
+        lengths = [len(prompt) for prompt in prompts]
+        batches = []
+        for group in groups.values():
+            numbers = [number for number, _ in group]
+            order = sorted(numbers, key=lambda n: (-lengths[n], prompts[n], n))
+            alike = decodings[numbers[0]][0].needs_one_length(self.source.model.config)
+            batches += list(batches_of(order, lengths, size, alike))
 
-        def ask(batch: list[Any]) -> list[Answer]:
-            # Memory may hold less than the batch: generate it in parts of the present
-            # size, longest first, so that each part is padded as little as possible.
-            order = sorted(
-                range(len(batch)),
-                key=lambda position: longest_first((position, batch[position])),
+        def ask(numbers: list[int], size: int) -> list[Answer]:
+            # Memory may hold less than the batch, whose longest prompts come first.
+            return self.source.answers(  # type: ignore[no-any-return]
+                [prompts[number] for number in numbers],
+                [reading[number] for number in numbers],
+                [decodings[number][1] for number in numbers],
+                decodings[numbers[0]][0],
+                size,
             )
-            answers: dict[int, Answer] = {}
-            for start in range(0, len(order), size := self.batch_size_per_gpu):
-                positions = order[start : start + size]
-                generated = self._generate([batch[position] for position in positions])
-                answers |= zip(positions, generated, strict=True)
-            return [answers[position] for position in range(len(batch))]
 
         def idle() -> None:
-            # The cheapest pass in which this rank takes part in the others' exchanges.
-            token = self._one_token()
-            self._model_generate(
-                token, max_length=2, stop=[], attention_mask=torch.ones_like(token)
-            )
+            self.source.idle(reading[0])
 
-        return self.noted(requests, self._shared(requests, batches, ask, idle))
-
-    def _generate(self, requests: Sequence[Any]) -> list[Answer]:
-        """Generate the answers to requests with the same settings in one forward pass,
-        as HFLM (0.4.13) does.
-        """
-        contexts = [request.args[0] for request in requests]
-        settings: Any = dict(
-            normalize_gen_kwargs(requests[0].args[1], self.max_gen_toks)
-        )
-        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        stop = handle_stop_sequences(settings.pop("until"), eos=eos)
-        limit = settings.pop("max_gen_toks")
-        # A prompt that leaves no room for the answer is cut on the left.
-        ids, mask = self.tok_batch_encode(
-            contexts,
-            left_truncate_len=self.max_length - limit,
-            truncation=self.truncation,
-        )
-        width = ids.shape[1]
-        generated = self._model_generate(
-            context=ids.to(self.device),
-            attention_mask=mask.to(self.device),
-            stop=self.stops(contexts[0], stop),
-            max_length=settings.pop("max_length", width + limit),
-            **settings,
-        )
-        ends = end_tokens(self.source.model.generation_config, self.tokenizer)
-        return [
-            self.read_tokens(context, tokens, stop, limit, ends)
-            for context, tokens in zip(
-                contexts, generated[:, width:].tolist(), strict=True
-            )
-        ]
+        bar = {"desc": "requests", "shown": not self.silent}
+        answers = self.source.in_batches(batches, ask, idle, **bar)
+        order = [number for batch in batches for number in batch]
+        by_number = dict(zip(order, answers, strict=True))
+        return self.noted(requests, [by_number[n] for n in range(len(requests))])
 
     def _shared(
         self,
@@ -330,11 +321,4 @@ class InMemory(LanguageModel):
     def _one_token(self) -> torch.Tensor:
         return torch.full(
             (1, 1), self.prefix_token_id, dtype=torch.long, device=self.device
-        )
-
-    def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        synced = {"synced_gpus": True} if self.source.ranks.lockstep else {}
-        checks = LogitsProcessorList([RefuseOverflow()])
-        return super()._model_generate(
-            *args, **kwargs, **synced, **TOKEN_BY_TOKEN, logits_processor=checks
         )

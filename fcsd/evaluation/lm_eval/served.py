@@ -14,18 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.code.generate import SAMPLING_SEED
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.lm_eval.model import Answer, LanguageModel
+from fcsd.evaluation.lm_eval.model import LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
-
-# Settings that a task may have beyond length and stop strings. All are sent, with the
-# values of a model in memory: a server's own defaults are its administrator's choice.
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-Body = dict[str, Any]
 
 
 class ServedModel(LanguageModel):
@@ -36,6 +29,7 @@ class ServedModel(LanguageModel):
         stand_in = SimpleNamespace(config=backend.config, device=torch.device("cpu"))
         super().__init__(stand_in, backend.tokenizer, silent=False)
         self.backend = backend
+        self.ends = backend.ends
         self.context: int = backend.server.context or self.max_length
         self._looking = False
 
@@ -52,7 +46,7 @@ class ServedModel(LanguageModel):
         """Refuse a task whose longest items the server does not take and the model
         would, without asking it.
         """
-        self.think(bool(row.thinking), row.chat_template)
+        self.think(row)
         # Requests are built and measured as usual, but not sent.
         self._looking = True
         try:
@@ -98,81 +92,24 @@ class ServedModel(LanguageModel):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does."""
         self.check_prompts(requests)
-        eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
-        bodies, stops = [], []
-        for number, request in enumerate(requests):
-            context, arguments = request.args
-            settings: Any = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
-            stop = handle_stop_sequences(settings.pop("until"), eos=eos)
-            new = settings.pop("max_gen_toks")
+        prompts, settings = [], []
+        reading = [self.reader(request) for request in requests]
+        for number, (request, reader) in enumerate(zip(requests, reading, strict=True)):
             # The beginning is cut so that the answer fits, as in memory.
-            ids, _ = self.tok_batch_encode([context])
-            self._require_room(min(ids.shape[1], self.max_length - new) + new)
-            room = min(self.max_length, self.context) - new
-            stops.append(stop)
-            bodies.append(
-                {
-                    "prompt": ids[0, -room:].tolist(),
-                    "max_tokens": new,
-                    "stop": [word for word in self.stops(context, stop) if word],
-                    "stop_token_ids": self.backend.ends,
-                    # Stop strings may be special tokens, which a model in memory is
-                    # stopped by as well.
-                    "skip_special_tokens": False,
-                    **self._sampling(settings, SAMPLING_SEED + number),
-                }
+            ids = self.prompt_of(request)
+            self._require_room(
+                min(len(ids), self.max_length - reader.limit) + reader.limit
             )
+            room = min(self.max_length, self.context) - reader.limit
+            prompts.append(ids[-room:])
+            decoding, seed = self.decoding(request, number)
+            if unknown := decoding.settings.keys() - {"repetition_penalty"}:
+                raise UserError(
+                    f"the task sets {', '.join(sorted(unknown))} for generation, which"
+                    " fcsd cannot set on a server; evaluate it in memory"
+                )
+            penalty = decoding.settings.get("repetition_penalty", 1.0)
+            settings.append(self.backend.sampled(decoding.sampling, seed, penalty))
         if self._looking:
-            return [""] * len(bodies)
-        answers = self.backend.ask("generation", bodies)
-        read = [
-            self._read(request.args[0], answer, stop, body["max_tokens"])
-            for request, answer, stop, body in zip(
-                requests, answers, stops, bodies, strict=True
-            )
-        ]
-        return self.noted(requests, read)
-
-    def _read(self, context: str, answer: Any, stop: list[str], limit: int) -> Answer:
-        if isinstance(answer, list):
-            return self.read_tokens(context, answer, stop, limit, self.backend.ends)
-        text = answer["text"]
-        if self.has_thoughts(context):
-            text = self.thoughts.without_special(text)
-        full_answer = self.answer_of(context, text, [])
-        cut_answer = self.answer_of(context, text, stop)
-        return cut_answer, answer["at_limit"] and cut_answer == full_answer
-
-    def _sampling(self, settings: Body, seed: int) -> Body:
-        sampled = settings.pop("do_sample", False)
-        if unknown := settings.keys() - set(_SAMPLING):
-            raise UserError(
-                f"the task sets {', '.join(sorted(unknown))} for generation, which fcsd"
-                " cannot set on a server; evaluate it in memory"
-            )
-        model_settings = {
-            name: getattr(self.backend.generation, name, None) for name in _SAMPLING
-        }
-        # A repetition penalty also changes greedy decoding.
-        penalty = (
-            settings.get("repetition_penalty", model_settings["repetition_penalty"])
-            or 1.0
-        )
-        if not sampled:
-            return {"temperature": 0.0, "repetition_penalty": penalty}
-        # transformers' own defaults, where neither task nor model sets a value
-        defaults: dict[str, Any] = {
-            "temperature": 1.0,
-            "top_p": 1.0,
-            "top_k": 50,
-            "min_p": 0.0,
-            "seed": seed,
-        }
-        # The task's own settings count first, then the model's.
-        chosen = {}
-        for name, value in defaults.items():
-            if model_settings[name] is not None:
-                value = model_settings[name]
-            chosen[name] = settings.get(name, value)
-        # transformers writes no limit as top_k 0, vLLM as -1.
-        return {**chosen, "top_k": chosen["top_k"] or -1, "repetition_penalty": penalty}
+            return [""] * len(prompts)
+        return self.noted(requests, self.backend.generate(prompts, reading, settings))

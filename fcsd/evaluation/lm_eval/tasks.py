@@ -378,7 +378,7 @@ def run_task(
     # a task that is run for another model draws the same examples
     for task in tasks.values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
-    language_model.think(bool(row.thinking), row.chat_template)
+    language_model.think(row)
     with quiet(), _no_bars_while_building():
         from lm_eval.evaluator import evaluate
 

@@ -109,6 +109,10 @@ class Family:
     from the position ids; by masks that it is given, because its own ignore the position
     ids; or not at all (leaks): a state or a convolution runs through the row, or the
     forward makes its own positions. Such a model trains on padded rows."""
+    padding: Literal["masked", "counts"] = "masked"
+    """Whether padding on the left of a prompt leaves the answer as it is, or counts as
+    a part of it, whatever the mask says. Prompts of such a model are batched by length.
+    """
     folding: Folding = USUAL
     """The weights that read the input of a branch and those that write its output, if
     their names are not the usual ones.

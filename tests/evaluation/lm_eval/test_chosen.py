@@ -15,7 +15,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
-from fcsd.evaluation.code.generate import first_stop, prompts
+from fcsd.evaluation.answers import first_stop
+from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, changed_suite, load_suite
 from fcsd.evaluation.lm_eval import chosen

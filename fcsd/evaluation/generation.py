@@ -1,0 +1,250 @@
+"""Generate answers with a model in memory; each depends on its own prompt alone.
+
+- Rows of a batch end, are drawn and are read one by one (`fcsd.evaluation.answers`).
+- The model's own generation settings (`generation_config.json`) give the tokens that
+  end a sequence, and nothing else: transformers would fill with them whatever a task
+  leaves open.
+- Padding on the left changes the answers of some families, and those of penalties that
+  read the prompt: then a batch holds prompts of one length.
+
+Not covered: the rounding of a batch's shape, which may turn a tie between two tokens.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from fcsd.base.errors import UserError
+from fcsd.evaluation.answers import HEAD, Reader
+from fcsd.model.families import family_of
+from fcsd.parallel.ranks import input_device
+
+SAMPLING_SEED = 1234
+# A config or generation_config.json may ask for MTP layers: they draft for one sequence
+# alone, and are not loaded.
+TOKEN_BY_TOKEN = {"use_mtp": False}
+OVERFLOW = (
+    "the model's logits are NaN or infinite: it overflows in its precision; evaluate it"
+    " in bfloat16 or float32"
+)
+_KEPT = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+"""Settings of a model that an evaluation keeps: they name tokens."""
+_NO_TOKEN = frozenset({"transformers_version", "use_cache", "use_mtp"})
+"""Settings that change no token."""
+_UNTOLD = {
+    "num_beams": 1,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "repetition_penalty": 1.0,
+    "max_length": 20,
+}
+"""Settings that do nothing at these values; at zero, false or none, hardly one does."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. top_k: 0 for no limit."""
+
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How the answers of a task are generated.
+
+    sampling: None takes the likeliest token. settings: others of transformers that a
+    task names (beams, a penalty).
+    """
+
+    sampling: Sampling | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def needs_one_length(self, config: Any) -> bool:
+        """Return whether padding would change the answers of a model with this config:
+        penalties and limits of transformers count it as a part of the prompt.
+        """
+        if self.settings:
+            return True
+        try:
+            return family_of(config).padding == "counts"
+        except UserError:  # a model that fcsd does not know
+            return False
+
+
+def set_aside(generation: Any) -> dict[str, Any]:
+    """Return the generation settings of a model that its scores do not depend on, for
+    the record of an evaluation.
+    """
+    return {
+        name: value
+        for name, value in json.loads(generation.to_json_string()).items()
+        if value and value != _UNTOLD.get(name)
+        if name not in _KEPT | _NO_TOKEN and not name.startswith("_")
+    }
+
+
+def batches_of(
+    order: Sequence[int], lengths: Sequence[int], size: int, one_length: bool
+) -> Iterator[list[int]]:
+    """Yield batches of up to `size` numbers in the given order; one_length: never with
+    prompts of two lengths.
+    """
+    batch: list[int] = []
+    for number in order:
+        other = one_length and batch and lengths[number] != lengths[batch[-1]]
+        if other or len(batch) == size:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
+
+
+def generate(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    readers: Sequence[Reader],
+    seeds: Sequence[int],
+    decoding: Decoding,
+    *,
+    lockstep: bool = False,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, and what follows its end in the batch.
+
+    seeds: of each prompt, for sampling. lockstep: other ranks make the same number of
+    forward passes.
+    """
+    ends = readers[0].ends
+    pad = readers[0].thoughts.tokenizer.pad_token_id
+    if pad is None:
+        # The mask hides padding, so any token will do.
+        pad = ends[0] if ends else 0
+    rows = [torch.tensor(prompt, dtype=torch.long) for prompt in prompts]
+    # Padding is on the left, so that all sequences are continued at the same position.
+    ids = pad_sequence(rows, True, pad, "left")
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
+    config = GenerationConfig(
+        **{"num_beams": 1, **decoding.settings},
+        do_sample=False,
+        max_new_tokens=max(reader.limit for reader in readers),
+        eos_token_id=list(ends) or None,
+        pad_token_id=pad,
+        bos_token_id=readers[0].thoughts.tokenizer.bos_token_id,
+        use_cache=True,
+        **TOKEN_BY_TOKEN,
+    )
+    ended = _Ended(readers, ids.shape[1])
+    processors: list[Any] = [_RefuseOverflow(ended)]
+    if decoding.sampling is not None:
+        processors.append(_Draw(decoding.sampling, seeds))
+    device = input_device(model)
+    own = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        generated = model.generate(
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([ended]),
+            logits_processor=LogitsProcessorList(processors),
+            # Ranks that share the weights make the same number of forward passes.
+            synced_gpus=True if lockstep else None,
+        )
+    finally:
+        model.generation_config = own
+    return generated[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
+
+
+class _Ended:
+    """Ends the sequences whose answers are complete."""
+
+    def __init__(self, readers: Sequence[Reader], prompt_length: int):
+        self.readers, self.prompt_length = readers, prompt_length
+        self.look_back = max(reader.look_back for reader in readers)
+        self.rows: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Tell which of the sequences have ended."""
+        new = input_ids[:, self.prompt_length :]
+        heads, tails = new[:, :HEAD].tolist(), new[:, -self.look_back :].tolist()
+        beams = len(heads) // len(self.readers)
+        rows = torch.tensor(
+            [
+                self.readers[number // beams].ended(head, tail)
+                for number, (head, tail) in enumerate(zip(heads, tails, strict=True))
+            ],
+            device=input_ids.device,
+        )
+        # Beams change places, and some are only candidates.
+        if beams == 1:
+            self.rows = rows if self.rows is None else rows | self.rows
+        return rows
+
+
+class _RefuseOverflow:
+    """Refuses logits that are NaN or infinite, of which the largest is no answer."""
+
+    def __init__(self, ended: _Ended):
+        self.ended = ended
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the B sequences, shape (B, V), as they are."""
+        # Single tokens may be ruled out by -inf; the largest logit is finite. What
+        # follows an answer's end does not count.
+        finite = scores.amax(-1).isfinite()
+        if self.ended.rows is not None:
+            finite = finite | self.ended.rows
+        if not bool(finite.all()):
+            raise UserError(OVERFLOW)
+        return scores
+
+
+class _Draw:
+    """Draws the tokens of each sequence with its own generator: transformers draws for
+    a whole batch with one, so that a sample would depend on its neighbours.
+    """
+
+    def __init__(self, sampling: Sampling, seeds: Sequence[int]):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+        if sampling.top_k:
+            warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            warpers.append(MinPLogitsWarper(sampling.min_p))
+        self.warpers = LogitsProcessorList(warpers)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Leave of the logits (B, V) that of the drawn token alone, which is then the
+        likeliest.
+        """
+        warped = self.warpers(input_ids, scores.float())  # type: ignore[arg-type]
+        steps = warped.double().softmax(-1).cumsum(-1)
+        drawn = torch.tensor(
+            [torch.rand((), generator=g, dtype=torch.double) for g in self.generators],
+            dtype=torch.double,
+            device=scores.device,
+        )
+        # The first token whose cumulative probability exceeds the number.
+        token = torch.searchsorted(
+            steps, drawn[:, None] * steps[:, -1:], right=True
+        ).clamp_(max=scores.shape[-1] - 1)
+        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
