@@ -4,9 +4,7 @@ errors.
 
 import math
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -133,35 +131,28 @@ def markdown(header: Sequence[str], rows: Rows, left: int = 1) -> str:
         for index in range(len(header))
     ]
 
-    def line(cells: Sequence[str]) -> str:
-        padded = [
-            cell.ljust(width) if index < left else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        return f"| {' | '.join(padded)} |"
+    lines = [table_line(cells, widths, left) for cells in (header, *rows)]
+    return "\n".join([lines[0], table_rule(widths, left), *lines[1:]])
 
-    # Columns on the left are ruled `|----|`; the others `|---:|`, which aligns them to
-    # the right.
+
+def table_line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
+    """Format one line of a `markdown` table."""
+    padded = [
+        cell.ljust(width) if index < left else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return f"| {' | '.join(padded)} |"
+
+
+def table_rule(widths: Sequence[int], left: int) -> str:
+    """Format the line below the header of a `markdown` table: columns on the left are
+    ruled `|----|`; the others `|---:|`, which aligns them to the right.
+    """
     rule = "|".join(
         "-" * (width + 1) + ("-" if index < left else ":")
         for index, width in enumerate(widths)
     )
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
-
-
-def terminal_columns() -> int | None:
-    """Return the width of the terminal that standard output is; None for a file."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def wrap(text: str, columns: int | None) -> str:
-    """Break the lines of a text between words; None leaves them as they are."""
-    if columns is None:
-        return text
-    return "\n".join(
-        textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-        for line in text.splitlines()
-    )
+    return f"|{rule}|"
 
 
 def fold(summary: str, text: str) -> str:

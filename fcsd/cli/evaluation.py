@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fcsd.base.errors import UserError
+from fcsd.base.terminal import show
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -72,7 +73,7 @@ def _evaluate(arguments: Namespace) -> None:
     if arguments.json:
         print((arguments.output / "results.json").read_text(encoding="utf-8"))
     else:
-        print(result_table(arguments.output))
+        show(result_table(arguments.output))
 
 
 # Options of a file of samples alone, and those that a model and a file share.

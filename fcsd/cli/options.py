@@ -20,6 +20,8 @@ from typing import (
     get_origin,
 )
 
+from fcsd.base.terminal import show
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -322,5 +324,10 @@ def json_argument(parser: ArgumentParser) -> None:
 def print_result(
     arguments: argparse.Namespace, result: Any, text: Callable[[Any], str]
 ) -> None:
-    """Print the result of a command: as JSON where --json is given, else as text."""
-    print(json.dumps(result, indent=2) if arguments.json else text(result))
+    """Print the result of a command: as JSON where --json is given, else as text for the
+    terminal.
+    """
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(text(result))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir, new_folder
+from fcsd.base.terminal import show
 from fcsd.cli.options import (
     SEVERAL,
     Command,
@@ -153,7 +154,7 @@ def _trace(arguments: Namespace) -> None:
             f"{key} {exchange.overlap:.1%} of {exchange.total * 1e3:.1f} ms"
             for key, exchange in measured.items()
         ]
-        print(f"{name}: hidden {', '.join(parts)}")
+        show(f"{name}: hidden {', '.join(parts)}")
 
 
 def _tiny_data(arguments: Namespace) -> None:

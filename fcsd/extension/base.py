@@ -28,6 +28,7 @@ from fcsd.base.strict import (
     validate,
 )
 from fcsd.base.temporary import file_beside, scratch_folder
+from fcsd.base.terminal import show
 from fcsd.base.text import markdown, nats, progress_bar
 from fcsd.evaluation.study import ModelStudy
 from fcsd.model.config import ModelConfig
@@ -62,6 +63,7 @@ __all__ = [
     "release_folder",
     "safetensors_header",
     "scratch_folder",
+    "show",
     "validate",
     "versions",
     "write_json",

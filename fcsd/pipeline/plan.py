@@ -210,6 +210,7 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
         "over_prediction": None,
         "step_ratio": None,
         "expected_gain": None,
+        "expected_over_exact": None,
         "measured": True,
     }
 

@@ -11,7 +11,7 @@ from typing import Any
 from fcsd.base.artifact import Stage
 from fcsd.base.errors import UserError
 from fcsd.base.temporary import discard_folder
-from fcsd.base.text import terminal_columns
+from fcsd.base.terminal import show, terminal_columns
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
@@ -80,7 +80,8 @@ def report(run: Run, *, as_json: bool = False) -> Path:
     if as_json:
         print((folder / "report.json").read_text(encoding="utf-8"))
     else:
-        print(f"{table}\n\nreport: {folder / 'report.html'}, or report.md beside it")
+        print(f"{table}\n")
+        show(f"report: {folder / 'report.html'}, or report.md beside it")
     return folder
 
 

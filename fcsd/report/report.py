@@ -14,7 +14,8 @@ from typing import Any
 from fcsd.base.artifact import check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import is_empty, new_folder, read_json, write_json, write_text
-from fcsd.base.text import calibration_kl_text, fold, stopping_text, wrap
+from fcsd.base.terminal import fit
+from fcsd.base.text import calibration_kl_text, fold, stopping_text
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
@@ -140,7 +141,7 @@ def write_report(
     ]
     if models and columns is not None:
         table = "\n\n".join([models_table(models, columns), *([look] if look else [])])
-    return "\n\n".join([table, wrap("\n".join(sentences), columns)]).rstrip()
+    return fit("\n\n".join([table, "\n".join(sentences)]).rstrip(), columns)
 
 
 def _is_finished(folder: Path) -> bool:

@@ -231,13 +231,13 @@ def _measured(result: Mapping[str, Any]) -> str:
         "prompt",
         "requests",
         "TTFT ms",
-        "x",
+        "TTFT x",
         "TBT ms",
-        "x",
+        "TBT x",
         "tokens/s",
-        "x",
-        "overlap prefill",
-        "decode",
+        "tokens/s x",
+        "overlap, prefill",
+        "overlap, decode",
     ]
     lines = []
     for row in result["rows"]:

@@ -25,7 +25,7 @@ from fcsd.cli.options import (
     text_argument,
 )
 from fcsd.cli.program import Program
-from fcsd.extension.base import UserError, check_file_place
+from fcsd.extension.base import UserError, check_file_place, show
 
 if TYPE_CHECKING:
     from fcsd_steering.config import RoutingStudy
@@ -85,9 +85,9 @@ def _bias(arguments: Namespace) -> None:
             f"{unsteered_ms:.4g} -> {steered_ms:.4g} ms"
             f" ({100 * (steered_ms / unsteered_ms - 1):+.1f} %)"
         )
-        print(f"exchanges, mean over layers and this text: {change}")
+        show(f"exchanges, mean over layers and this text: {change}")
         if facts.get("left"):
-            print(
+            show(
                 "layers left without a bias, because none brings them into their"
                 f" windows: {facts['left']}"
             )
@@ -195,9 +195,9 @@ def _profile_network(arguments: Namespace) -> None:
         check=arguments.check,
     )
     if launch.first:
-        print(describe(links))
+        show(describe(links))
         if comparison is not None:
-            print(comparison)
+            show(comparison)
 
 
 def _from_nccl_tests(arguments: Namespace) -> None:
@@ -214,8 +214,8 @@ def _from_nccl_tests(arguments: Namespace) -> None:
     check_file_place(arguments.links, read_links)
     links = read_nccl_tests(arguments.nccl_tests)
     write_links(arguments.links, links)
-    print(describe(links))
-    print(
+    show(describe(links))
+    show(
         "nccl-tests times all edges together: the file has the same latency and rate"
         " for all, and no shared ports"
     )
@@ -342,7 +342,7 @@ def _study(arguments: Namespace) -> None:
     launch = launch_of(arguments)
     text = run_study(study, launch)
     if launch.first:
-        print(text)
+        show(text)
 
 
 def _study_options(parser: ArgumentParser) -> None:

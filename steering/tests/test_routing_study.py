@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from fcsd.base.terminal import fit
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.parallel.overlap import attach
 from fcsd.parallel.ranks import Ranks
@@ -23,6 +24,7 @@ from fcsd_steering.routing.routes import read_routes
 from tests.parallel.overlap.ranks import spread
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.terminal import assert_readable
 
 EXPERTS, TOP_K, LAYERS, WORLD, ROWS, BATCH = 8, 2, 3, 4, 20, 2
 
@@ -291,6 +293,7 @@ def test_the_report_says_what_conversion_did_and_a_finished_study_is_not_run_aga
     assert main(options(folder, folder / "study", *more)) == 0
     text = capsys.readouterr().out
     assert text == (folder / "study" / "routing.md").read_text() + "\n"
+    assert_readable(fit(text, 80))
     assert f"## What changed against {folder / 'original'}" in text
     assert (
         f"{result['comparison']['routes_moved']:.2%} of the (token, expert) pairs"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import flag_of
@@ -43,6 +43,9 @@ as `benchmarks/plan.py` lists them: DeepSeek-V3 1.01 to 1.10 on 8 H200, 1.5 to 2
 MI300X, 2.0 on 16 H100 with one request; gpt-oss-120b 1.04 to 1.13 on 8 H100, 1.3 on 8
 MI300X.
 """
+
+MORE_GPUS = (2, 4, 8, 16, 32, 64)
+"""How many times as many GPUs are tried for a plan that does not fit."""
 
 
 def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
@@ -93,7 +96,14 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
             else None
         ),
         "step_ratio": list(STEP_RATIO) if planned.settings.phase == "decode" else None,
-        "expected_gain": expected_gain(times, planned.settings, rows),
+        "expected_gain": (
+            expected_gain(times, planned.settings, rows)
+            if planned.settings.phase != "train"
+            else None
+        ),
+        "expected_over_exact": expected_gain(
+            times, planned.settings, rows, "over_exact"
+        ),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
     }
@@ -103,29 +113,29 @@ def expected_gain(
     times: Mapping[str, Any],
     settings: PlanSettings,
     sensitivity: Sequence[Mapping[str, Any]],
-) -> list[float] | None:
-    """Return the smallest and the largest gain to expect of a server from its planned
-    times, as shares of the step; None for a training.
+    over: Literal["speed_up", "over_exact"] = "speed_up",
+) -> list[float]:
+    """Return the smallest and the largest gain to expect from planned times, as shares
+    of the step. over: regular blocks, or the best exact schedule.
 
-    In the time to the first token, these are the gains at the ends of the assumptions'
-    ranges. Unless slow kernels are planned, the smallest is at most the planned gain by
+    In training and in the time to the first token, these are the gains at the ends of
+    the assumptions' ranges. In the latter, unless slow kernels are planned, the smallest is at most the planned gain by
     the largest ratio of `OVER_PREDICTION`: the server's kernels may be slower. Between
     tokens, a step takes `STEP_RATIO` times as long as planned, and hides as many
     seconds as planned.
     """
-    if settings.phase == "prefill":
-        ends = [end - 1 for row in sensitivity for end in row["speed_up"]]
-        if not settings.without_aiter:
-            _, most = OVER_PREDICTION[True]
-            ends.append((times["speed_up"] - 1) / most)
-        return [min(ends), max(ends)]
     if settings.phase == "decode":
         hidden_s = times["regular_s"] - times["overlapped_s"]
-        return [
-            hidden_s / (ratio * times["regular_s"] - hidden_s)
-            for ratio in reversed(STEP_RATIO)
+        gained_s = (times[over] - 1) * times["overlapped_s"]
+        ends = [
+            gained_s / (ratio * times["regular_s"] - hidden_s) for ratio in STEP_RATIO
         ]
-    return None
+    else:
+        ends = [end - 1 for row in sensitivity for end in row[over]]
+        if settings.phase == "prefill" and not settings.without_aiter:
+            _, most = OVER_PREDICTION[True]
+            ends.append((times[over] - 1) / most)
+    return [min(ends), max(ends)]
 
 
 def reach(planned: float, ends: Iterable[float]) -> list[float]:
@@ -207,8 +217,8 @@ def _memory(planned: Planned, advise: bool) -> dict[str, Any]:
 
 def _what_fits(planned: Planned) -> dict[str, Any]:
     """Return the changes that make a plan fit its GPUs (`changes`, as text), and the
-    number of GPUs that it needs without them (`needs_gpus`; None where 64 times as many
-    are too few).
+    number of GPUs that it needs without them (`needs_gpus`; None where none of
+    `MORE_GPUS` suffices).
     """
     settings = planned.settings
 
@@ -233,7 +243,7 @@ def _what_fits(planned: Planned) -> dict[str, Any]:
             changes.append(f"--length {length}")
             break
     needs_gpus = None
-    for factor in (2, 4, 8, 16, 32, 64):
+    for factor in MORE_GPUS:
         num_gpus = factor * planned.num_gpus
         more: dict[str, Any] = {
             "nodes": max(settings.nodes, -(-num_gpus // settings.gpus_per_node))

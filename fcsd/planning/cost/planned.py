@@ -302,8 +302,8 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     # Checked after the trace, which knows the number of experts for every family.
     if work.num_experts % ep:
         raise UserError(
-            f"--ep {ep}: does not divide the {work.num_experts} experts of"
-            f" {source.where}"
+            f"{_sharing_option(settings, ep)}: does not divide the"
+            f" {work.num_experts} experts of {source.where}"
         )
     if settings.pipeline_parallel > len(work.layers):
         raise UserError(
@@ -406,13 +406,24 @@ def _ranks(
         if links.world_size != ep:
             raise UserError(
                 f"--links: measured between {links.world_size} ranks, but {ep} share"
-                " the experts (--ep; by default all GPUs); give --ep"
-                f" {links.world_size}, or links of {ep} ranks"
+                f" the experts; give --{'dp' if dp else 'ep'} {links.world_size}, or"
+                f" links of {ep} ranks"
             )
         links.require(
             collective="all_to_all_single"
         )  # the part of the code that expert parallelism calls
     return ep, tp
+
+
+def _sharing_option(settings: PlanSettings, ep: int) -> str:
+    """Name the option that sets the number of ranks that share the experts."""
+    train, dp = settings.phase == "train", settings.data_parallel
+    if dp is not None or settings.expert_parallel is not None:
+        return f"--dp {dp}" if dp is not None else f"--ep {ep}"
+    if not train and settings.tensor_parallel is not None:
+        return f"--tp {ep}"
+    whose = " of a stage" if settings.pipeline_parallel > 1 else ""
+    return f"--{'ep' if train else 'tp'} (by default all {ep} GPUs{whose})"
 
 
 def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
@@ -423,8 +434,10 @@ def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
         settings.batch * settings.length,
     )
     if world % (tp * pp):
+        named = {"tp": settings.tensor_parallel, "pp": pp if pp > 1 else None}
+        options = [f"--{name} {n}" for name, n in named.items() if n is not None]
         raise UserError(
-            f"--tp {tp} --pp {pp}: {tp * pp} ranks do not divide the {world} GPUs"
+            f"{' '.join(options)}: {tp * pp} ranks do not divide the {world} GPUs"
             f" ({machine.num_nodes} x {machine.gpus_per_node})"
         )
     if tokens % tp:

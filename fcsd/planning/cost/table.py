@@ -7,6 +7,7 @@ from typing import Any
 from fcsd.base.text import markdown, nats, size
 from fcsd.model.inspect.table import ranges
 from fcsd.planning.cost.assumptions import WITHOUT_AITER
+from fcsd.planning.cost.plan import MORE_GPUS
 
 
 def _joined(parts: Iterable[list[str]]) -> str:
@@ -253,29 +254,30 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
             refused.append(f"{facts['swept']} {row['value']}: {row['refused']}")
             continue
         times, rates = row["times"], row["tokens_per_second_per_gpu"]
-        memory = row["memory"]
+        hours, memory = row["gpu_hours_per_billion_tokens"], row["memory"]
         rows.append(
             [
                 row["value"],
                 str(row["settings"]["num_gpus"]),
+                "-" if memory is None else _yes(memory["fits"]),
+                _times_as_fast(row["expected_over_exact"]),
+                f"{times['over_exact']:.3f}",
+                f"{times['speed_up']:.3f}",
                 _ms(times["regular_s"]),
                 _ms(times["overlapped_s"]),
                 f"{times['communication_share']:.1%}",
                 f"{times['exposed_s'] / times['overlapped_s']:.1%}",
-                f"{times['over_exact']:.3f}",
-                f"{times['speed_up']:.3f}",
-                _number(rates["regular"]),
-                _number(rates["overlapped"]),
-                _number(row["gpu_hours_per_billion_tokens"]["regular"]),
-                _number(row["gpu_hours_per_billion_tokens"]["overlapped"]),
-                "-" if memory is None else _yes(memory["fits"]),
+                *(_number(rates[name]) for name in ("regular", "overlapped")),
+                *(_number(hours[name]) for name in ("regular", "overlapped")),
             ]
         )
+    seconds = f"{_DURATIONS[facts['phase']]}, ms"
     table = markdown(
         [
-            facts["swept"], "GPUs", f"{_DURATIONS[facts['phase']]}, ms", "overlapped", "communication", "exposed",
-            "gain over best exact", "over regular", "tokens/s per GPU", "overlapped",
-            "GPU hours per billion tokens", "overlapped", "fits",
+            facts["swept"], "GPUs", "fits", "times as fast as the best exact", "the same, planned",
+            "planned, as regular", f"regular {seconds}", f"overlapped {seconds}", "communication, regular",
+            "exposed, overlapped", "regular tokens/s per GPU", "overlapped tokens/s per GPU",
+            "regular GPU hours per billion tokens", "overlapped GPU hours per billion tokens",
         ],
         rows,
     )  # fmt: skip
@@ -291,7 +293,7 @@ _DURATIONS = {
 
 def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield _plan_head(facts)
-    if headline := _headline(facts["times"]):
+    if headline := _headline(facts):
         yield [headline]
     yield [_result(facts["times"], facts["settings"]["phase"]), *_notes(facts)]
     yield [_windows(facts["times"])]
@@ -307,11 +309,15 @@ def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _does_not_fit(memory: Mapping[str, Any]) -> str:
     needs = memory["needs_gpus"]
-    gpus = "no number of GPUs" if needs is None else f"{needs} GPUs"
+    more = f"without changes it needs {needs} GPUs"
+    if needs is None:
+        more = (
+            "more GPUs alone do not make it fit (tried: up to"
+            f" {MORE_GPUS[-1]} times as many)"
+        )
     changes = " or ".join(memory["changes"])
-    return f"DOES NOT FIT: without changes it needs {gpus}" + (
-        f"; one of these makes it fit: {changes}" if changes else ""
-    )
+    others = f"; one of these makes it fit: {changes}" if changes else ""
+    return f"DOES NOT FIT: {more}{others}"
 
 
 def _plan_head(facts: Mapping[str, Any]) -> list[str]:
@@ -359,7 +365,12 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
-    columns = [f"{_DURATIONS[phase]}, ms", "communication", "exposed", "times as fast"]
+    columns = [
+        f"{_DURATIONS[phase]}, ms",
+        "communication",
+        "exposed",
+        "times as fast as regular",
+    ]
     regular_s, overlapped_s = times["regular_s"], times["overlapped_s"]
     sent_s = times["communication_s"]
     steps = [("regular", regular_s, sent_s, sent_s)]
@@ -380,23 +391,36 @@ def _result(times: Mapping[str, Any], phase: str) -> str:
         for name, step_s, sent_s, exposed_s in steps
     ]
     if "over_exact" in times:
-        columns.append("as the best exact")
+        columns.append("times as fast as the best exact")
         for row, (_, step_s, *_) in zip(rows, steps, strict=True):
             row.append(f"{times['over_exact'] * overlapped_s / step_s:.3f}")
     return markdown(["", *columns], rows)
 
 
-def _headline(times: Mapping[str, Any]) -> str:
-    """Return the gain over the best exact schedule; empty where times were measured."""
-    if "over_exact" not in times:
+def _headline(facts: Mapping[str, Any]) -> str:
+    """Return the gain to expect over the best exact schedule, and those planned; empty
+    where times were measured.
+    """
+    times, expected = facts["times"], facts["expected_over_exact"]
+    if expected is None:
         return ""
-    plain = f"{times['speed_up']:.3f} times as fast as regular blocks"
+    gain = f"GAIN: {_times_as_fast(expected)} times as fast as"
+    plain = f"planned {times['speed_up']:.3f}"
     if times["best_exact"] == "regular":
-        return f"GAIN: {plain}, and no exact schedule below is faster than those"
+        return (
+            f"{gain} regular blocks ({plain}); no exact schedule below is faster than"
+            " those"
+        )
     return (
-        f"GAIN: {times['over_exact']:.3f} times as fast as the best exact schedule"
-        f" ({times['best_exact']}), {plain}"
+        f"{gain} the best exact schedule, {times['best_exact']} (planned"
+        f" {times['over_exact']:.3f}); {plain} times as fast as regular blocks"
     )
+
+
+def _times_as_fast(gains: Sequence[float]) -> str:
+    """Format a smallest and a largest gain, in shares: `0.983 to 1.092`."""
+    low, high = (f"{1 + gain:.3f}" for gain in gains)
+    return low if low == high else f"{low} to {high}"
 
 
 def _kernels(facts: Mapping[str, Any]) -> str | None:
@@ -447,14 +471,14 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "EXPECTED GAIN: published times between tokens (DeepSeek-V3, gpt-oss-120b)"
             f" are {low:g} to {high:g} times the planned ones (longest for"
             " DeepSeek-V3 on MI300X). Longer steps hide the same communication: expect"
-            f" {least:.1%} to {most:.1%}. With measured times (--measured) the gain is"
+            f" {least:.1%} to {most:.1%} over regular blocks. With measured times (--measured) the gain is"
             " f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
         (least, most), (low, high) = facts["expected_gain"], facts["over_prediction"]
         yield (
-            f"EXPECTED GAIN: {least:.1%} to {most:.1%}, at the ends of the assumptions"
-            " or with slower kernels than planned; planned gains in the time to the"
+            f"EXPECTED GAIN: {least:.1%} to {most:.1%} over regular blocks, at the ends"
+            " of the assumptions or with slower kernels than planned; planned gains in the time to the"
             f" first token were {low:g} to {high:g} times those that the FarSkip paper"
             " measured. With measured times (--measured) the gain is f v / (1 - f v)"
         )
@@ -509,7 +533,7 @@ def _windows(times: Mapping[str, Any]) -> str:
     header = ["MoE layers"]
     for kind in kinds:
         name = names.get(kind, kind.removesuffix("_s"))
-        header += [f"{name}, ms", "its window, ms"]
+        header += [f"{name}, ms", f"window of {name}, ms"]
     return markdown(header, rows)
 
 

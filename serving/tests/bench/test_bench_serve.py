@@ -17,6 +17,7 @@ from typing import Any, get_args
 import pytest
 
 from fcsd.base.files import read_json, write_json
+from fcsd.base.terminal import fit
 from fcsd.cli.main import main as fcsd
 from fcsd_bench import times
 from fcsd_bench.__main__ import main
@@ -25,6 +26,7 @@ from fcsd_bench.server import reason_of
 from fcsd_bench.summary import summarise, table
 from tests.reference.tiny import tiny_config
 from tests.support import ROOT, few
+from tests.terminal import assert_readable
 
 FIGURES = {
     "stock": {"ttft": 120.0, "itl": 12.0, "exposed": {"1": 0.0, "8": 0.0}},
@@ -597,6 +599,7 @@ def test_few_rounds_and_the_load_beside_them_are_said() -> None:
         {"lowest": 1.1, "highest": 2.2},
     ]
     page = table(result)
+    assert_readable(fit(page, 80))
     assert "**Fewer than 3 rounds: a gain cannot be told from noise.**" in page
     assert (
         "Measured from 2026-11-23 10:00:00 UTC to 2026-11-23 10:01:00 UTC; load of this"

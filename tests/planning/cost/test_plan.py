@@ -384,8 +384,8 @@ def test_a_plan_beyond_the_memory_says_what_would_fit(
         line for line in capsys.readouterr().out.splitlines() if "DOES NOT FIT" in line
     )
     assert (
-        "without changes it needs no number of GPUs; one of these makes it fit: without"
-        in line
+        "DOES NOT FIT: more GPUs alone do not make it fit (tried: up to 64 times as"
+        " many); one of these makes it fit: without" in line
     )
     for change in others:
         assert main(["plan", folder, *settings, *change.split(), "--json"]) == 0
@@ -817,6 +817,20 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     return {
         "gpu": ([model, "--gpu", "h1000"], "--gpu h1000: unknown GPU; allowed: a100"),
         "experts": ([model, "--nodes", "3", "--ep", "24"], "--ep 24: does not divide the 64 experts"),
+        "experts of all ranks": ([model, "--nodes", "3"], "--ep (by default all 24 GPUs): does not divide the 64"),
+        "experts of a stage's ranks": (
+            [model, "--nodes", "3", "--pp", "2"], "--ep (by default all 12 GPUs of a stage): does not divide",
+        ),
+        "experts of a server": ([model, "--phase", "prefill", "--tp", "3"], "--tp 3: does not divide the 64 experts"),
+        "experts of a whole server": (
+            [model, "--phase", "decode", "--nodes", "3"], "--tp (by default all 24 GPUs): does not divide the 64",
+        ),
+        "experts of a wide server": (
+            [model, "--phase", "decode", "--nodes", "3", "--dp", "3", "--batch", "3"],
+            "--dp 3: does not divide the 64 experts",
+        ),
+        "tensor-parallel ranks": ([model, "--tp", "3"], "error: --tp 3: 3 ranks do not divide the 8 GPUs"),
+        "stages": ([model, "--pp", "3"], "error: --pp 3: 3 ranks do not divide the 8 GPUs"),
         "ranks": ([model, "--ep", "3"], "--ep 3: does not divide the 8 GPUs (1 x 8)"),
         "far beyond memory": (
             [model, "--batch", str(10**20)],
