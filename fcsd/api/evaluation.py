@@ -14,6 +14,7 @@ from torch import nn
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
+from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
@@ -62,6 +63,7 @@ def evaluate_model(
     model: Any,
     suite: str | Path | SuiteConfig = "tiny",
     *,
+    tasks: list[str] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
     data_root: str | Path | None = None,
     batch_size: int | Literal["auto"] = 16,
@@ -83,6 +85,8 @@ def evaluate_model(
             tokenizer.
         suite: the name of a suite that ships with fcsd, the path of a suite file, or a
             `SuiteConfig`.
+        tasks: only these: tasks of the suite, or any task, group or tag of lm-eval,
+            with its own shots and metric.
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
@@ -122,6 +126,8 @@ def evaluate_model(
         stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
+    if tasks is not None:
+        suite = chosen_suite(tasks, suite)
     config = EvaluationConfig.from_plain(
         {
             "data_root": None if data_root is None else str(data_root),

@@ -234,7 +234,7 @@ def load_suite(name_or_path: str | Path) -> SuiteConfig:
         if text not in names:
             raise UserError(
                 f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the"
-                " path of a .yaml file)"
+                " path of a .yaml file; --tasks names single tasks)"
             )
         path = data_dir("eval") / "suites" / f"{text}.yaml"
     suite = validate(SuiteConfig, read_yaml(path), str(path))

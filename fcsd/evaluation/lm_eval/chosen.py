@@ -1,11 +1,16 @@
 """Make a suite of tasks that are named on the command line: rows of a suite, or
 lm-eval's tasks with its own settings.
 
+A group whose tasks have the same settings is one row; a tag, a pattern (`mmlu_*`) and
+any other group become one row for each of their tasks.
+
 Not covered: code tasks that no suite has; lm-eval would run their programs unguarded.
 """
 
+import contextlib
+import fnmatch
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,14 @@ _FEW = 40  # an error lists the tasks up to this number
 
 _METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
 _FILTERS = ("flexible-extract", "none")
+# Of tasks that list no metrics, lm-eval's own (`DEFAULT_METRIC_REGISTRY`) that are means.
+_DEFAULTS = {
+    "multiple_choice": ("acc", "acc_norm"),
+    "loglikelihood": ("acc",),
+    "generate_until": ("exact_match",),
+}
+# Keys by which a group may change one of its tasks and a row of a suite can, too.
+_CHANGES = {"task", "task_alias", "alias", "group_alias", "tag", "num_fewshot"}
 
 
 def chosen_suite(
@@ -44,11 +57,13 @@ def chosen_suite(
     # The user's definitions come first, then the suite's rows, then lm-eval's tasks.
     for name in names:
         if name in user_tasks:
-            tasks.append(_row(name, user_tasks, include_path))
+            tasks += _rows(name, user_tasks, include_path)
         elif name in rows:
             tasks.append(rows[name])
         else:
-            tasks.append(_row(name, _lm_evals(name), None, [*rows, *user_tasks]))
+            tasks += _rows(name, _lm_evals(name), None, [*rows, *user_tasks])
+    # Two names may stand for the same task: a group and one of its members.
+    tasks = list({row["task"]: row for row in tasks}.values())
     # tasks that the user named count
     if not any(row.get("headline", True) for row in tasks):
         tasks = [row | {"headline": True} for row in tasks]
@@ -72,7 +87,10 @@ def _lm_evals(name: str) -> dict[str, Any]:
     ]
     for folder in sorted(folders, key=lambda path: -len(path.name)):
         if name in (definitions := _index([folder], defaults=False)):
-            return definitions
+            # The members of a group may lie in other folders.
+            with contextlib.suppress(UserError):
+                list(_leaves(name, name, definitions))
+                return definitions
     return _every()
 
 
@@ -91,12 +109,19 @@ def _index(folders: Sequence[Path | None], *, defaults: bool) -> dict[str, Any]:
         )
 
 
-def _row(
+def _rows(
     name: str, index: dict[str, Any], root: Path | None, more_names: Sequence[str] = ()
-) -> dict[str, Any]:
-    """Build the row of one task or group from lm-eval's definition; for a group, from
-    its first task's.
-    """
+) -> list[dict[str, Any]]:
+    """Build the rows of one name: of a task, a group, a tag or a pattern."""
+    if any(mark in name for mark in "*?[") and name not in index:
+        found = sorted(
+            other
+            for other in fnmatch.filter(index, name)
+            if index[other].yaml_path is not None and not _members(index[other])
+        )
+        if not found:
+            raise UserError(f"task {name}: no task of lm-eval has such a name")
+        return [row for other in found for row in _rows(other, index, root)]
     entry = index.get(name)
     if entry is None:
         suggestion = did_you_mean(name, [*index, *more_names])
@@ -109,12 +134,79 @@ def _row(
             )
         raise UserError(f"task {name}: lm-eval has no such task{suggestion}")
     if entry.yaml_path is None:
-        raise UserError(
-            f"task {name}: is a tag in lm-eval, not a task or group; name its tasks:"
-            f" {', '.join(sorted(entry.tags))}"
-        )
-    leaf = _leaf(name, index)
-    config = dict(leaf.cfg or {})
+        # A tag, which tasks of other folders may have, too.
+        index = index if root is not None else _every()
+        return [
+            row
+            for other in sorted(index[name].tags)
+            for row in _rows(other, index, root)
+        ]
+    leaves = list(_leaves(name, name, index))
+    made = [_settings(name, *leaf) for leaf in leaves]
+    if all(settings == made[0] for settings in made):
+        # A group and its tasks may lie in different folders, and all must be found.
+        files = {entry.yaml_path} | {
+            index[leaf].yaml_path for leaf, _ in leaves if leaf in index
+        }
+        folder = os.path.commonpath([os.path.dirname(file) for file in files])
+        include = _include(folder, root)
+        return [{"task": name, **made[0], "lm_eval_include": include}]
+    rows = []
+    for member in _members(entry):
+        changes = {} if isinstance(member, str) else dict(member)
+        other = member if isinstance(member, str) else str(member.get("task"))
+        # Shots come from the training split unless the task says otherwise.
+        settings = (index[other].cfg or {}) if other in index else {}
+        if changes.get("fewshot_split") == settings.get("training_split"):
+            changes.pop("fewshot_split", None)
+        if set(changes) - _CHANGES or other not in index:
+            raise UserError(
+                f"task {name}: is a group that defines or changes tasks in its own file"
+                f" ({entry.yaml_path}), and not all in the same way; name the tasks of"
+                " another definition, or give your own with --include-path"
+            )
+        shots = {key: value for key, value in changes.items() if key == "num_fewshot"}
+        rows += [row | shots for row in _rows(other, index, root)]
+    return rows
+
+
+def _members(entry: Any) -> list[Any]:
+    """Return the members of a group, as its file has them; [] for a task."""
+    members = (entry.cfg or {}).get("task")
+    return members if isinstance(members, list) else []
+
+
+def _leaves(
+    name: str, member: Any, index: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield name and definition of the tasks that a member of a group stands for, with
+    the group's changes.
+
+    name: of the group, for errors.
+    """
+    changes = {} if isinstance(member, str) else dict(member)
+    other = member if isinstance(member, str) else changes.get("task", changes.get("group"))  # fmt: skip
+    if isinstance(other, list):  # a group inside a group's file
+        for inner in other:
+            yield from _leaves(name, inner, index)
+        return
+    entry = index.get(str(other))
+    if entry is None and "dataset_path" not in changes:
+        raise UserError(f"task {name}: lm-eval does not define its member {other}")
+    if entry is not None and entry.yaml_path is None:
+        for inner in sorted(entry.tags):
+            yield from _leaves(name, inner, index)
+        return
+    if entry is not None and (inner_members := _members(entry)):
+        for inner in inner_members:
+            for leaf, config in _leaves(name, inner, index):
+                yield leaf, config | changes
+        return
+    yield str(other), (dict(entry.cfg or {}) if entry is not None else {}) | changes
+
+
+def _settings(name: str, leaf: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the keys of a row from the definition of a task, `leaf`, of `name`."""
     # lm-eval would run generated programs in this process, without a sandbox.
     if config.get("unsafe_code"):
         raise UserError(
@@ -123,58 +215,57 @@ def _row(
         )
     if not isinstance(config.get("dataset_path"), str):
         raise UserError(
-            f"task {name}: its definition ({leaf.yaml_path}) names no dataset_path"
+            f"task {name}: the definition of {leaf} names no dataset_path, so fcsd"
+            " cannot tell which data it is graded on"
         )
-    metrics = [
-        candidate["metric"]
-        for candidate in config.get("metric_list") or []
-        if isinstance(candidate["metric"], str)
-    ]
+    output = config.get("output_type") or "generate_until"  # lm-eval's default
+    if output not in _DEFAULTS:
+        raise UserError(
+            f"task {name}: is scored by the perplexity of whole texts ({output});"
+            " fcsd compares scores of items: choose a task with choices or answers"
+        )
     filters = [candidate["name"] for candidate in config.get("filter_list") or []] or [
         "none"
     ]
-    choices = config.get("output_type") in ("multiple_choice", "loglikelihood")
-    # lm-eval names no headline metric: the first of ours that the task computes counts.
-    metric = next(
-        (candidate for candidate in _METRICS if candidate in metrics),
-        (metrics or ["acc"])[0],
-    )
     rule = next(
         (candidate for candidate in _FILTERS if candidate in filters), filters[0]
     )
-    # A group and its first task may lie in different folders, and both must be found.
-    folders = [os.path.dirname(entry.yaml_path), os.path.dirname(leaf.yaml_path)]
     return {
-        "task": name,
-        "kind": "likelihood" if choices else "generation",
-        "metric": f"{metric},{rule}",
+        "kind": "generation" if output == "generate_until" else "likelihood",
+        "metric": f"{_metric(name, config, output)},{rule}",
         "num_fewshot": int(config.get("num_fewshot") or 0),
         "dataset": config["dataset_path"],
-        "lm_eval_include": _include(os.path.commonpath(folders), root),
     }
 
 
-def _leaf(name: str, index: dict[str, Any]) -> Any:
-    """Return the first task of a group, of its first group and so on."""
-    entry = index.get(name)
-    members = (entry.cfg or {}).get("task") if entry is not None else None
-    # lm-eval's index also has tags, which have no file, only the names of their tasks.
-    if entry is not None and entry.yaml_path is None:
-        return _leaf(sorted(entry.tags)[0], index)
-    if not isinstance(members, list):
-        return entry
-    first = members[0]
-    # A task that is defined inside its group has no separate entry.
-    if isinstance(first, dict) and "dataset_path" in first:
-        return entry
-    return _leaf(
-        (
-            first
-            if isinstance(first, str)
-            else str(first.get("task") or first.get("group"))
-        ),
-        index,
-    )
+def _metric(name: str, config: Mapping[str, Any], output: str) -> str:
+    """Choose the metric that counts. lm-eval names none: it is the first of ours that
+    the task computes, else the first that is a mean.
+    """
+    from lm_eval.api.registry import METRIC_AGGREGATION_REGISTRY
+
+    listed = config.get("metric_list")
+    if not listed:
+        return next(kind for kind in _METRICS if kind in _DEFAULTS[output])
+    metrics: dict[str, str] = {}
+    for candidate in listed:
+        # A metric that is a function stands in the index with its file.
+        metric = str(candidate["metric"])
+        metric = metric.rpartition(".")[2] if "/" in metric else metric
+        how = candidate.get("aggregation")
+        if how is None:
+            # Of a metric that it does not know, the registry raises KeyError.
+            with contextlib.suppress(KeyError):
+                how = METRIC_AGGREGATION_REGISTRY.get(metric).__name__
+        metrics[metric] = str(how or "mean")
+    # A function of the task may be a mean; what it is turns out when it is evaluated.
+    means = [metric for metric, how in metrics.items() if how == "mean" or "/" in how]
+    if not means:
+        raise UserError(
+            f"task {name}: none of its metrics ({', '.join(metrics)}) is a mean over"
+            " items, by which fcsd compares models"
+        )
+    return next((kind for kind in _METRICS if kind in means), means[0])
 
 
 def _include(folder: str, root: Path | None) -> str:

@@ -414,8 +414,29 @@ def run_task(
             sample = lm_eval_sample(
                 item, score, None if task == row.task else task, item["arguments"]
             )
+            answer = _prediction(tasks[task], item, metric)
+            sample |= {} if answer is None else {"prediction": answer}
             samples.append(sample | ({"cut": True} if cut else {}))
     return samples
+
+
+def _prediction(task: Any, item: dict[str, Any], metric: str) -> int | str | None:
+    """Return the answer that was scored: the number of a choice, counted from 0, or the
+    text that the task's filter found; None where the metric chooses none.
+    """
+    if task.OUTPUT_TYPE == "generate_until":
+        found = item["filtered_resps"][0]
+        return found if isinstance(found, str) else None
+    if task.OUTPUT_TYPE != "multiple_choice" or metric not in ("acc", "acc_norm"):
+        return None
+    choices = task.doc_to_choice(item["doc"])
+    values = [float(response[0][0]) for response in item["resps"]][: len(choices)]
+    if metric == "acc_norm":
+        values = [
+            value / max(1, len(choice))
+            for value, choice in zip(values, choices, strict=True)
+        ]
+    return max(range(len(values)), key=values.__getitem__)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ without a suite file.
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,88 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
         chosen_suite(["helaswag"], load_suite("pretrain9"))
 
 
+@pytest.fixture
+def few_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of lm-eval's definitions are those of these folders."""
+    names = ("arc", "hellaswag", "gsm8k", "winogrande", "wikitext", "glue", "mmlu/default", "benchmarks/openllm.yaml",
+             "truthfulqa", "blimp_nl")  # fmt: skip
+    folders = [tasks_folder() / name for name in names]
+    index = chosen._index(folders[:7] + folders[8:], defaults=False)
+    openllm = chosen._index([tasks_folder() / "benchmarks"], defaults=False)["openllm"]
+    monkeypatch.setattr(chosen, "_every", lambda: {**index, "openllm": openllm})
+
+
+@pytest.mark.usefixtures("few_folders")
+def test_any_name_of_lm_eval_is_a_suite_with_its_own_shots_and_metric() -> None:
+    tiny = load_suite("tiny")
+
+    def rows(*names: str) -> list[Any]:
+        tasks: list[Any] = list(chosen_suite(names, tiny).tasks)
+        return [(row.task, row.metric, row.num_fewshot, row.dataset) for row in tasks]
+
+    arc = [
+        ("arc_challenge", "acc_norm,none", 0, "allenai/ai2_arc"),
+        ("arc_easy", "acc_norm,none", 0, "allenai/ai2_arc"),
+    ]
+    assert rows("arc_easy", "hellaswag") == [
+        arc[1],
+        ("hellaswag", "acc_norm,none", 0, "Rowan/hellaswag"),
+    ]
+    assert rows("ai2_arc") == arc, "a tag"
+    assert rows("arc_challeng?", "arc_eas*", "arc_easy") == arc, "no task twice"
+    assert rows("gsm8k") == [
+        ("gsm8k", "exact_match,flexible-extract", 5, "openai/gsm8k")
+    ]
+    # a group whose tasks have one setting is one row
+    assert rows("mmlu") == [("mmlu", "acc,none", 0, "cais/mmlu")]
+    # of different data and shots: those of the group's file, benchmarks/openllm.yaml
+    assert {task: shots for task, _, shots, _ in rows("openllm")} == {
+        "arc_challenge": 25, "hellaswag": 10, "truthfulqa_gen": 0, "truthfulqa_mc1": 0, "truthfulqa_mc2": 0,
+        "mmlu": 5, "winogrande": 5, "gsm8k": 5,
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("few_folders")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wikitext", "is scored by the perplexity of whole texts"),
+        ("cola", r"none of its metrics \(mcc\) is a mean over items"),
+        ("arc_eazy", "lm-eval has no such task; did you mean 'arc_easy'"),
+        ("arc_eazy_*", "no task of lm-eval has such a name"),
+    ],
+)
+def test_a_task_that_cannot_be_compared_item_by_item_is_refused_before_it_runs(
+    name: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=f"^task {re.escape(name)}: {message}"):
+        chosen_suite([name], load_suite("tiny"))
+
+
+def test_a_group_that_names_what_is_not_there_is_one_line(root: Path) -> None:
+    folder = root.parent / "definitions"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text(yaml.safe_dump(MINE))
+    for number, member in enumerate(["gone", {"task": "gone", "num_fewshot": 2}]):
+        group = {"group": f"g{number}", "task": ["mine", member]}
+        (folder / f"g{number}.yaml").write_text(yaml.safe_dump(group))
+        with pytest.raises(
+            UserError, match=f"^task g{number}: lm-eval does not define its member gone"
+        ):
+            chosen_suite([f"g{number}"], load_suite("tiny"), folder)
+    other = MINE | {
+        "task": "other",
+        "num_fewshot": 0,
+        "metric_list": [{"metric": "acc_norm"}],
+    }
+    (folder / "other.yaml").write_text(yaml.safe_dump(other))
+    changed = {"task": "other", "doc_to_text": "{{goal}}"}
+    group = {"group": "g2", "task": ["mine", changed]}
+    (folder / "g2.yaml").write_text(yaml.safe_dump(group))
+    with pytest.raises(UserError, match="is a group that defines or changes tasks"):
+        chosen_suite(["g2"], load_suite("tiny"), folder)
+
+
 def test_ones_own_task_runs_beside_one_of_lm_eval(
     model: Path, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +192,17 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
     }  # fmt: skip
     assert "| mine " in capsys.readouterr().out
     samples = (root.parent / "out" / "samples_piqa.jsonl").read_text()
-    assert "Be brief." in json.loads(samples.splitlines()[0])["prompt"]
+    sample = json.loads(samples.splitlines()[0])
+    assert "Be brief." in sample["prompt"]
+    # acc_norm, by hand: log-likelihood by character; choices follow a space
+    by_character = [
+        value / len(choice.removeprefix(" "))
+        for value, choice in zip(
+            sample["loglikelihoods"], sample["choices"], strict=True
+        )
+    ]
+    assert sample["prediction"] == by_character.index(max(by_character))
+    assert (str(sample["prediction"]) == sample["target"]) == (sample["score"] == 1)
     assert "has no meaning without --tasks" in error_of(
         [*given, "--include-path", str(folder)], capsys
     )
