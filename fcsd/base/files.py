@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from fcsd.base.errors import UserError, is_address, one_line
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
+_FLOAT = "__float__"
 # The hint on a damaged file that fcsd itself wrote.
 _OURS = "remove the folder to run its stage again"
 # Files that no user put into a folder: those of macOS, Windows, desktops and network
@@ -117,6 +119,30 @@ def read_json(
             f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}"
         )
     return value
+
+
+def encoded_floats(value: Any) -> Any:
+    """Return a value of a config in which numbers that JSON does not have are spelled
+    as transformers spells them: `{"__float__": "Infinity"}`.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: json.dumps(value)}
+    if isinstance(value, list):
+        return [encoded_floats(item) for item in value]
+    if isinstance(value, dict):
+        return {key: encoded_floats(item) for key, item in value.items()}
+    return value
+
+
+def decoded_floats(value: Any) -> Any:
+    """Return a value of a config with the numbers that `encoded_floats` spells."""
+    if isinstance(value, list):
+        return [decoded_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT}:
+        return float(value[_FLOAT])
+    return {key: decoded_floats(item) for key, item in value.items()}
 
 
 def write_json(path: Path, value: Any) -> None:

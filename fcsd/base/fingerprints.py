@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_fingerprint, read_json, write_json
+from fcsd.base.files import encoded_floats, file_fingerprint, read_json, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,12 +89,12 @@ def _fields(file: Path) -> Any:
 
 def computed_fields(value: Any) -> Any:
     """Return only the fields of a config that change a number, at every depth; dtypes
-    are brought to one spelling.
+    and infinite numbers are brought to one spelling.
     """
     if isinstance(value, list):
         return [computed_fields(item) for item in value]
     if not isinstance(value, dict):
-        return value
+        return encoded_floats(value)
     fields = {
         key: computed_fields(item)
         for key, item in value.items()

@@ -16,6 +16,7 @@ from typing import Any
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,
+    encoded_floats,
     home,
     is_empty,
     read_json,
@@ -59,6 +60,7 @@ _FETCHED = (
 )  # fmt: skip
 """What is fetched from the Hub before the weight files that an index names. Code is
 stored, and run only where `trust_remote_code` allows it."""
+_NAN = encoded_floats(math.nan)
 _LFS_POINTER = b"version https://git-lfs"
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
 
@@ -359,20 +361,23 @@ def check_file(file: Path, folder: Path) -> None:
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
-    """Return a JSON object from a file of a checkpoint."""
+    """Return a JSON object from a file of a checkpoint; infinite numbers are spelled as
+    in `encoded_floats`, so that the object can be written as JSON.
+    """
     hint = "make sure that this folder is a complete Hugging Face checkpoint, and fetch the file again"
     value: dict[str, Any] = read_json(file, hint, keys=())
-    if nan_key := _not_a_number(value):
+    encoded: dict[str, Any] = encoded_floats(value)
+    if nan_key := _not_a_number(encoded):
         raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
-    return value
+    return encoded
 
 
 def _not_a_number(value: Any, key_path: str = "") -> str | None:
     """Return the dotted key of the first NaN; infinite numbers are in published
     configs, and mean something.
     """
-    if isinstance(value, float):
-        return key_path if math.isnan(value) else None
+    if value == _NAN:
+        return key_path
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, dict):
         items = value.items()

@@ -2,7 +2,6 @@
 there are any.
 """
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import decoded_floats
 from fcsd.base.weights import (
     INDEX,
     NAMED,
@@ -196,9 +196,7 @@ def config_object(
     }
     try:
         with without_advice():
-            return config_class.from_dict(
-                json.loads(json.dumps(values), object_hook=_special_float)
-            )
+            return config_class.from_dict(decoded_floats(values))
     # transformers' strict configs raise many kinds of errors for a wrong field.
     except Exception as error:
         raise UserError(
@@ -215,11 +213,6 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
         if (dtype := section.get("dtype") or section.get("torch_dtype")) in BYTES:
             return str(dtype)
     return "bfloat16"
-
-
-def _special_float(value: dict[str, Any]) -> Any:
-    """Decode transformers' {"__float__": "Infinity"} to its number."""
-    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @contextmanager
