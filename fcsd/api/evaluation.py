@@ -18,6 +18,7 @@ from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
+from fcsd.model.finite import refuse_not_finite
 from fcsd.model.load import tokenizer_of
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import stop_watching
@@ -98,7 +99,7 @@ def evaluate_model(
 
     Raises:
         UserError: a task, data set, metric or chat template does not exist; the sandbox
-            is too weak.
+            is too weak; weights are NaN or infinite.
         ScorerError: the scorer of the code tasks failed, which never counts as a score
             of 0.
     """
@@ -114,6 +115,7 @@ def evaluate_model(
         nn.Module,
         "a model in memory (the first value that fcsd.load returns) or its path",
     )
+    refuse_not_finite(model, type(model).__name__)
     if tokenizer is None:
         raise UserError(
             "tokenizer: is required for a model in memory; give the tokenizer that the"

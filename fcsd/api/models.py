@@ -23,7 +23,7 @@ from fcsd.model.connectivity.spec import (
     connectivity_of,
 )
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.load import find_model, load_tokenizer, tokenizer_of
+from fcsd.model.load import check_values, find_model, load_tokenizer, tokenizer_of
 from fcsd.training.config import CalibrationConfig
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def load(
 
     Raises:
         UserError: something is missing, damaged or does not fit
-            (`fcsd.model.connectivity.load_model`).
+            (`fcsd.model.connectivity.load_model`); values are NaN or infinite.
     """
     from fcsd.model.config import ModelConfig
 
@@ -345,4 +345,5 @@ def load(
         raise UserError(
             f"fcsd.load: transformers refuses {arguments}: {one_line(error)}"
         ) from error
+    check_values(model, checkpoint.folder)
     return model, tokenizer

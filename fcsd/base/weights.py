@@ -272,15 +272,22 @@ def check_finite(folder: Path) -> None:
         for file in weight_files(folder)
         for name, count in _scan(file).not_finite.items()
     }
-    if not counts:
-        return
+    if counts:
+        raise not_finite(folder, counts)
+
+
+def not_finite(name: str | Path, counts: Mapping[str, tuple[int, int]]) -> UserError:
+    """Return the error for weights with values that are NaN or infinite.
+
+    counts: tensor -> (number of these values, number of values).
+    """
     examples = [
         f"'{name}' ({count} of {size})"
         for name, (count, size) in sorted(counts.items())[:_SHOWN]
     ]
     remainder = f" and {len(counts) - _SHOWN} more" if len(counts) > _SHOWN else ""
-    raise UserError(
-        f"{folder}: weights are NaN or infinite in {len(counts)} tensors:"
+    return UserError(
+        f"{name}: weights are NaN or infinite in {len(counts)} tensors:"
         f" {', '.join(examples)}{remainder}; fetch the checkpoint again, or use an"
         " earlier one"
     )

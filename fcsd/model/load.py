@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fcsd.base.artifact import check_checkpoint
-from fcsd.base.errors import UserError, check_kind
+from fcsd.base.errors import UserError, check_kind, one_line
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.weights import check_finite, weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
@@ -25,6 +25,7 @@ from fcsd.model.connectivity.load import load_config, load_model
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
+from fcsd.model.finite import refuse_not_finite
 from fcsd.model.positions import check_positions
 
 if TYPE_CHECKING:
@@ -135,7 +136,8 @@ def load_checkpoint(
     another.
 
     weights: False returns the same model without storage, for a rank that receives its
-    shard from another. any_family, options and errors: as in `load_model`.
+    shard from another. any_family, options and errors: as in `load_model`; values that
+    are NaN or infinite are refused.
     """
     config = model.config
     # From the folder, not the id: the facts stay the same while a command runs, even if
@@ -151,7 +153,21 @@ def load_checkpoint(
         weights=weights,
         **options,
     )
+    if weights:
+        check_values(loaded, model.folder)
     return loaded
+
+
+def check_values(model: "PreTrainedModel", folder: Path) -> None:
+    """Refuse a model, loaded from a folder, with values that are NaN or infinite.
+
+    Raises:
+        UserError: as `refuse_not_finite`.
+    """
+    # A device map may leave tensors in main memory or on the disk, out of sight.
+    if any(tensor.is_meta for tensor in model.parameters()):
+        check_finite(folder)
+    refuse_not_finite(model, folder)
 
 
 def to_device(
@@ -229,7 +245,21 @@ def load_tokenizer(
         return AutoTokenizer.from_pretrained(
             folder, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    # A tokenizer's own code and its files raise anything: an import that this version of
+    # transformers has moved, for example.
+    except Exception as error:
+        hint = ""
+        if not trust_remote_code and _brings_code(folder):
+            hint = (
+                "; the checkpoint brings code for it, which trust_remote_code=True runs"
+                " (in a recipe: model.trust_remote_code: true)"
+            )
         raise UserError(
-            f"{folder}: the tokenizer cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+            f"{folder}: the tokenizer cannot be read: {one_line(error)}{hint}"
+        ) from error
+
+
+def _brings_code(folder: Path) -> bool:
+    """Tell whether the class of a tokenizer is in the checkpoint's own code."""
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and "auto_map" in read_checkpoint_json(file)

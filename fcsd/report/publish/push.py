@@ -27,7 +27,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed
 from fcsd.base.temporary import scratch_folder
-from fcsd.base.weights import weight_files, weights_fingerprint
+from fcsd.base.weights import check_finite, weight_files, weights_fingerprint
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.checkpoint import (
@@ -173,7 +173,9 @@ def _check_repo_id(repo_id: str) -> None:
 
 
 def _checked(source: Path) -> Checkpoint:
-    """Check that config, index, shards, tensor shapes and remote code fit together."""
+    """Check that config, index, shards, tensor shapes and remote code fit together, and
+    that all values are finite.
+    """
     checkpoint = read_checkpoint(source)
     if checkpoint.connectivity is None or checkpoint.foreign:
         raise UserError(
@@ -181,6 +183,7 @@ def _checked(source: Path) -> Checkpoint:
             " convert`), or upload it as it is with `hf upload`"
         )
     check_tensors(checkpoint, *config_and_class(checkpoint))
+    check_finite(source)
     if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
         raise UserError(
             f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; in a"
