@@ -26,13 +26,19 @@ from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
 from fcsd.data.rows import PackedRows
 from fcsd.data.workers import default_workers
 from fcsd.model.connectivity import convert_model, unconvert_model
-from fcsd.model.connectivity.checkpoint import has_tokenizer, read_config
+from fcsd.model.connectivity.checkpoint import (
+    has_tokenizer,
+    read_checkpoint,
+    read_config,
+)
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
+from fcsd.model.finite import refuse_not_finite
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
 from fcsd.model.positions import check_positions
+from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
@@ -129,9 +135,9 @@ def check_models(
     is given and the objective needs one, also check that a copy of the student can be
     the teacher.
 
-    Raises UserError: rows do not fit the positions of a model; a copy of the student
-    would not be the original; loading arguments were given for a model that is not
-    loaded.
+    Raises UserError: rows do not fit the positions of a model; the weights to train are
+    quantised; weights are NaN or infinite; a copy of the student would not be the
+    original; loading arguments were given for a model that is not loaded.
     """
     for candidate, is_teacher in ((model, False), (teacher, True)):
         _check_loading(candidate, args, "teacher" if is_teacher else "model")
@@ -141,6 +147,7 @@ def check_models(
         elif isinstance(candidate, PreTrainedModel):
             if not launch.engine.shards:
                 refuse_offloaded(candidate, "teacher" if is_teacher else "model")
+            refuse_not_finite(candidate, type(candidate).__name__)
             shapes = [
                 (name, tuple(parameter.shape))
                 for name, parameter in candidate.named_parameters()
@@ -152,8 +159,22 @@ def check_models(
                 args.max_length,
                 tell=launch.first,
             )
+    _refuse_quantised(model, args)
     if teacher is None and has_teacher:
         _check_own_teacher(model, args)
+
+
+def _refuse_quantised(model: Any, args: FCSDConfig) -> None:
+    if isinstance(model, str | Path):
+        folder = find_model(args.model_config(str(model))).folder
+        quantisation = read_checkpoint(folder, any_family=True).quantisation
+        name = str(model)
+    elif isinstance(model, PreTrainedModel):
+        quantisation, name = model_quantisation(model), type(model).__name__
+    else:  # `student_of` says what is needed
+        return
+    if reason := why_not_trained(quantisation):
+        raise UserError(f"model: {name}: {reason}")
 
 
 def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:

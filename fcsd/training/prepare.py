@@ -14,7 +14,7 @@ from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import has_adapters
-from fcsd.model.quantised.methods import said_quantisation, why_not_trained
+from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
 from fcsd.training.config import UpdateConfig
@@ -59,10 +59,10 @@ def prepare_student(
     """Cast a student to the dtype of the training, freeze the parts that the objective
     keeps, attach the loss head, and shard it if the engine does.
 
-    UserError: its config asks for a loss that fcsd does not have, or says that its
-    weights are quantised.
+    UserError: its config asks for a loss that fcsd does not have, or its weights are
+    quantised.
     """
-    if reason := why_not_trained(said_quantisation(student.config.to_dict())):
+    if reason := why_not_trained(model_quantisation(student)):
         raise UserError(f"{type(student).__name__}: {reason}")
     refuse_loss_of_the_model(student.config, train)
     # `shard_student` casts shards; adapters have their dtype already, and the weights

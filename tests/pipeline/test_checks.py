@@ -20,7 +20,7 @@ from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.estimate import estimate
 from fcsd.recipe.load_recipe import load_recipe
-from tests.model.quantised.test_dequantize import LAYOUTS, write
+from tests.model.quantised.test_dequantize import LAYOUTS, write, write_gpt_oss
 from tests.reference.tiny import tiny_model
 from tests.support import Bench, run_of
 
@@ -88,14 +88,21 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     assert not (bench.folder / "r").exists()
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp4"])
 def test_a_training_whose_weights_could_not_be_saved_does_not_begin(
-    bench: Bench, tmp_path: Path
+    bench: Bench, tmp_path: Path, method: str
 ) -> None:
-    """FP8 originals used to be trained to the end, and then could not be saved."""
-    write(tmp_path / "quantised", *LAYOUTS["block fp8"])
+    """FP8 and MXFP4 originals used to be trained to the end, and then could not be
+    saved.
+    """
+    if method == "fp8":
+        write(tmp_path / "quantised", *LAYOUTS["block fp8"])
+    else:
+        write_gpt_oss(tmp_path / "quantised")
     recipe = bench.recipe("r", model={"path": str(tmp_path / "quantised")})
     reason = (
-        "its weights are quantised by fp8 .*`fcsd dequantize` writes them in bfloat16"
+        rf"its weights are quantised by {method} .*`fcsd dequantize` writes them in"
+        " bfloat16"
     )
     with pytest.raises(UserError, match=reason):
         check_run(run_of(recipe))

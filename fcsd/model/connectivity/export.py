@@ -41,6 +41,7 @@ from fcsd.model.connectivity.load import (
     check_tensors,
     config_and_class,
     load_config,
+    misread_here,
 )
 from fcsd.model.connectivity.modeling import MODELING_FILE, auto_map, modeling_source
 from fcsd.model.connectivity.spec import (
@@ -116,6 +117,7 @@ def convert_checkpoint(
             f"{source}: is already converted with this connectivity (layers"
             f" {field['layers']})"
         )
+    misread = misread_here(checkpoint)
     config = checkpoint.config | {
         "model_type": PREFIX + family.model_type,
         "architectures": [f"FarSkip{family.causal_lm}"],
@@ -145,6 +147,10 @@ def convert_checkpoint(
         _write(source, checkpoint, folder, config)
         if record is not None:
             write_json(folder / "manifest.json", record)
+    if misread is not None:
+        print(
+            f"{source}: {misread}; the same is true of {destination}", file=sys.stderr
+        )
     # A model without weights is timed and never scored.
     if alone and not config_only:
         tell_first_layers(connectivity, mask, family, source)

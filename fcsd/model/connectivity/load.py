@@ -2,7 +2,6 @@
 can before it reads weights."""
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any
 import torch
 
 from fcsd.base.errors import UserError, one_line
+from fcsd.base.files import decoded_floats
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     Checkpoint,
     Shapes,
     find_folder,
     read_checkpoint,
+    read_checkpoint_json,
 )
 from fcsd.model.connectivity.extra_tensors import not_loaded
 from fcsd.model.connectivity.modeling import (
@@ -32,7 +33,12 @@ from fcsd.model.connectivity.modeling import (
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.dtypes import PLAIN
 from fcsd.model.families import Family, family_of, moe_mask
-from fcsd.model.quantised.methods import why_not_loaded, without_quantisation_fields
+from fcsd.model.quantised.methods import (
+    dequantise_advice,
+    is_dequantised_here,
+    why_not_loaded,
+    without_quantisation_fields,
+)
 from fcsd.model.quantised.tensors import (
     missing_tensors,
     quantised_tensors,
@@ -90,6 +96,8 @@ def load_model(
     checkpoint = read_checkpoint(
         folder, (any_family or trust_remote_code) and connectivity is None
     )
+    if problem := misread_here(checkpoint, options.get("quantization_config")):
+        raise UserError(f"{folder}: {problem}")
     options = {name: value for name, value in options.items() if value is not None}
     chosen = {name: options[name] for name in _IMPLEMENTATIONS if name in options}
     options |= {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
@@ -120,14 +128,36 @@ def load_model(
     return model.eval()
 
 
-def _check_quantisation(checkpoint: Checkpoint) -> None:
-    """Refuse weights quantised by a method that transformers does not load, or would
-    take for plain ones.
+def _check_loadable(checkpoint: Checkpoint) -> None:
+    """Refuse what no transformers of this version loads: weights quantised by a method
+    that it does not know, or would take for plain ones, and an index without metadata.
     """
+    if checkpoint.index is not None:
+        index = checkpoint.folder / checkpoint.index
+        if not isinstance(read_checkpoint_json(index).get("metadata"), dict):
+            raise UserError(
+                f"{index}: has no object metadata, which transformers needs; add"
+                ' "metadata": {} to it, or fetch it again'
+            )
     if checkpoint.quantisation is not None and (
         reason := why_not_loaded(checkpoint.quantisation)
     ):
         raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
+
+
+def misread_here(checkpoint: Checkpoint, given: Any = None) -> str | None:
+    """Return why transformers would compute other weights on this machine than a
+    checkpoint has; None: it does not.
+
+    given: the `quantization_config` that it is called with.
+    """
+    from fcsd.model.quantised.stored import why_misread
+
+    quantisation = checkpoint.quantisation
+    if quantisation is None or not is_dequantised_here(checkpoint.config, given):
+        return None
+    reason = why_misread(checkpoint)
+    return reason and f"{reason}; {dequantise_advice(quantisation)}"
 
 
 @contextlib.contextmanager
@@ -171,8 +201,16 @@ def _loading(checkpoint: Checkpoint) -> Iterator[None]:
         raise UserError(
             f"{checkpoint.folder}: its weights, quantised by"
             f" {checkpoint.quantisation.words}, cannot be loaded here:"
-            f" {one_line(error)}"
+            f" {one_line(error)}{_advice(checkpoint)}"
         ) from error
+
+
+def _advice(checkpoint: Checkpoint) -> str:
+    """Return the end of an error about weights that may be quantised."""
+    if checkpoint.quantisation is None:
+        return ""
+    advice = dequantise_advice(checkpoint.quantisation)
+    return advice and f"; {advice}"
 
 
 def _load_unknown(
@@ -182,7 +220,7 @@ def _load_unknown(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
-    _check_quantisation(checkpoint)
+    _check_loadable(checkpoint)
     if not weights:
         raise UserError(
             f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be"
@@ -356,8 +394,8 @@ def load_config(checkpoint: Checkpoint) -> Any:
         config_class = base_config_class(family)
     try:
         if checkpoint.foreign or checkpoint.leftover:
-            # it writes into rope_scaling
-            config = config_class.from_dict(copy.deepcopy(checkpoint.config))
+            # A copy, because it writes into rope_scaling.
+            config = config_class.from_dict(decoded_floats(checkpoint.config))
         else:
             config = config_class.from_pretrained(checkpoint.folder)
     # transformers' strict configs raise many kinds for a wrong field
@@ -377,10 +415,10 @@ def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:
     """Return the model of a checkpoint's config without storage.
 
     Raises:
-        UserError: no such model can be built; the weights are quantised by a method that
-            transformers does not load.
+        UserError: no such model can be built; transformers does not load such weights or
+            their index.
     """
-    _check_quantisation(checkpoint)
+    _check_loadable(checkpoint)
     try:
         with torch.device("meta"):
             return cls(config)
@@ -543,6 +581,6 @@ def _loading_problem(
             first = " ".join(values[0].split())[:200]
             return (
                 f"{len(values)} {text}, the first is '{first}'; the checkpoint is"
-                " incomplete or of another model"
+                f" incomplete or of another model{_advice(checkpoint)}"
             )
     return None

@@ -33,6 +33,7 @@ from fcsd.model.inspect.checkpoint import (
     without_advice,
 )
 from fcsd.model.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
+from fcsd.model.quantised.methods import why_not_trained
 
 SELECTIONS = (
     "all",
@@ -85,6 +86,7 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
         ),
         "leftover_quantization": None,
         "loading_problem": None,
+        "training_problem": why_not_trained(source.quantisation),
         "serve_command": serve_command(
             model_type, str(path), weights=not source.config_only
         ),
@@ -120,7 +122,11 @@ def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
     which are checked as `fcsd convert` and loading would.
     """
     from fcsd.model.connectivity.checkpoint import read_checkpoint
-    from fcsd.model.connectivity.load import check_tensors, config_and_class
+    from fcsd.model.connectivity.load import (
+        check_tensors,
+        config_and_class,
+        misread_here,
+    )
     from fcsd.model.quantised.methods import why_not_here, why_not_loaded
 
     quantisation = source.quantisation
@@ -134,18 +140,20 @@ def _of_weights(source: Source, facts: Mapping[str, Any]) -> dict[str, Any]:
                 return {
                     "quantization": None,
                     "leftover_quantization": quantisation.words,
+                    "training_problem": None,
                 }
         reason = why_not_loaded(quantisation) if quantisation is not None else None
         if reason is not None:
             raise UserError(f"{source.where}: {reason}")
     except UserError as error:
         return {"can_be_converted": False, "reason": facts["reason"] or str(error)}
+    if quantisation is None:
+        return {}
     with without_advice():
-        return {
-            "loading_problem": (
-                why_not_here(source.config) if quantisation is not None else None
-            )
-        }
+        problem = why_not_here(source.config)
+        if problem is None and source.folder is not None:
+            problem = misread_here(read_checkpoint(source.folder, any_family=True))
+    return {"loading_problem": problem}
 
 
 def _of_a_family(

@@ -76,7 +76,9 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             rows.append(
                 ("to load it", f"not on this machine: {facts['loading_problem']}")
             )
-    # Never together with the row above: left-over fields do not count as quantised.
+        if facts["training_problem"]:
+            rows.append(("to train it", f"not possible: {facts['training_problem']}"))
+    # Never together with the rows above: left-over fields do not count as quantised.
     if facts["leftover_quantization"]:
         text = (
             f"no: the fields of {facts['leftover_quantization']} are left over, and"

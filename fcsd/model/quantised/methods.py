@@ -17,10 +17,8 @@ from fcsd.base.errors import one_line
 from fcsd.base.files import read_json
 
 FIELD = "quantization_config"
-DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
+DEQUANTISED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt")
 """Methods of which `fcsd dequantize` knows the tensors."""
-_TRAINED = ("mxfp4",)
-"""Methods whose weights transformers loads in bfloat16, and saves so."""
 MODELOPT = "hf_quant_config.json"
 _NOT_LOADED = {
     "nvfp4": (
@@ -32,7 +30,7 @@ _NOT_LOADED = {
 PACKING = frozenset({
     "auto-round", "awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "mxfp8", "nvfp4",
 })  # fmt: skip
-"""Methods whose checkpoints hold tensors that `quantised_tensor` knows. Others quantise
+"""Methods whose checkpoints hold tensors that `quantised_tensors` knows. Others quantise
 plain ones when they load.
 """
 
@@ -61,8 +59,10 @@ def said_quantisation(
     """
     for section, settings in quantisation_fields(config):
         named = isinstance(settings, Mapping)
-        # Cut short, because messages quote it and a file may hold anything.
-        method = str(settings.get("quant_method") if named else None)[:80]
+        # A config object has an enumeration. Cut short, because messages quote it and a
+        # file may hold anything.
+        method = settings.get("quant_method") if named else None
+        method = str(getattr(method, "value", method))[:80]
         algorithm = None
         if named:
             algorithm = settings.get("quant_algo") or settings.get("format")
@@ -74,6 +74,22 @@ def said_quantisation(
     return modelopt_quantisation(
         read_json(folder / MODELOPT, "fetch the file again", keys=())
     )
+
+
+def model_quantisation(model: Any) -> Quantisation | None:
+    """Return how the files are quantised that a model in memory was loaded from.
+
+    A config says nothing of weights that transformers has dequantised while it loaded
+    them; the conversions with which it would save them do.
+    """
+    if (said := said_quantisation(model.config.to_dict())) is not None:
+        return said
+    for conversion in getattr(model, "_weight_conversions", None) or ():
+        for operation in getattr(conversion, "operations", ()):
+            if (quantizer := getattr(operation, "hf_quantizer", None)) is not None:
+                method = quantizer.quantization_config.quant_method
+                return Quantisation(str(getattr(method, "value", method)), "its files")
+    return None
 
 
 def modelopt_quantisation(written: Mapping[str, Any]) -> Quantisation:
@@ -134,9 +150,9 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
     name = repr(quantisation.method) + (
         f" ({quantisation.algorithm})" if quantisation.algorithm else ""
     )
-    advice = "`fcsd dequantize` writes it in bfloat16"
-    if quantisation.method not in DEQUANTISED:
-        advice = "fetch the checkpoint in another form, for example bfloat16"
+    advice = dequantise_advice(
+        quantisation, "fetch the checkpoint in another form, for example bfloat16"
+    )
     return (
         f"{where} {name} is not one that the installed transformers can"
         f" load{f' ({reason})' if reason else ''}; it loads {', '.join(sorted(loadable))};"
@@ -145,38 +161,61 @@ def why_not_loaded(quantisation: Quantisation) -> str | None:
 
 
 def why_not_trained(quantisation: Quantisation | None) -> str | None:
-    """Return why a model is not trained: weights of its method may load, and cannot be
-    saved; None: it is.
+    """Return why a model is not trained; None: it is.
+
+    Weights of some methods load in bfloat16, but none are saved as they were loaded.
     """
-    if (
-        quantisation is None
-        or quantisation.method not in PACKING
-        or quantisation.method in _TRAINED
-    ):
+    if quantisation is None:
         return None
-    advice = "`fcsd dequantize` writes them in bfloat16, to train from"
-    if quantisation.method not in DEQUANTISED:
-        advice = "train its unquantised original"
+    advice = dequantise_advice(quantisation, "train its unquantised original")
     return (
         f"its weights are quantised by {quantisation.words} ({quantisation.place}), but"
         f" training needs unquantised ones; {advice}"
     )
 
 
+def dequantise_advice(quantisation: Quantisation, otherwise: str = "") -> str:
+    """Return what to do with weights of a method that `fcsd dequantize` knows, or
+    `otherwise`.
+    """
+    if quantisation.method not in DEQUANTISED:
+        return otherwise
+    return "`fcsd dequantize` writes them in bfloat16"
+
+
 def why_not_here(config: Mapping[str, Any]) -> str | None:
     """Return why weights that transformers can load are not loaded on this machine: a
     package, or a GPU, is missing.
     """
+    try:
+        _quantizer_here(config)
+    except Exception as error:  # each method has its own kinds
+        return one_line(error)
+    return None
+
+
+def is_dequantised_here(config: Mapping[str, Any], given: Any = None) -> bool:
+    """Return whether transformers dequantises weights while it loads them on this
+    machine.
+
+    given: the `quantization_config` that it is called with.
+    """
+    if getattr(given, "dequantize", False):
+        return True
+    try:
+        quantizer = _quantizer_here(config)
+    except Exception:  # loading gives the error
+        return False
+    return bool(getattr(quantizer.quantization_config, "dequantize", False))
+
+
+def _quantizer_here(config: Mapping[str, Any]) -> Any:
+    """Return transformers' quantizer of a config after it has looked at this machine."""
     from transformers.quantizers.auto import AutoHfQuantizer
 
     settings: Any = next(
         (settings for _, settings in quantisation_fields(config)), None
     )
-    try:
-        quantizer = AutoHfQuantizer.from_config(
-            copy.deepcopy(settings), pre_quantized=True
-        )
-        quantizer.validate_environment(device_map=None, weights_only=True)
-    except Exception as error:  # each method has its own kinds
-        return one_line(error)
-    return None
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(settings), pre_quantized=True)
+    quantizer.validate_environment(device_map=None, weights_only=True)
+    return quantizer

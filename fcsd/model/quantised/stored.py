@@ -26,11 +26,13 @@ from fcsd.model.quantised.formats import (
     scaled,
 )
 from fcsd.model.quantised.methods import DEQUANTISED, MODELOPT, quantisation_fields
+from fcsd.model.quantised.tensors import SCALES_OF_MODULES
 
 _ACTIVATIONS = (
     "input_scale", "input_global_scale", "input_zero_point", "activation_scale", "activation_scale_inv",
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "prob_scale", "kv_scale",
 )  # fmt: skip
+_FP8_METHODS = ("fp8", "mxfp8")
 _GROUPS = {nvfp4: 16, mxfp4: 32}
 """Form -> columns that share a scale. MXFP6, whose tensors have the names of MXFP4, has
 another ratio.
@@ -127,6 +129,45 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     return Contents(weights, plain, block)
 
 
+def why_misread(checkpoint: Checkpoint) -> str | None:
+    """Return why transformers would dequantise a weight to other values than its formula
+    gives; None: it does not.
+
+    transformers divides a weight evenly among its scales, as if the last block of a
+    dimension were as large as the others.
+
+    Raises:
+        UserError: scales that do not fit their weight.
+    """
+    config = quantisation(checkpoint) or {}
+    if config.get("quant_method") not in _FP8_METHODS:
+        return None
+    block = _block(config)
+    for name, stored in _find(checkpoint):
+        if stored.decode is not scaled:
+            continue
+        _check_fits(checkpoint, name, stored, block)
+        scale = checkpoint.shapes[stored.parts["scale"]]
+        if math.prod(scale) == 1:
+            continue
+        sizes = (1, 1)
+        if len(scale) > 1:
+            sizes = block_of([*scale], [*stored.shape], block)
+        # One scale for a whole dimension belongs to all of it, whatever the block.
+        if len(scale) < 2 or any(
+            number != 1 and number * size != length
+            for number, size, length in zip(
+                scale[-2:], sizes, stored.shape[-2:], strict=True
+            )
+        ):
+            return (
+                f"tensor '{name}' of shape {[*stored.shape]} has scales of shape"
+                f" {[*scale]}, which do not divide it evenly, and transformers"
+                " dequantises such weights wrongly"
+            )
+    return None
+
+
 def _check_method(config: Mapping[str, Any], folder: Path) -> None:
     method = config.get("quant_method")
     # Weights that were rotated or thinned out before they were quantised.
@@ -192,7 +233,12 @@ def _find(checkpoint: Checkpoint) -> Iterator[tuple[str, PackedWeight]]:
             yield name, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, nvfp4)
         elif dtype in {*FP8, "I8"}:
             # Without a scale nothing is yielded, and `read_contents` refuses the tensor.
-            scale_names = (f"{name}_scale_inv", f"{name}_scale")
+            module = name.removesuffix(".weight")
+            scale_names = (
+                f"{name}_scale_inv",
+                f"{name}_scale",
+                *(module + end for end in SCALES_OF_MODULES),
+            )
             scales = [scale for scale in scale_names if scale in shapes]
             if scales:
                 parts = {"weight": name, "scale": scales[0]}

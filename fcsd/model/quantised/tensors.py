@@ -23,8 +23,12 @@ _EXPERT = re.compile(
     r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<part>down|gate_up|gate|up)_proj\..+"
 )
 _SCALE = re.compile(r"(.+?)_(scale\w*|scales)")
+SCALES_OF_MODULES = (".scale", ".qscale_weight")
+"""Suffixes that some FP8 checkpoints (DeepSeek-V4, Mistral Large 4) use in place of
+`.weight_scale_inv`.
+"""
 _SCALES = re.compile(
-    r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale"
+    r"(weight_)?(scale|scales|scale_inv|scale_2|global_scale|shape|zero_point|zeros|qzeros|g_idx|perm)|input_\w*scale|qscale_weight"
 )
 """Suffixes after a module's name of tensors that hold none of its weights."""
 
@@ -86,6 +90,12 @@ def missing_tensors(
             held.add(name)
     # Without its scales an FP8 tensor is not the weight.
     scaled = {match[1] for name in dtypes if (match := _SCALE.fullmatch(name))}
+    scaled |= {
+        f"{name.removesuffix(end)}.weight"
+        for name in dtypes
+        for end in SCALES_OF_MODULES
+        if name.endswith(end)
+    }
     lacking = [
         f"{name}_scale_inv"
         for name, dtype in dtypes.items()

@@ -10,7 +10,6 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
 from fcsd.model.families import expert_counts
-from fcsd.model.quantised.methods import said_quantisation, why_not_trained
 from fcsd.parallel.gathered import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
@@ -135,10 +134,8 @@ def _refused(
     """Yield the reasons why `fcsd run` refuses: quantised weights, and other trainings
     whose batch cannot be divided among the ranks.
     """
-    if recipe.pretrain is None and (
-        reason := why_not_trained(said_quantisation(training.config))
-    ):
-        yield f"{training.where}: {reason}"
+    if recipe.pretrain is None and training.problem is not None:
+        yield f"{training.where}: {training.problem}"
     if variant is not None:
         return
     # `fcsd run` checks the batch of every training, so all of them are tried here.

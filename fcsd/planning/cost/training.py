@@ -51,6 +51,8 @@ class Training:
     keeps_best: bool = False
     teacher: Literal["sharded", "adapter_off", "cache"] = "sharded"
     lora: AdapterConfig | None = None
+    # why `fcsd run` refuses to train these weights
+    problem: str | None = None
     # tokenized for this training, and for those that share its data
     data_tokens: int = 0
 
@@ -62,10 +64,9 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
     if recipe.model.path:
         source = find_source(recipe.model.path, recipe.model.revision)
         config, where = source.own_config, source.where
-        parameters = (
-            inspect_model(recipe.model.path, recipe.model.revision)["parameters"] or {}
-        )
-        num_active = parameters.get("active")
+        facts = inspect_model(recipe.model.path, recipe.model.revision)
+        num_active = (facts["parameters"] or {}).get("active")
+        problem = facts["training_problem"]
         dtype = (
             checkpoint_dtype(config)
             if recipe.model.dtype == "auto"
@@ -74,6 +75,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
     else:
         config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
         assert recipe.pretrain is not None
+        problem = None
         dtype = (
             recipe.pretrain.train.dtype
             if recipe.model.dtype == "auto"
@@ -94,6 +96,7 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         keeps_best=recipe.early_stopping is not None,
         teacher=recipe.teacher.backend if recipe.teacher is not None else "sharded",
         lora=recipe.lora,
+        problem=problem,
         data_tokens=recipe.training_tokens,
     )
 

@@ -12,7 +12,8 @@ from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.marks import CALIBRATED
 from fcsd.model.families import base_model_type, family_of
 from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
-from fcsd.model.quantised.methods import said_quantisation, why_not_trained
+from fcsd.model.finite import refuse_not_finite
+from fcsd.model.quantised.methods import model_quantisation
 from fcsd.parallel.ranks import ALONE, Ranks, input_device, is_sharded
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.solve import FITS_THE_SAMPLE
@@ -130,10 +131,11 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
     # Maps are folded into the weights that a layer computes with.
     refuse_adapters(student, "student")
     refuse_offloaded(student, "student")
-    if why_not_trained(said_quantisation(student.config.to_dict())):
+    if model_quantisation(student) is not None:
         raise UserError(
             f"{type(student).__name__}: its weights are quantised, so folded maps would"
-            " be rounded away; calibrate the unquantised model"
+            " be rounded away; calibrate the unquantised model (`fcsd dequantize` writes"
+            " one)"
         )
     # A family has several sizes; the maps take the teacher's streams to the student's.
     student_type, teacher_type = (
@@ -159,6 +161,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
                 " the checkpoint first (fcsd calibrate), which holds one layer at a"
                 " time"
             )
+        refuse_not_finite(model, type(model).__name__)
     layers = farskip_layers(student)
     if not layers:
         raise UserError(

@@ -216,6 +216,12 @@ def mxfp8(rows: int, columns: int) -> Made:
     return {"": codes.view(torch.float8_e4m3fn), "_scale": scale}, values
 
 
+def renamed(made: Made, scale: str) -> Made:
+    parts, values = made
+    (name,) = parts.keys() - {""}
+    return {"": parts[""], scale: parts[name]}, values
+
+
 def integers_of_two_sizes(rows: int, columns: int) -> Made:
     """Use INT4 where there are 32 rows, else INT8: a checkpoint may have both, and its
     config one list for all.
@@ -251,6 +257,14 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     "packed int4": (int4, COMPRESSED),
     "packed int4 and int8": (integers_of_two_sizes, COMPRESSED),
     "mxfp8": (mxfp8, COMPRESSED),
+    "mxfp8 of its own method": (
+        lambda rows, columns: renamed(mxfp8(rows, columns), "_scale_inv"),
+        {"quant_method": "mxfp8", "weight_block_size": [1, 32]},
+    ),
+    "block fp8 with scales named as in DeepSeek-V4": (
+        lambda rows, columns: renamed(block_fp8(rows, columns), ".scale"),
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+    ),
     "nvfp4 of modelopt": (
         modelopt_nvfp4,
         {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -266,9 +280,11 @@ def write(
     settings: dict[str, Any],
     *,
     shards: int = 1,
+    cache_scale: bool = True,
 ) -> dict[str, torch.Tensor]:
     """Write a tiny model whose experts and attention are quantised, and return its
-    values.
+    values. cache_scale: it has a scale of its key cache, too, which transformers knows
+    no place for.
     """
     model = tiny_model(
         "qwen3_moe",
@@ -285,9 +301,13 @@ def write(
             expected[name] = tensors[name]
             continue
         parts, values = make(*tensors.pop(name).shape)
-        tensors |= {name + end: value.contiguous() for end, value in parts.items()}
+        for end, value in parts.items():
+            # A scale of a module, and not of its weight.
+            base = name.removesuffix(".weight") if end.startswith(".") else name
+            tensors[base + end] = value.contiguous()
         expected[name] = values.to(torch.float32).to(torch.bfloat16)
-    tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
+    if cache_scale:
+        tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(1.0)
     names = sorted(tensors)
     (folder / "model.safetensors").unlink()
     files = {
@@ -298,7 +318,7 @@ def write(
         save_file({name: tensors[name] for name in own}, folder / file)
     weight_map = {name: file for file, own in files.items() for name in own}
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map})
+        json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -341,18 +361,23 @@ def test_each_layout_has_the_values_of_its_formula(
     assert load_model(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
+def write_gpt_oss(
+    folder: Path, vocab_size: int = 64, num_hidden_layers: int = 1
+) -> dict[str, torch.Tensor]:
+    """Write a tiny gpt-oss in MXFP4, and return its values as transformers unpacks
+    them.
+    """
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     model = tiny_model(
         "gpt_oss",
-        vocab_size=64,
-        num_hidden_layers=1,
+        vocab_size=vocab_size,
+        num_hidden_layers=num_hidden_layers,
         hidden_size=64,
         intermediate_size=32,
     )
-    model.bfloat16().save_pretrained(tmp_path / "q")
-    tensors = load_file(tmp_path / "q" / "model.safetensors")
+    model.bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
     expected = dict(tensors)
     for name in [
         name
@@ -367,10 +392,15 @@ def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> 
         expected[name] = convert_moe_packed_tensors(blocks, scales)
         first = fp4(int(blocks[1, 2, 0, 3]) >> 4) * 2.0 ** (int(scales[1, 2, 0]) - 127)
         assert float(expected[name][1, 7, 2]) == first
-    save_file(tensors, tmp_path / "q" / "model.safetensors")
-    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+def test_gpt_oss_experts_are_those_that_transformers_unpacks(tmp_path: Path) -> None:
+    expected = write_gpt_oss(tmp_path / "q")
     dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert_same(read(tmp_path / "out"), expected)
 
