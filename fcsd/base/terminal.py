@@ -39,6 +39,7 @@ def fit(text: str, columns: int | None) -> str:
     """Lay a text out for a width; None: as it is."""
     if columns is None:
         return text
+    columns = max(columns, 20)
     parts: list[str] = []
     for is_table, lines in groupby(text.split("\n"), lambda line: line[:1] == "|"):
         if is_table:

@@ -41,7 +41,7 @@ from fcsd.report.comparison import (
 from fcsd.report.figure import model_colours
 from fcsd.report.page import write_page
 from fcsd.report.plots import plot_models, plot_sweep
-from fcsd.report.study_plots import plot_layers
+from fcsd.report.study_plots import plot_layers, studied_sides
 from fcsd.report.table import models_table
 from fcsd.report.training import (
     stopping_table,
@@ -276,9 +276,11 @@ def _figures(
         )
     if report["layers"] is not None:
         plot_layers(report["layers"], folder / "layers.png")
+        alone = any(point["side"] == "single" for point in report["layers"]["points"])
         figures["layers.png"] = (
-            "KL to the original, untrained, against the rewired layers: from either end"
-            " (paper Fig. 3), and alone."
+            "KL to the original, untrained, against the rewired layers"
+            f"{studied_sides(report['layers'])}: from either end (paper Fig. 3)"
+            f"{', and alone' if alone else ''}."
         )
         facts = {
             "metric": report["layers"]["metrics"][0],

@@ -63,11 +63,13 @@ def plot_layers(result: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _sides(result: Mapping[str, Any]) -> str:
-    """Return which sides of the layers a study rewires; empty for both."""
-    head = options_head(dict(result))
-    return {"--mlp full --layers": ", attention alone",
-            "--attention full --layers": ", MLP side alone"}.get(head, "")  # fmt: skip
+def studied_sides(result: Mapping[str, Any]) -> str:
+    """Return which sides of the selected layers a study rewires; empty for both."""
+    return {
+        "--mlp full --layers": ", attention alone",
+        "--attention full --layers": ", MLP side alone",
+        "--mlp": ", MLP side, with attention in all layers",
+    }.get(options_head(dict(result)), "")
 
 
 def _plot_ends(
@@ -101,7 +103,7 @@ def _plot_ends(
                     label=label + word,
                     **style,
                 )
-    xlabel = f"N, rewired layers of {num_layers}{_sides(result)}"
+    xlabel = f"N, rewired layers of {num_layers}{studied_sides(result)}"
     if by_side["attention"]:
         xlabel = f"N of {num_layers} layers whose MLP side is outdated, too"
     axis.set(xlabel=xlabel, xlim=(-0.02 * num_layers, None))
@@ -148,7 +150,7 @@ def _plot_single(
         axis.axhline(
             value, color="black", linewidth=1, linestyle="--", label="original"
         )
-    xlabel = f"index of the one rewired layer{_sides(result)}"
+    xlabel = f"index of the one rewired layer{studied_sides(result)}"
     # Attention alone, in all layers, is part of every point of such a study.
     if points := by_side["attention"]:
         xlabel = "index of the one layer whose MLP side is outdated, too"

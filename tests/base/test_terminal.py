@@ -97,6 +97,11 @@ def test_prose_is_folded_between_words_and_continues_below_its_text(
     assert " ".join([first, *(other.strip() for other in others)]) == line
 
 
+def test_a_width_that_is_none_is_taken_as_a_small_one() -> None:
+    text = f"model      {WORDS}\n\n{markdown(['a b', 'c'], [[WORDS, '1']])}\n--layers 1"
+    assert fit(text, 1) == fit(text, 20)
+
+
 def test_what_is_to_be_copied_or_cannot_be_broken_stays_whole() -> None:
     layers = ",".join(map(str, range(0, 99, 2)))
     option = f"--attention full --layers {layers}"

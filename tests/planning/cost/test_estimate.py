@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from fcsd.base.errors import UserError
+from fcsd.base.terminal import fit
 from fcsd.base.text import size
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -47,6 +48,7 @@ from tests.memory import (
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import ROOT, few, skip_unavailable
+from tests.terminal import assert_readable
 
 MEASURED = {
     "kl": PLAIN,
@@ -796,6 +798,7 @@ def test_the_command_prints_a_table_or_json(
     path = few_layers(recipe(sweep={}, variants={"sft": {"objective.name": "sft"}}), 2)
     assert main(["estimate", str(path), "--gpus", "2", "--gpu", "mi300x"]) == 0
     text = capsys.readouterr().out
+    assert_readable(fit(text, 80))
     for part in (
         "MI300X",
         "student weights",

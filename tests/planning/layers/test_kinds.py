@@ -19,6 +19,7 @@ from matplotlib.axes import Axes
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.proposal import plan_layers, plan_text, study_table
 from fcsd.planning.layers.study import read_study
@@ -290,6 +291,42 @@ def test_a_study_of_other_moe_layers_is_refused(
         ["plan", lite(tmp_path), "--study", str(folder)],
         r"the study's MoE layers are 0-3, those of the model 1-3",
     )
+
+
+def test_times_measured_with_one_connectivity_say_nothing_about_the_study_of_another(
+    tmp_path: Path, refused: Refused, printed: Printed
+) -> None:
+    both = [
+        ExchangeTime(layer=k, kind=kind, backward=back, seconds=0.01, window_s=0.02)
+        for k in (1, 2, 3)
+        for kind in ("dispatch", "combine")
+        for back in (False, True)
+    ]  # fmt: skip
+    write_times(
+        tmp_path / "times.json",
+        Times(
+            model_type="deepseek_v2", num_layers=4, ranks=8, batch=1, length=64,
+            step_s=5.0, connectivity=ConnectivityConfig(), exchanges=both,
+        ),
+    )  # fmt: skip
+    plan = ["plan", lite(tmp_path), "--length", "64", "--measured"]
+    plan += [str(tmp_path / "times.json"), "--study"]
+    for kind, message in (
+        (
+            "attention",
+            r"measured with --mlp full --layers 0: --measured: mlp is outdated",
+        ),
+        ("mlp", r"with --attention full --layers 0: --measured: attention is partial"),
+        (
+            "selected",
+            r"measured with --mlp none: --measured: mlp is outdated in the file",
+        ),
+    ):
+        refused([*plan, str(written(tmp_path / kind, kind))], message)
+    rows = printed(*plan, written(tmp_path / "both", "both"), "--json")["study"]
+    (whole,) = (row for row in rows if (row["side"], row["num_layers"]) == ("last", 4))
+    # All windows hold their exchanges but the one after the last layer.
+    assert whole["loss"] == pytest.approx(0.83) and whole["speed_up"] > 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
