@@ -411,9 +411,14 @@ def _headline(facts: Mapping[str, Any]) -> str:
             f"{gain} regular blocks ({plain}); no exact schedule below is faster than"
             " those"
         )
+    over_regular = f"{plain} times as fast as regular blocks"
+    if (over := facts["expected_gain"]) is not None:
+        over_regular = (
+            f"{_times_as_fast(over)} times as fast as regular blocks ({plain})"
+        )
     return (
         f"{gain} the best exact schedule, {times['best_exact']} (planned"
-        f" {times['over_exact']:.3f}); {plain} times as fast as regular blocks"
+        f" {times['over_exact']:.3f}); {over_regular}"
     )
 
 

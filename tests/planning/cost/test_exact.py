@@ -277,6 +277,28 @@ def test_longer_steps_leave_less_of_a_decoding_gain_over_exact_schedules_too(
     assert gains == pytest.approx(expected)
 
 
+def test_the_first_line_of_a_servers_plan_has_no_planned_gain_without_its_range() -> (
+    None
+):
+    facts = plan(
+        published(
+            "DeepSeek-V2-Lite",
+            {"num_hidden_layers": 4},
+            {"phase": "prefill", "batch": 16, "length": 2048},
+        ),
+        advise=False,
+    )
+    times = facts["times"] | {"best_exact": "two halves", "over_exact": 1.01}
+    facts |= {"times": times, "expected_over_exact": [0.002, 0.05]}
+    facts["expected_gain"] = [0.09, 0.59]
+    (line,) = (x for x in plan_table(facts).splitlines() if x[:5] == "GAIN:")
+    assert line == (
+        "GAIN: 1.002 to 1.050 times as fast as the best exact schedule, two halves"
+        " (planned 1.010); 1.090 to 1.590 times as fast as regular blocks (planned"
+        f" {times['speed_up']:.3f})"
+    )
+
+
 def test_a_prefill_may_gain_as_much_less_over_exact_schedules_as_past_plans_were_off() -> (
     None
 ):
