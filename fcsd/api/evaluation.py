@@ -129,6 +129,7 @@ def evaluate_model(
     start = time.monotonic()
     suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
     if tasks is not None:
+        check_kind("tasks", tasks, list, 'a list of names, such as ["arc_easy"],')
         suite = chosen_suite(tasks, suite)
     config = EvaluationConfig.from_plain(
         {

@@ -292,6 +292,14 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     assert json.loads(json.dumps(before)) == before
     fcsd.convert(model, "all")
     after = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
+    named = fcsd.evaluate_model(
+        model, suite(), tasks=["tiny_choice"], tokenizer=tokenizer, **options
+    )
+    assert named["tasks"] == after["tasks"] and named["suite"] == "quick-tasks"
+    with pytest.raises(UserError, match="tasks: .* a list of names"):
+        fcsd.evaluate_model(
+            model, suite(), tasks="tiny_choice", tokenizer=tokenizer, **options
+        )
     comparison = fcsd.compare(before, after)
     assert comparison["tasks"]["tiny_choice"][
         "num_items"
