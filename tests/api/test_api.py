@@ -296,7 +296,7 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
         model, suite(), tasks=["tiny_choice"], tokenizer=tokenizer, **options
     )
     assert named["tasks"] == after["tasks"] and named["suite"] == "quick-tasks"
-    with pytest.raises(UserError, match="tasks: .* a list of names"):
+    with pytest.raises(UserError, match=r"tasks: .* a list of names"):
         fcsd.evaluate_model(
             model, suite(), tasks="tiny_choice", tokenizer=tokenizer, **options
         )
