@@ -12,9 +12,9 @@ from fcsd.base.errors import UserError, check_kind, one_line
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.weights import check_finite, weights_fingerprint
 from fcsd.model.connectivity.checkpoint import (
-    CARRIED,
     CONFIG,
     Checkpoint,
+    check_carried,
     files_like,
     find_folder,
     has_tokenizer,
@@ -223,7 +223,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     folder = find_folder(path)
-    files_like(folder, (*CARRIED, CONFIG))
+    files_like(folder, (CONFIG,))
+    check_carried(folder)
     if not has_tokenizer(folder):
         if not (folder / CONFIG).is_file():
             raise UserError(

@@ -2,6 +2,7 @@
 shape from the file headers.
 """
 
+import codecs
 import fnmatch
 import functools
 import math
@@ -20,6 +21,7 @@ from fcsd.base.files import (
     home,
     is_empty,
     read_json,
+    read_text,
     safetensors_header,
 )
 from fcsd.base.fingerprints import TOKENIZER_FILES
@@ -51,7 +53,8 @@ from fcsd.model.quantised.methods import (
 )
 from fcsd.model.quantised.tensors import is_left_over
 
-CARRIED = (*TOKENIZER_FILES, "generation_config.json", "LICENSE*")
+GENERATION = "generation_config.json"
+CARRIED = (*TOKENIZER_FILES, GENERATION, "LICENSE*")
 """Patterns of what a checkpoint has beside config and weights. No pickles, and no code
 except what a tokenizer or processor names as its own."""
 _READ = (*CARRIED, CONFIG, "*.safetensors", "*.safetensors.index.json", "README.md")
@@ -546,6 +549,7 @@ def _of_config(folder: Path, any_family: bool = False) -> Checkpoint:
     `read_config`.
     """
     config, family, connectivity = read_config(folder, any_family)
+    check_generation(folder)
     foreign = family is not None and has_other_names(
         read_checkpoint_json(folder / CONFIG)
     )
@@ -569,6 +573,73 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint, config=without_quantisation(checkpoint.config), leftover=True
     )
+
+
+_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
+_NUMBERS = (
+    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "temperature", "top_k", "top_p",
+    "min_p", "repetition_penalty", "no_repeat_ngram_size",
+)  # fmt: skip
+
+
+def check_generation(folder: Path) -> None:
+    """Refuse a damaged file of generation settings: transformers (5.23) would take it
+    for missing, and the model's own end tokens with it.
+
+    Raises:
+        UserError: it is there, and is no JSON object, or a setting has another type.
+    """
+    file = folder / GENERATION
+    if not os.path.lexists(file):
+        return
+    settings = read_checkpoint_json(file)
+    again = "fetch the file again"
+    if file.read_bytes().startswith(codecs.BOM_UTF8):
+        raise UserError(
+            f"{file}: begins with a byte order mark, with which transformers does not"
+            f" read it; save it without, or {again}"
+        )
+    for name in _TOKENS:
+        ids = settings.get(name)
+        if not all(
+            isinstance(token, int) and not isinstance(token, bool)
+            for token in (ids if isinstance(ids, list) else [ids])
+            if ids is not None
+        ):
+            raise UserError(
+                f"{file}: {name} must be the number of a token, or a list of them, got"
+                f" {ids!r:.80}; {again}"
+            )
+    for names, kind, words in (
+        (_NUMBERS, (int, float), "a number"),
+        (("do_sample",), bool, "true or false"),
+    ):
+        for name in names:
+            value = settings.get(name)
+            if value is not None and (
+                not isinstance(value, kind) or (kind is not bool and value is True)
+            ):
+                raise UserError(
+                    f"{file}: {name} must be {words}, got {value!r:.80}; {again}"
+                )
+
+
+def check_carried(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint beside config and weights; refuse damaged ones,
+    some of which transformers passes over.
+
+    Raises:
+        UserError: as `files_like` and `check_generation`; JSON without an object, a
+            chat template that is empty or no text.
+    """
+    check_generation(folder)
+    files = files_like(folder, CARRIED)
+    for file in files:
+        if file.suffix == ".json":
+            read_json(file, "fetch the file again", keys=())
+        elif file.suffix == ".jinja" and not read_text(file).strip():
+            raise UserError(f"{file}: is empty; fetch the file again")
+    return files
 
 
 @functools.cache

@@ -24,12 +24,11 @@ from fcsd.base.weights import CONFIG_ONLY
 from fcsd.model.connectivity import rewire
 from fcsd.model.connectivity.aliases import to_instella
 from fcsd.model.connectivity.checkpoint import (
-    CARRIED,
     CONFIG,
     Checkpoint,
+    check_carried,
     check_file,
     check_weights_path,
-    files_like,
     find_folder,
     read_checkpoint,
     read_checkpoint_json,
@@ -349,7 +348,7 @@ def carry_over(source: Path, folder: Path, repository: str | None = None) -> Non
     transformers' tables of both. Only code that they name and that does not lie beside
     them is then named in its `repository`, `owner/name` on the Hub.
     """
-    for file in files_like(source, CARRIED):
+    for file in check_carried(source):
         target = folder / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, target)

@@ -1,0 +1,157 @@
+"""Files beside the weights that are damaged: transformers passes over some of them, and
+other answers follow.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity.export import convert_checkpoint
+from fcsd.model.connectivity.load import load_model
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.load import find_model, load_tokenizer
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
+
+DEEP = b"[" * 100_000
+NO_OBJECT = {
+    "cut": b'{"eos_token_id": 2', "empty": b"", "a list": b"[1]", "a text": b'"x"', "a number": b"3", "null": b"null",
+    "UTF-16": json.dumps({"eos_token_id": 2}).encode("utf-16"), "nested": DEEP,
+}  # fmt: skip
+WRONG: dict[str, Any] = {
+    "eos_token_id": "2", "pad_token_id": 2.5, "bos_token_id": {"id": 1}, "max_new_tokens": "ten", "temperature": True,
+    "do_sample": "yes",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    model = tiny_model("qwen3_moe", vocab_size=512)
+    model.generation_config.eos_token_id = [7, 8]
+    model.save_pretrained(folder)
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def damaged(whole: Path, tmp_path: Path, name: str, content: bytes) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+    return folder
+
+
+def refused_by_all(folder: Path, output: Path, match: str) -> None:
+    """Load, convert and evaluate, of which the last reads a config only with a server."""
+    for attempt in (
+        lambda: load_model(folder),
+        lambda: load_model(folder, connectivity=Connectivity("all")),
+        lambda: convert_checkpoint(folder, output, Connectivity("all")),
+        lambda: find_model(ModelConfig(path=str(folder))).load_config(any_family=True),
+    ):
+        with pytest.raises(UserError, match=match):
+            attempt()
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("kind", NO_OBJECT)
+def test_damaged_generation_settings_are_an_error_and_not_taken_for_missing(
+    whole: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = damaged(whole, tmp_path, "generation_config.json", NO_OBJECT[kind])
+    refused_by_all(folder, tmp_path / "out", r"generation_config\.json: .*fetch")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_generation_setting_of_another_type_is_named(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    content = json.dumps({name: WRONG[name]}).encode()
+    folder = damaged(whole, tmp_path, "generation_config.json", content)
+    refused_by_all(
+        folder, tmp_path / "out", rf"generation_config\.json: {name} must be .*; fetch"
+    )
+
+
+def test_a_byte_order_mark_and_a_folder_are_no_generation_settings(
+    whole: Path, tmp_path: Path
+) -> None:
+    folder = damaged(whole, tmp_path, "generation_config.json", b'\xef\xbb\xbf{"eos_token_id": 2}')  # fmt: skip
+    refused_by_all(folder, tmp_path / "out", "begins with a byte order mark")
+    (folder / "generation_config.json").unlink()
+    (folder / "generation_config.json").mkdir()
+    refused_by_all(folder, tmp_path / "out", "is a folder")
+
+
+def test_generation_settings_may_be_missing_and_whole_ones_are_kept(
+    whole: Path, tmp_path: Path
+) -> None:
+    convert_checkpoint(whole, tmp_path / "out", Connectivity("all"))
+    assert load_model(tmp_path / "out").generation_config.eos_token_id == [7, 8]
+    folder = damaged(whole, tmp_path, "generation_config.json", b"")
+    (folder / "generation_config.json").unlink()
+    load_model(folder)
+    convert_checkpoint(folder, tmp_path / "without", Connectivity("all"))
+    assert not (tmp_path / "without/generation_config.json").exists()
+
+
+def test_the_commands_say_it_in_one_line(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = damaged(whole, tmp_path, "generation_config.json", b"{")
+    for arguments in (
+        ["convert", str(folder), str(tmp_path / "out"), "--layers", "all"],
+        ["evaluate", str(folder), "--suite", "tiny", "--output", str(tmp_path / "e")],
+    ):
+        assert main(arguments) != 0
+        said = capsys.readouterr().err.strip()
+        assert "generation_config.json: not valid JSON" in said
+        assert "Traceback" not in said
+
+
+BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.json", "chat_template.json",
+    "processor_config.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["cut", "empty", "a list", "null", "nested"])
+@pytest.mark.parametrize("name", BESIDE)
+def test_a_damaged_file_of_a_tokenizer_is_neither_loaded_nor_copied(
+    whole: Path, tmp_path: Path, name: str, kind: str
+) -> None:
+    folder = damaged(whole, tmp_path, name, NO_OBJECT[kind])
+    with pytest.raises(UserError, match=rf"{name}: .*fetch"):
+        load_tokenizer(folder)
+    with pytest.raises(UserError, match=rf"{name}: .*fetch"):
+        convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])  # fmt: skip
+@pytest.mark.parametrize("content", [b"", b" \n", "{{ x }}".encode("utf-16")])
+def test_a_damaged_chat_template_is_neither_loaded_nor_copied(
+    whole: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    folder = damaged(whole, tmp_path, name, content)
+    with pytest.raises(UserError, match=f"{name}: (is empty|not a text file)"):
+        load_tokenizer(folder)
+    with pytest.raises(UserError, match=f"{name}: (is empty|not a text file)"):
+        convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+
+
+@pytest.mark.parametrize("content", [b'{"a": "b"}', b'{"a": [1]}', b"{}"])
+def test_a_tokenizer_of_other_values_is_one_line(
+    whole: Path, tmp_path: Path, content: bytes
+) -> None:
+    folder = damaged(whole, tmp_path, "tokenizer.json", content)
+    with pytest.raises(UserError, match="the tokenizer cannot be read: "):
+        load_tokenizer(folder)
