@@ -25,7 +25,12 @@ from transformers import (
 )
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
-from fcsd.api.trainer_inputs import TrainerInputs, check_kinds, check_optimizer
+from fcsd.api.trainer_inputs import (
+    TrainerInputs,
+    check_callbacks,
+    check_kinds,
+    check_optimizer,
+)
 from fcsd.base.errors import UserError
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
@@ -62,8 +67,8 @@ class FCSDTrainer(ReadyTrainer):
             checkpoint.
         teacher: a model, its path, or a `fcsd` Teacher. None: a copy of the student
             with the original connectivity, made before training; it needs the memory of
-            one more model, in the model's original dtype. Objectives sft and ce have no
-            teacher.
+            one more model. It computes in the student's precision: where its weights
+            have to be cast, those of a copy. Objectives sft and ce have no teacher.
         compute_metrics: receives logits (rows, tokens, vocabulary) and labels of the
             packed rows of eval_dataset.
         launch: the position of this process among others; None: as accelerate or
@@ -106,13 +111,14 @@ class FCSDTrainer(ReadyTrainer):
         self.inputs = TrainerInputs(args, launch)
         with self.at_work():
             sections = self.inputs.sections
+            check_callbacks(callbacks, args)
+            check_optimizer(optimizers[0], model, launch)
             record = begin(args, sections, launch, of_recipe=False)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
             ready = self.inputs.ready(
                 model, teacher, data, processing_class, knows_metrics=measures
             )
-            check_optimizer(optimizers[0], ready.student, launch)
             self.bad_rows, self._rows = self.inputs.bad_rows, ready.rows
             record.complete(
                 ready.student,

@@ -8,13 +8,18 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from datasets import IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import (
+    EarlyStoppingCallback,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+)
 
 from fcsd.base.errors import UserError, check_kind, kind_of, one_line
 from fcsd.base.files import check_folder_place
@@ -25,6 +30,7 @@ from fcsd.data.dataset import given_rows
 from fcsd.data.dates import BEGAN, TEMPLATE_DATE, noted_date, writes_date
 from fcsd.data.rows import PackedRows
 from fcsd.data.workers import default_workers
+from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import (
     has_tokenizer,
@@ -33,22 +39,33 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
+from fcsd.model.dtypes import dtype_of, is_in_dtype
 from fcsd.model.families import family_of, moe_mask
-from fcsd.model.families.structure import refuse_adapters, refuse_offloaded
+from fcsd.model.families.structure import (
+    output_head,
+    refuse_adapters,
+    refuse_offloaded,
+)
 from fcsd.model.finite import refuse_not_finite
-from fcsd.model.load import ModelFolder, find_model, load_tokenizer, tokenizer_of
+from fcsd.model.load import (
+    ModelFolder,
+    find_model,
+    load_checkpoint,
+    load_tokenizer,
+    tokenizer_of,
+)
 from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.engine import check_precision, engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.argument_rules import refuse_another_cut
-from fcsd.training.arguments import refuse_what_cannot_be_sharded
+from fcsd.training.arguments import check_reporters, refuse_what_cannot_be_sharded
 from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
-from fcsd.training.prepare import Ready
+from fcsd.training.prepare import Ready, check_student
 from fcsd.training.python_words import python_words
 from fcsd.training.record import RECORD_FILE
 from fcsd.training.row_order import step_rows
@@ -114,10 +131,16 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
 
 def _loaded_student(path: str, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     checkpoint = find_model(args.model_config(path))
+    return load_for_launch(checkpoint, launch, args.connectivity(), bf16=args.bf16)
+
+
+def _unloaded_student(path: str, args: FCSDConfig) -> PreTrainedModel:
+    """Return the model of a checkpoint without its weights."""
+    checkpoint = find_model(args.model_config(path))
     connectivity = args.connectivity()
     if connectivity is None and read_config(checkpoint.folder)[2] is None:
         raise _not_converted(path)
-    return load_for_launch(checkpoint, launch, connectivity, bf16=args.bf16)
+    return load_checkpoint(checkpoint, connectivity, weights=False)
 
 
 def _not_converted(name: str) -> UserError:
@@ -136,9 +159,15 @@ def check_models(
     the teacher.
 
     Raises UserError: rows do not fit the positions of a model; the weights to train are
-    quantised; weights are NaN or infinite; a copy of the student would not be the
-    original; loading arguments were given for a model that is not loaded.
+    quantised; weights are NaN, infinite or in float64; the teacher is the student, or a
+    copy of the student would not be the original; loading arguments were given for a
+    model that is not loaded.
     """
+    if isinstance(teacher, PreTrainedModel) and teacher is model:
+        raise UserError(
+            "teacher: is the model in training; leave it out, and fcsd makes a copy"
+            " with the original connectivity"
+        )
     for candidate, is_teacher in ((model, False), (teacher, True)):
         _check_loading(candidate, args, "teacher" if is_teacher else "model")
         if isinstance(candidate, str | Path):
@@ -162,6 +191,12 @@ def check_models(
     _refuse_quantised(model, args)
     if teacher is None and has_teacher:
         _check_own_teacher(model, args)
+        teacher = model
+    if getattr(teacher, "dtype", None) == torch.float64:
+        raise UserError(
+            "teacher: has weights in float64, which the loss does not compute; give it"
+            " (or the model, if it is a copy) as .float()"
+        )
 
 
 def _refuse_quantised(model: Any, args: FCSDConfig) -> None:
@@ -206,7 +241,7 @@ def teacher_of(
     teacher: Any, student: PreTrainedModel, args: FCSDConfig, launch: Launch
 ) -> Any:
     """Return the model to compare with, or the caller's `Teacher`; for None, a regular
-    copy of the student. Raises UserError if the teacher is the student itself.
+    copy of the student.
     """
     # The student is not trained yet, so its weights are the original's. `check_models`
     # has refused one that was trained or calibrated.
@@ -214,15 +249,18 @@ def teacher_of(
         original = copy.deepcopy(student)
         unconvert_model(original)
         return original
-    if teacher is student:
-        raise UserError(
-            "teacher: is the model in training; leave it out, and fcsd makes a copy"
-            " with the original connectivity"
-        )
     if not isinstance(teacher, str | Path):
         return teacher
     checkpoint = find_model(args.model_config(str(teacher), teacher=True))
     return load_for_launch(checkpoint, launch, any_family=True)
+
+
+def _own_copy(teacher: PreTrainedModel, args: FCSDConfig) -> PreTrainedModel:
+    """Return a copy of the caller's model if the training would cast it."""
+    dtype = computing_dtype(
+        teacher.dtype, dtype_of(args.dtype), bf16=args.bf16, shards=False
+    )
+    return teacher if is_in_dtype(teacher, dtype) else copy.deepcopy(teacher)
 
 
 class TrainerInputs:
@@ -278,6 +316,8 @@ class TrainerInputs:
                 "eval_dataset: is required, because eval_strategy or eval_on_start asks"
                 " for an evaluation"
             )
+        if not knows_metrics:
+            _check_metric(args, data[1], teacher, has_teacher=has_teacher)
         check_models(model, teacher, args, launch, has_teacher=has_teacher)
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
@@ -302,22 +342,26 @@ class TrainerInputs:
         # Without an argument it is the model's own.
         self._check_tokenizers(model if tokenizer is not None else None, teacher)
         launch.ranks.from_first(lambda: self._check_teacher(model, teacher))
+        unloaded = student if student is not None else _unloaded_student(path, args)
+        check_student(
+            unloaded,
+            self._tokenizer,
+            self.sections,
+            teacher_rows=self._teacher_rows(teacher),
+            checkpointing=args.activation_checkpointing,
+        )
         if writes_date(getattr(self._tokenizer, "chat_template", None)):
             folder = Path(str(args.output_dir))
             self.date = launch.ranks.from_first(lambda: _date_of_training(folder))
         rows = self._rows(data[0], "train_dataset", self.bad_rows, shuffle=True)
         heldout = self.heldout_rows(data[1])
-        if not knows_metrics:
-            _check_metric(args, heldout, teacher, has_teacher=has_teacher)
         student = student if student is not None else student_of(model, args, launch)
         student.add_model_tags([*TAGS])
         if has_teacher or teacher is not None:
+            in_memory = isinstance(teacher, PreTrainedModel)
             teacher = teacher_of(teacher, student, args, launch)
-            if getattr(teacher, "dtype", None) == torch.float64:
-                raise UserError(
-                    "teacher: has weights in float64, which the loss does not compute;"
-                    " give it (or the model, if it is a copy) as .float()"
-                )
+            if in_memory and not launch.engine.shards:
+                teacher = _own_copy(teacher, args)
             if isinstance(teacher, PreTrainedModel):
                 launch.ranks.from_first(lambda: self._note_teacher(teacher, student))
         return Ready(student, teacher, self._tokenizer, rows, heldout)
@@ -358,6 +402,15 @@ class TrainerInputs:
                 may_lack=name == "model" or not is_path,
                 advice=advice,
             )
+
+    def _teacher_rows(self, teacher: Any) -> int | None:
+        """Return the rows of the head of a teacher, as far as they are known."""
+        if isinstance(teacher, str | Path):
+            config = self.args.model_config(str(teacher), teacher=True)
+            return find_model(config).vocab_size
+        if isinstance(teacher, PreTrainedModel):
+            return output_head(teacher).weight.shape[0]
+        return None
 
     def _check_teacher(self, model: Any, teacher: Any) -> None:
         if isinstance(teacher, PreTrainedModel):
@@ -474,6 +527,8 @@ def _checked_sections(args: FCSDConfig, launch: Launch) -> Sections:
             " use a recipe"
         )
     refuse_what_cannot_be_sharded(sections.objective, launch.engine)
+    # transformers has made a list of one name.
+    check_reporters(cast(list[str], args.report_to))
     if args.batch_size_tokens is not None:
         cut = micro_batches(sections.train, args.max_length, launch.ranks.size)
         refuse_another_cut(args, *cut, launch.ranks.size)
@@ -513,8 +568,10 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
-def check_optimizer(optimizer: Any, student: nn.Module, launch: Launch) -> None:
-    """Raise UserError for a given optimiser that would not train the student."""
+def check_optimizer(optimizer: Any, model: Any, launch: Launch) -> None:
+    """Raise UserError for a given optimiser that would not train the model, which may
+    be a path.
+    """
     if optimizer is None:
         return
     if launch.engine.shards:
@@ -522,13 +579,27 @@ def check_optimizer(optimizer: Any, student: nn.Module, launch: Launch) -> None:
             "optimizers: sharding replaces the parameters of an optimizer; set optim in"
             " FCSDConfig, or give optimizer_cls_and_kwargs"
         )
-    trained = {id(parameter) for parameter in student.parameters()}
+    in_memory = isinstance(model, nn.Module)
+    trained = {id(weight) for weight in model.parameters()} if in_memory else set()
     groups = optimizer.param_groups
     if not any(id(weight) in trained for group in groups for weight in group["params"]):
         raise UserError(
             "optimizers: the optimizer has no parameter of the model in training; make"
             " it of that model, given in memory, not of a copy or of a path"
         )
+
+
+def check_callbacks(callbacks: Any, args: FCSDConfig) -> None:
+    """Raise UserError where a callback lacks the arguments that it works with."""
+    for callback in callbacks or []:
+        cls = callback if isinstance(callback, type) else type(callback)
+        if issubclass(cls, EarlyStoppingCallback) and (
+            args.metric_for_best_model is None or args.eval_strategy == "no"
+        ):
+            raise UserError(
+                "callbacks: EarlyStoppingCallback needs an evaluation and its metric;"
+                " set eval_strategy and metric_for_best_model, for example 'kl'"
+            )
 
 
 def check_kinds(

@@ -125,6 +125,22 @@ def _routers(model: nn.Module) -> list[nn.Module]:
         return []
 
 
+def computing_dtype(
+    own: torch.dtype, student: torch.dtype, *, bf16: bool, shards: bool
+) -> torch.dtype:
+    """Return the dtype of the weights of a teacher that computes like its student.
+
+    own: the dtype in which it was loaded. student: of the student's weights between the
+    steps. shards: these are gathered in bfloat16 with `bf16`, without autocast.
+    """
+    if shards:
+        return torch.bfloat16 if bf16 else student
+    if not bf16 or student != torch.float32:
+        return student
+    # `UnderAutocast` rounds as autocast rounds the student, from either dtype.
+    return own if own == torch.bfloat16 else torch.float32
+
+
 class UnderAutocast:
     """A frozen model that rounds like a student that is trained from its weights under
     autocast.

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fcsd.base.errors import UserError
@@ -136,6 +138,24 @@ def cast(model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
             torch.utils.swap_tensors(tensor, cast_tensor)
         else:
             tensor.data = tensor.data.to(dtype)
+
+
+def is_in_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> bool:
+    """Return whether `to_dtype` would change nothing."""
+    dtypes = loaded_dtypes(model, dtype)
+    return all(
+        tensor.dtype == dtypes.get(name, tensor.dtype)
+        for name, tensor in real_tensors(model)
+    )
+
+
+def has_plain_weights(model: nn.Module) -> bool:
+    """Return whether no weight is quantised, so that a cast keeps the meaning of all."""
+    return all(
+        parameter.dtype in PLAIN.values()
+        and type(parameter.data) in (Tensor, DTensor, FakeTensor)
+        for parameter in model.parameters()
+    )
 
 
 def to_dtype(model: "PreTrainedModel", dtype: torch.dtype) -> None:

@@ -23,10 +23,11 @@ from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import base_model_class, register
 from fcsd.model.connectivity.spec import resolve_layers
+from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object
-from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer
 from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
@@ -40,12 +41,14 @@ from fcsd.training.arguments import (
     refuse_what_cannot_be_sharded,
 )
 from fcsd.training.calibration.checkpoint import calibratable
-from fcsd.training.config import TrainConfig, micro_batches
+from fcsd.training.config import Sections, TrainConfig, micro_batches
+from fcsd.training.prepare import check_student
 from fcsd.training.teachers.check import (
     check_is_original,
     check_teacher_folder,
     refuse_other_tokenizer,
 )
+from fcsd.training.teachers.lora import add_adapters
 
 
 def check_run(run: Run) -> None:
@@ -159,11 +162,29 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         )
     if recipe.teacher is not None and exists:
         check_teacher(run)
+    if exists:
+        _check_student(run)
     for tokens in batches or [recipe.train.batch_size_tokens]:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
         check_settings(train, recipe.data, launch)
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
         dataset_location(recipe.early_stopping.row, run.data_root)
+
+
+def _check_student(run: Run) -> None:
+    """Try the settings of a training on the student without its weights."""
+    recipe, train = run.recipe, run.recipe.train
+    _check_layers(recipe.connectivity, moe_mask(*_config_and_family(run.original)))
+    student = load_checkpoint(run.original, recipe.connectivity.spec(), weights=False)
+    check_student(
+        student,
+        run.tokenizer,
+        Sections(objective=recipe.objective, train=train, data=recipe.data),
+        teacher_rows=run.teacher.vocab_size if recipe.teacher is not None else None,
+        checkpointing=train.gradient_checkpointing,
+    )
+    if recipe.lora is not None:
+        add_adapters(student, recipe.lora, recipe.seed, dtype_of(train.dtype))
 
 
 def check_teacher(run: Run) -> None:
@@ -275,7 +296,7 @@ def check_settings(
     """
     try:
         check_precision(train, launch.engine)
-        check_reporters(train)
+        check_reporters(train.report_to)
         micro_batches(train, data.max_length, launch.ranks.size)
         for source in data.train:
             check_source(source)

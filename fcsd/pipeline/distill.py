@@ -259,9 +259,15 @@ def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | 
 
 
 def _teacher_source(run: Run, rows: Any) -> TeacherSource:
-    recipe = run.recipe
+    recipe, train = run.recipe, run.recipe.train
     assert recipe.teacher is not None
+    # A LoRA student computes in the dtype in which it is loaded. For one that is trained
+    # under autocast a cache is filled without.
+    dtype = None
+    if recipe.lora is None and not (train.bf16 and train.dtype == "float32"):
+        dtype = dtype_of(train.dtype)
     return TeacherSource(
+        dtype=dtype,
         settings=recipe.teacher,
         model=run.teacher,
         rows=rows,

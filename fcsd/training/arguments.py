@@ -3,18 +3,19 @@ installed packages.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import get_reporting_integration_callbacks
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.data.rows_config import RowsConfig
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.training.config import SafetyConfig, Sections, TrainConfig
+from fcsd.training.config import REPORTERS, SafetyConfig, Sections, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.teachers.base import Teacher
@@ -75,10 +76,19 @@ def refuse_what_cannot_be_sharded(
         )
 
 
-def check_reporters(train: TrainConfig) -> None:
-    for name in train.report_to:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(
-                f"train.report_to: {name} is not installed; pip install 'fcsd[{name}]',"
-                " or leave it out"
-            )
+def check_reporters(names: Sequence[str]) -> None:
+    """Raise UserError for a reporter of `report_to` that cannot be used here."""
+    for name in names:
+        if name in REPORTERS:
+            if importlib.util.find_spec(name) is None:
+                raise UserError(
+                    f"train.report_to: {name} is not installed; pip install"
+                    f" 'fcsd[{name}]', or leave it out"
+                )
+            continue
+        # transformers says which package is missing, or which reporters there are.
+        try:
+            for reporter in get_reporting_integration_callbacks([name]):
+                reporter()
+        except (RuntimeError, ImportError, ValueError) as error:
+            raise UserError(f"train.report_to: {one_line(error)}") from None

@@ -1,7 +1,7 @@
 """Schema of the optimiser, the safety net, the calibration and the sweep."""
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
@@ -186,6 +186,11 @@ class UpdateConfig(Strict):
         )
 
 
+Reporter = Literal["wandb", "trackio", "tensorboard"]
+REPORTERS: tuple[str, ...] = get_args(Reporter)
+"""The reporters of which fcsd has an extra, by the same name."""
+
+
 class TrainConfig(UpdateConfig, ScheduleConfig):
     """The optimiser's settings; names as in `transformers.TrainingArguments`, if it has
     them.
@@ -199,9 +204,7 @@ class TrainConfig(UpdateConfig, ScheduleConfig):
     logging_steps: int = option(10, "steps between two logs", gt=0)
     save_steps: int = Field(500, gt=0)
     save_total_limit: int = Field(2, gt=0)
-    report_to: list[Literal["wandb", "trackio", "tensorboard"]] = Field(
-        default_factory=list
-    )
+    report_to: list[Reporter] = Field(default_factory=list)
 
     @field_validator("report_to", mode="before")
     @classmethod

@@ -16,8 +16,8 @@ from typing import Any
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from fcsd.base.errors import UserError
-from fcsd.model.autocast import float32_routers
+from fcsd.model.autocast import computing_dtype, float32_routers
+from fcsd.model.dtypes import dtype_of
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
 from fcsd.training.checkpoints import restore_if_complete
@@ -26,14 +26,14 @@ from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
 from fcsd.training.prepare import (
     Ready,
-    check_vocabularies,
+    check_student,
     collator,
-    compute_alike,
     place_teacher,
     prepare_student,
 )
 from fcsd.training.record import TrainingRecord
 from fcsd.training.row_order import EpochRows, ReadsWholeSteps, step_rows
+from fcsd.training.teachers.base import LiveTeacher
 from fcsd.training.trainer import DistillTrainer
 
 
@@ -71,14 +71,6 @@ def fit_to_engine(args: TrainingArguments, sections: Sections, launch: Launch) -
         }
 
 
-def _check_checkpointing(student: Any, args: TrainingArguments) -> None:
-    if args.activation_checkpointing and not student.supports_gradient_checkpointing:
-        raise UserError(
-            f"train.gradient_checkpointing: {type(student).__name__} does not support"
-            " it; leave it out"
-        )
-
-
 class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
@@ -97,15 +89,26 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
         **kwargs: Any,
     ):
         objective, train = sections.objective, sections.train
-        _check_checkpointing(ready.student, args)
-        student, self.compared = ready.student, place_teacher(ready.teacher, launch)
-        check_vocabularies(student, self.compared, ready.tokenizer, objective)
-        prepare_student(student, objective, train, launch)
-        compute_alike(
-            self.compared,
+        student, shards = ready.student, launch.engine.shards
+        # A teacher in shards is cast before it is sharded, any other one like the
+        # student on its device.
+        dtype = None
+        if shards:
+            own = dtype_of(train.dtype)
+            dtype = computing_dtype(own, own, bf16=train.bf16, shards=True)
+        self.compared = place_teacher(ready.teacher, launch, dtype)
+        head: Any = None if self.compared is None else self.compared.head
+        check_student(
             student,
-            under_autocast=args.bf16 and not launch.engine.shards,
+            ready.tokenizer,
+            sections,
+            teacher_rows=None if head is None else head.weight.shape[0],
+            checkpointing=args.activation_checkpointing,
         )
+        prepare_student(student, objective, train, launch)
+        # Equal weights give equal numbers: without a rewired layer the KL is 0.
+        if isinstance(self.compared, LiveTeacher) and not shards:
+            self.compared.compute_as(student, under_autocast=args.bf16)
         self.max_length = sections.data.max_length
         self.row_order = EpochRows.of(
             ready.rows, step_rows(args, launch.ranks.size), self.max_length

@@ -134,10 +134,9 @@ class HeldoutKL(HeldoutCE):
             self.teacher = ModelTeacher(
                 nn.Module.to(self.original(), self.launch.device)
             )
-            if self.under_autocast:
-                # Otherwise the KL would begin with the rounding in which the two
-                # differ, not at 0.
-                self.teacher.compute_as(student)
+            # Otherwise the KL would begin with the rounding in which the two differ,
+            # not at 0.
+            self.teacher.compute_as(student, under_autocast=self.under_autocast)
         batches = super()._prepare(student)
         assert self.teacher is not None
         # A copy that was loaded for this pass is dropped; only its head is needed

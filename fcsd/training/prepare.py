@@ -3,25 +3,25 @@ and for `FCSDTrainer`.
 """
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator
 from fcsd.model.dtypes import dtype_of, to_dtype
-from fcsd.model.families.routers import find_routers
-from fcsd.model.families.structure import has_adapters
+from fcsd.model.families.capacity import dropping
+from fcsd.model.families.routers import Router, find_routers
+from fcsd.model.families.structure import has_adapters, head_and_body
 from fcsd.model.quantised.methods import model_quantisation, why_not_trained
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.shard import shard_student, shard_teacher
-from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.balance import refuse_loss_of_the_model
+from fcsd.training.config import Sections, UpdateConfig
+from fcsd.training.losses.balance import Balance, refuse_loss_of_the_model
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.losses.objectives import ObjectiveConfig
-from fcsd.training.teachers.base import LiveTeacher, ModelTeacher, Teacher
+from fcsd.training.teachers.base import ModelTeacher, Teacher, cast_teacher
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,54 @@ class Ready:
 
 
 def place_teacher(
-    teacher: PreTrainedModel | Teacher | None, launch: Launch
+    teacher: PreTrainedModel | Teacher | None,
+    launch: Launch,
+    dtype: torch.dtype | None = None,
 ) -> Teacher | None:
-    """Place a teacher's model on this rank's device, or in shards over the ranks."""
+    """Place a teacher's model on this rank's device, or in shards over the ranks; dtype:
+    of its weights, None: as they are.
+    """
     if teacher is None or isinstance(teacher, Teacher):
         return teacher
+    if dtype is not None:
+        cast_teacher(teacher, dtype)
     if launch.engine.shards:
         return ModelTeacher(teacher, shard_teacher(teacher, launch))
     return ModelTeacher(torch.nn.Module.to(teacher, launch.device))
+
+
+def check_student(
+    student: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sections: Sections,
+    *,
+    teacher_rows: int | None,
+    checkpointing: bool | None,
+) -> None:
+    """Raise UserError where a student cannot be trained as the settings say. It is not
+    changed, and may be without storage.
+
+    teacher_rows: of the teacher's head; None: there is none, or it is not known yet.
+    checkpointing: whether activation checkpointing is asked for.
+    """
+    objective, train, name = sections.objective, sections.train, type(student).__name__
+    if reason := why_not_trained(model_quantisation(student)):
+        raise UserError(f"{name}: {reason}")
+    head_and_body(student)
+    refuse_loss_of_the_model(student.config, train)
+    if checkpointing and not student.supports_gradient_checkpointing:
+        raise UserError(
+            f"train.gradient_checkpointing: {name} does not support it; leave it out"
+        )
+    if objective.freeze_routers:
+        routers_to_freeze(student)
+    if train.balances:
+        Balance(train, student, None)
+    if train.capacity_factor is not None:
+        drop = train.capacity_drop or "order"
+        with dropping(student, train.capacity_factor, drop, training_only=True):
+            pass
+    _check_vocabularies(student, teacher_rows, tokenizer, objective)
 
 
 def prepare_student(
@@ -57,14 +97,9 @@ def prepare_student(
     launch: Launch,
 ) -> None:
     """Cast a student to the dtype of the training, freeze the parts that the objective
-    keeps, attach the loss head, and shard it if the engine does.
-
-    UserError: its config asks for a loss that fcsd does not have, or its weights are
-    quantised.
+    keeps, attach the loss head, and shard it if the engine does; `check_student` has
+    found that this is possible.
     """
-    if reason := why_not_trained(model_quantisation(student)):
-        raise UserError(f"{type(student).__name__}: {reason}")
-    refuse_loss_of_the_model(student.config, train)
     # `shard_student` casts shards; adapters have their dtype already, and the weights
     # under them stay as they are.
     if not launch.engine.shards_when_placed and not has_adapters(student):
@@ -80,16 +115,6 @@ def prepare_student(
         shard_student(student, launch, train)
 
 
-def compute_alike(
-    teacher: Teacher | None, student: PreTrainedModel, *, under_autocast: bool
-) -> None:
-    """Make a teacher that is run compute in its student's precision, so that equal
-    weights give equal numbers.
-    """
-    if under_autocast and isinstance(teacher, LiveTeacher):
-        teacher.compute_as(student)
-
-
 def freeze_embeddings_and_head(model: PreTrainedModel) -> None:
     """Keep the input embeddings and the LM head as they are (paper Table 2, `KL
     embed.`).
@@ -102,12 +127,15 @@ def freeze_routers(model: PreTrainedModel) -> None:
     """Keep the routers' weights as they are; UserError unless there is one for each MoE
     layer.
     """
+    for router in routers_to_freeze(model):
+        router.module.requires_grad_(False)
+
+
+def routers_to_freeze(model: PreTrainedModel) -> list[Router]:
     try:
-        routers = find_routers(model)
+        return find_routers(model)
     except UserError as error:
         raise UserError(f"{error}; leave out objective.freeze_routers") from None
-    for router in routers:
-        router.module.requires_grad_(False)
 
 
 def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
@@ -122,9 +150,9 @@ def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
     return Collator(ahead)
 
 
-def check_vocabularies(
+def _check_vocabularies(
     student: PreTrainedModel,
-    teacher: Teacher | None,
+    teacher_rows: int | None,
     tokenizer: PreTrainedTokenizerBase,
     objective: ObjectiveConfig,
 ) -> None:
@@ -133,7 +161,7 @@ def check_vocabularies(
     """
     # The head may have more rows than the tokenizer has tokens (padding), never fewer.
     size, tokens = student.config.get_text_config().vocab_size, objective.vocab_size
-    rows = cast(Tensor, teacher.head.weight).shape[0] if teacher is not None else size
+    rows = size if teacher_rows is None else teacher_rows
     if tokens is None and rows != size:
         raise UserError(
             f"the vocabularies differ: {rows} tokens in the teacher, {size} in the"
@@ -141,10 +169,11 @@ def check_vocabularies(
             " as the teacher, or set objective.vocab_size if one vocabulary is padded"
             " differently"
         )
-    if tokens is not None and not len(tokenizer) <= tokens <= size:
+    shared = min(size, rows)
+    if tokens is not None and not len(tokenizer) <= tokens <= shared:
         raise UserError(
             f"objective.vocab_size {tokens}: must be between the {len(tokenizer)}"
-            f" tokens of the tokenizer and the {size} rows of the head"
+            f" tokens of the tokenizer and the {shared} rows of the head"
         )
     if len(tokenizer) > size:
         raise UserError(

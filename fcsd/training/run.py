@@ -159,7 +159,7 @@ def _arguments(run: TrainingRun) -> FCSDConfig:
     """Return arguments with the recipe's keys: transformers acts on its own, and
     trackers (wandb, TensorBoard) show them all. fcsd's trainer reads `run.sections`.
     """
-    check_reporters(run.train)
+    check_reporters(run.train.report_to)
     by_deepspeed = run.launch.engine.uses_deepspeed
     on_cpu = run.launch.device.type == "cpu"
     return FCSDConfig(

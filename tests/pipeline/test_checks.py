@@ -2,6 +2,7 @@
 hours of training.
 """
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from fcsd.pipeline import checks
 from fcsd.pipeline.checks import check_run
+from fcsd.pipeline.distill import distill
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.estimate import estimate
 from fcsd.recipe.load_recipe import load_recipe
@@ -219,3 +221,38 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
         ),
     ):
         check_run(run)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"train": {"balance_bias_rate": 0.1}}, r"train\.balance_bias_rate: .* does not have a correction bias"),
+        ({"objective": {"name": "kl", "vocab_size": 301}}, r"objective\.vocab_size 301: must be between the 300"),
+        ({"lora": {"target_modules": ["no_such"]}}, "^lora: peft cannot adapt .*no_such"),
+        ({"lora": {"target_modules": ["lm_head"]}}, r"^lora\.target_modules: names the head of the model"),
+        ({"teacher": {"path": "290"}}, "^the vocabularies differ: 290 tokens in the teacher, 300 in the student"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_the_student_cannot_do_is_said_before_data_are_read(
+    bench: Bench,
+    sections: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(*_: Any, **__: Any) -> None:
+        raise AssertionError("data were read")
+
+    monkeypatch.setattr("fcsd.pipeline.distill.training_rows", read)
+    sections = copy.deepcopy(sections)
+    if "teacher" in sections:
+        folder = bench.folder / "teacher"
+        tiny_model("qwen2_moe", vocab_size=290).save_pretrained(folder)
+        tiny_tokenizer(300).save_pretrained(folder)
+        sections["teacher"]["path"] = str(folder)
+    train = {"max_steps": 1, "warmup_steps": 0, "batch_size_tokens": 128}
+    sections["train"] = train | sections.get("train", {})
+    run = run_of(bench.recipe("r", **sections))
+    for stage in (check_run, distill):
+        with pytest.raises(UserError, match=message):
+            stage(run)

@@ -3,6 +3,7 @@ errors in one line.
 """
 
 import copy
+import importlib.util
 import inspect
 import json
 import re
@@ -1369,3 +1370,77 @@ def test_a_teacher_that_is_the_student_itself_teaches_nothing_and_is_refused(
     make(model=str(tmp_path / "far"), teacher=half)
     make(model=str(tmp_path / "far"), teacher=str(tmp_path / "base"))
     assert "no training is recorded" not in capfd.readouterr().err
+
+
+# ---- what is known before data are read
+
+
+def unread() -> Any:
+    """Return training data that must not be read."""
+
+    def read() -> Any:
+        raise AssertionError("data were read")
+        yield {}
+
+    return datasets.IterableDataset.from_generator(read)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layers": None}, "(base|ForCausalLM): is not converted; set layers in FCSDConfig"),
+        ({"layers": [7]}, r"layers: .*7"),
+        ({"report_to": ["wandb"]}, r"^report_to: wandb is not installed; pip install 'fcsd\[wandb\]'"),
+        ({"report_to": "comet_ml"}, "^report_to: .*comet"),
+        ({"report_to": "nothing"}, "^report_to: nothing is not supported, only .* are supported"),
+        ({"balance_bias_rate": 0.1}, "^balance_bias_rate: .* does not have a correction bias"),
+        ({"vocab_size": 400}, "^vocab_size 400: must be between the 300 tokens of the tokenizer and the 300 rows"),
+        ({"processing_class": 310}, "^the tokenizer has 310 tokens, the model's vocabulary only 300"),
+        ({"teacher": 290}, "^the vocabularies differ: 290 tokens in the teacher, 300 in the student"),
+        ({"teacher": "290"}, "^the vocabularies differ: 290 tokens in the teacher, 300 in the student"),
+        ({"teacher": 290, "vocab_size": 300}, "^vocab_size 300: must be between the 300 .* and the 290 rows"),
+        ({"callbacks": [EarlyStoppingCallback(2)]}, "^callbacks: EarlyStoppingCallback needs an evaluation and its"),
+        ({"optimizers": (other_optimizer(), None)}, "optimizers: the optimizer has no parameter of the model in"),
+        ({"metric_for_best_model": "ce", "eval_strategy": "steps"}, "metric_for_best_model: 'ce' is not measured"),
+        ({"output_dir": "/dev/null/x"}, "/dev/null"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_what_needs_no_data_is_said_before_they_are_read(
+    original: Any,
+    tmp_path: Path,
+    in_memory: bool,
+    settings: dict[str, Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest: None if name == "wandb" else find(name, *rest),
+    )
+    original.save_pretrained(tmp_path / "base")
+    arguments = dict(settings)
+    if "teacher" in arguments:
+        rows = int(arguments["teacher"])
+        teacher = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=rows)
+        arguments["teacher"] = teacher
+        if isinstance(settings["teacher"], str):
+            teacher.save_pretrained(tmp_path / "teacher")
+            arguments["teacher"] = str(tmp_path / "teacher")
+    arguments["processing_class"] = tiny_tokenizer(
+        settings.get("processing_class", 300)
+    )
+    names = ("teacher", "processing_class", "callbacks", "optimizers")
+    given = {name: arguments.pop(name) for name in names if name in arguments}
+    eval_dataset = unread() if "eval_strategy" in arguments else None
+    folder = arguments.pop("output_dir", str(tmp_path / "run"))
+    with pytest.raises(UserError, match=message) as caught:
+        FCSDTrainer(
+            copy.deepcopy(original) if in_memory else str(tmp_path / "base"),
+            FCSDConfig(folder, **SETTINGS | {"layers": "all"} | arguments),
+            train_dataset=unread(),
+            eval_dataset=eval_dataset,
+            **given,
+        )
+    assert "\n" not in str(caught.value)

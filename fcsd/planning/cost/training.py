@@ -12,6 +12,7 @@ import torch
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
+from fcsd.model.autocast import computing_dtype
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_config_class, base_model_class
 from fcsd.model.connectivity.stack import decoder_layers
@@ -252,14 +253,24 @@ def micro_batch_setting(
     if checkpointing is None:
         with torch.device("meta"):
             checkpointing = checkpoints_activations(None, built(training)[2]())
+    sharded, train = layout.sharding != "none", training.train
+    # The teacher computes like its student; a cache is filled as without shards.
+    teacher_dtype = training.teacher_dtype
+    if training.lora is None:
+        teacher_dtype = computing_dtype(
+            teacher_dtype,
+            dtype_of(train.dtype),
+            bf16=train.bf16,
+            shards=sharded and training.teacher != "cache",
+        )
     return Setting(
         objective=training.objective,
         num_rows=training.train.per_device_train_batch_size,
         num_tokens=training.max_length,
         student_dtype=dtype_of(training.train.dtype),
-        teacher_dtype=training.teacher_dtype,
+        teacher_dtype=teacher_dtype,
         autocast=training.train.bf16,
-        sharded=layout.sharding != "none",
+        sharded=sharded,
         checkpointing=checkpointing,
         freeze_embeddings_and_head=training.objective.freeze_embeddings_and_head,
         accumulates=micro_batches > 1,

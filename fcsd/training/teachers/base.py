@@ -18,11 +18,20 @@ from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import Batch, trim_padding
-from fcsd.model.autocast import UnderAutocast
+from fcsd.model.autocast import UnderAutocast, computing_dtype
+from fcsd.model.dtypes import has_plain_weights, to_dtype
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.parallel.failure import further_in_step
 from fcsd.training.losses.head import LossHead, batch_hidden
 from fcsd.training.losses.hidden_terms import captured_streams
+
+
+def cast_teacher(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast a teacher in place, as a student of that dtype is cast, unless it is
+    quantised.
+    """
+    if has_plain_weights(model):
+        to_dtype(model, dtype)
 
 
 class Teacher(ABC):
@@ -68,11 +77,20 @@ class LiveTeacher(Teacher):
     def as_teacher(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def compute_as(self, student: PreTrainedModel) -> None:
-        """Compute from now on like a student that is trained under autocast."""
-        self.arithmetic = UnderAutocast(
-            self.model, student_dtype=student.dtype
-        ).computing
+    def compute_as(self, student: PreTrainedModel, *, under_autocast: bool) -> None:
+        """Compute from now on like a student on the same device, whose weights have the
+        dtype of the training already; a quantised model computes as it is.
+        """
+        if self.model is not student:
+            own = self.model.dtype
+            dtype = computing_dtype(
+                own, student.dtype, bf16=under_autocast, shards=False
+            )
+            cast_teacher(self.model, dtype)
+        if under_autocast:
+            self.arithmetic = UnderAutocast(
+                self.model, student_dtype=student.dtype
+            ).computing
 
     def hidden(self, batch: Batch) -> Tensor:
         """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""

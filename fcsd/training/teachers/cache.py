@@ -40,6 +40,10 @@ FORMAT = "fcsd-teacher-cache-2"  # 1 had no checksum for each row
 # the command that fills a cache, for messages
 REPAIR = "fcsd run RECIPE --only cache-teacher"
 TEACHER, MANIFEST = "teacher.json", "cache.json"
+COMPUTING_DTYPE = "computing_dtype"
+"""A fact of a teacher's identity, where it computes in another dtype than `dtype`, in
+which its weights are loaded.
+"""
 _KEY_BYTES = 16
 _OPEN_SHARDS = 256  # memory-mapped at a time
 
@@ -48,6 +52,14 @@ _TENSORS = ("hidden", "keys", "ends", "sums")
 
 # shard, first and last + 1 of its hidden states, their checksum
 Place = tuple[str, int, int, int]
+
+
+def hidden_dtype(identity: dict[str, Any]) -> torch.dtype:
+    """Return the dtype of the hidden states of a teacher."""
+    dtype: torch.dtype = getattr(
+        torch, identity.get(COMPUTING_DTYPE, identity["dtype"])
+    )
+    return dtype
 
 
 def row_keys(batch: Batch) -> list[bytes]:

@@ -30,6 +30,7 @@ from fcsd.training.teachers.cache import (
     HiddenCache,
     Place,
     check_teacher,
+    hidden_dtype,
     read_shard,
     row_keys,
     verify_shard,
@@ -112,11 +113,7 @@ def fill_cache(
     tokens = sum(ranks.share(lambda: sum(_num_kept(row) for _, row in own_rows)))
     missing = sum(ranks.share(lambda: len(own_rows)))
     if missing:
-        size = (
-            tokens
-            * identity["hidden_size"]
-            * getattr(torch, identity["dtype"]).itemsize
-        )
+        size = tokens * identity["hidden_size"] * hidden_dtype(identity).itemsize
         if launch.first:
             _check_room(folder, size, missing, tokens)
         # All ranks have checked before the first rank writes, and continue when it has
@@ -263,9 +260,8 @@ def spot_check(
         live = _hidden_of_rows(teacher, [row], device)[0].double()
         stored = cache.read(row_keys(Collator()([row]))).double()
         distance = float((stored - live).norm() / live.norm().clamp_min(1e-30))
-        limit = _TOLERANCE.get(
-            getattr(torch, cache.manifest["teacher"]["dtype"]), _HALF_TOLERANCE
-        )
+        dtype = hidden_dtype(cache.manifest["teacher"])
+        limit = _TOLERANCE.get(dtype, _HALF_TOLERANCE)
         if not distance <= limit:  # also true for NaN
             raise UserError(
                 f"{cache.folder}: the spot check found a row whose hidden states are"

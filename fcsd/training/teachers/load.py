@@ -29,7 +29,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.training.prepare import place_teacher
 from fcsd.training.teachers.base import Teacher
-from fcsd.training.teachers.cache import CachedTeacher, HiddenCache
+from fcsd.training.teachers.cache import COMPUTING_DTYPE, CachedTeacher, HiddenCache
 from fcsd.training.teachers.cache_fill import (
     fill_cache,
     keyed,
@@ -49,17 +49,18 @@ _NOT_COMPUTED = NOT_COMPUTED | {
 class Unloaded:
     """A checkpoint and its model on the meta device.
 
-    dtype: the dtype in which the model would be loaded.
+    loaded_dtype: in which the model would be loaded. dtype: in which it would compute.
     """
 
     checkpoint: Checkpoint
     model: Any
+    loaded_dtype: torch.dtype
     dtype: torch.dtype
 
 
-def unloaded(source: ModelFolder) -> Unloaded:
+def unloaded(source: ModelFolder, dtype: torch.dtype | None = None) -> Unloaded:
     """Build the model of a checkpoint on the meta device, as a recipe's `model` section
-    would load it.
+    would load it; dtype: in which it computes then, None: in that in which it is loaded.
     """
     model = source.config
     checkpoint = read_checkpoint(source.folder)
@@ -67,18 +68,17 @@ def unloaded(source: ModelFolder) -> Unloaded:
         checkpoint, experts_implementation=model.experts_implementation
     )
     if model.dtype == "auto":
-        dtype = declared_dtype(checkpoint)
+        loaded_dtype = declared_dtype(checkpoint) or torch.float32
     else:
-        dtype = dtype_of(model.dtype)
-    dtype = dtype or torch.float32
+        loaded_dtype = dtype_of(model.dtype)
+    dtype = loaded_dtype if dtype is None else dtype
     options = model.model_dump(
         include={"attn_implementation", "experts_implementation"}, exclude_none=True
     )
     # No storage is needed: only shapes, names and the config are read.
     with torch.device("meta"), implementations(source.folder, options):
-        return Unloaded(
-            checkpoint, cls._from_config(config, dtype=dtype, **options), dtype
-        )
+        built = cls._from_config(config, dtype=dtype, **options)
+    return Unloaded(checkpoint, built, loaded_dtype, dtype)
 
 
 def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
@@ -88,16 +88,19 @@ def identity(teacher: Unloaded, weights: str) -> dict[str, Any]:
     """
     config = teacher.model.config
     text = config.get_text_config()
-    return {
+    facts = {
         "weights": weights,
         "model_type": config.model_type,
         "config": _config_hash(config),
         "connectivity": getattr(config, "farskip", None),
-        "dtype": str(teacher.dtype).removeprefix("torch."),
+        "dtype": str(teacher.loaded_dtype).removeprefix("torch."),
         "attn_implementation": text._attn_implementation,
         "experts_implementation": getattr(text, "_experts_implementation", None),
         "hidden_size": output_head(teacher.model).in_features,
     }
+    if teacher.loaded_dtype != teacher.dtype:
+        facts[COMPUTING_DTYPE] = str(teacher.dtype).removeprefix("torch.")
+    return facts
 
 
 def _config_hash(config: Any) -> str:
@@ -130,9 +133,8 @@ def read_head(teacher: Unloaded) -> nn.Linear:
     )
     for name, parameter in head.named_parameters():
         value = _tensor(teacher, f"{prefix}.{name}", tuple(parameter.shape))
-        setattr(
-            loaded, name, nn.Parameter(value.to(teacher.dtype), requires_grad=False)
-        )
+        value = value.to(teacher.loaded_dtype).to(teacher.dtype)
+        setattr(loaded, name, nn.Parameter(value, requires_grad=False))
     loaded.logit_scale, loaded.softcap = head_scaling(teacher.model.config)
     return loaded
 
@@ -174,7 +176,8 @@ class TeacherSource:
 
     settings: the `teacher` section. model: the teacher's checkpoint. rows: the training
     rows. batch_size: rows in one forward pass. seed: selects the rows that are compared
-    with a cache.
+    with a cache. dtype: in which the model computes for a cache; None: in that in which
+    it is loaded.
     """
 
     settings: TeacherConfig
@@ -183,6 +186,7 @@ class TeacherSource:
     batch_size: int
     seed: int
     launch: Launch
+    dtype: torch.dtype | None = None
 
 
 def load_teacher(
@@ -217,7 +221,7 @@ def _cached_teacher(
     source: TeacherSource, settings: CachedTeacherConfig
 ) -> CachedTeacher:
     rows, launch, num_checked = source.rows, source.launch, settings.spot_check_rows
-    facts = unloaded(source.model)
+    facts = unloaded(source.model, source.dtype)
     weights = launch.ranks.from_first(lambda: source.model.weights)
     cache = HiddenCache(Path(settings.cache), identity(facts, weights))
     # Missing rows are refused before the training, not in the step that needs them.
@@ -248,7 +252,7 @@ def _model_teacher(source: TeacherSource) -> Teacher:
     """Load the teacher on one device, or sharded over the ranks, as the launch says."""
     try:
         loaded = _own_or_other(source)
-        return cast(Teacher, place_teacher(loaded, source.launch))
+        return cast(Teacher, place_teacher(loaded, source.launch, source.dtype))
     except torch.OutOfMemoryError:
         raise UserError(
             f"the teacher {source.model.config.path} does not fit on one device; shard"
@@ -265,7 +269,7 @@ def fill_teacher_cache(
     rows = source.rows
     # On one rank, because the fingerprint reads all weights.
     weights = source.launch.ranks.from_first(lambda: source.model.weights)
-    teacher_identity = identity(unloaded(source.model), weights)
+    teacher_identity = identity(unloaded(source.model, source.dtype), weights)
     fill_cache(
         folder,
         teacher_identity,

@@ -385,7 +385,10 @@ def test_other_rows_are_counted_and_added_by_filling_again(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["model.dtype=bfloat16"], 'dtype: "float32" -> "bfloat16"'),
+        (
+            ["model.dtype=bfloat16"],
+            'computing_dtype: null -> "float32"; dtype: "float32" -> "bfloat16"',
+        ),
         (["model.attn_implementation=eager"], 'attn_implementation: "sdpa" -> "eager"'),
         (
             ["model.experts_implementation=eager"],
