@@ -38,7 +38,7 @@ from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.launch import Launch
 from fcsd.training.card.trainer import TAGS, write_trainer_card
-from fcsd.training.checkpoints import chosen_checkpoint
+from fcsd.training.checkpoints import chosen_checkpoint, damage
 from fcsd.training.export import replace_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import ReadyTrainer, begin
@@ -113,7 +113,7 @@ class FCSDTrainer(ReadyTrainer):
             sections = self.inputs.sections
             check_callbacks(callbacks, args)
             check_optimizer(optimizers[0], model, launch)
-            record = begin(args, sections, launch, of_recipe=False)
+            record = begin(args, sections, launch)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
             ready = self.inputs.ready(
@@ -209,9 +209,17 @@ class FCSDTrainer(ReadyTrainer):
         return self.train_from(checkpoint, trial, ignore_keys_for_eval)
 
     def _load_best_model(self) -> None:
-        self.restore_weights(
-            Path(str(self.state.best_model_checkpoint)), self.optimizer
-        )
+        best = Path(str(self.state.best_model_checkpoint))
+        # The training may have begun in a folder that has been moved since.
+        if not best.is_dir():
+            best = Path(str(self.args.output_dir)) / best.name
+        if (reason := damage(best, self.launch.ranks)) is not None:
+            raise UserError(
+                f"{best}: the best weights cannot be loaded ({reason}); load_best_model_at"
+                "_end: False keeps the last ones"
+            )
+        self.record.refuse_another(best)
+        self.restore_weights(best, self.optimizer)
 
     # ---- evaluation
 

@@ -70,7 +70,13 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
             f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         )
         training = _training_run(
-            run, candidate_folder, description, teacher, rows, start
+            run,
+            candidate_folder,
+            description,
+            teacher,
+            rows,
+            start,
+            [stage.identity, candidate.folder],
         )
         # Candidates are only compared: their models are not kept.
         train(replace(training, train=settings, save_model=False, remaining=None))
@@ -135,7 +141,7 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     rows = training_rows(recipe.data, run.tokenizer, run)
     teacher = _teacher(run, rows, fill=fill_cache)
     training = _training_run(
-        run, folder, f"distil {variant or MAIN}", teacher, rows, start
+        run, folder, f"distil {variant or MAIN}", teacher, rows, start, stage.identity
     )
     with early_stopping(run) as (stopper, score):
         results = train(replace(training, stopper=stopper, score=score))
@@ -284,9 +290,10 @@ def _training_run(
     teacher: PreTrainedModel | Teacher | None,
     rows: Any,
     start: ModelFolder | None,
+    owner: Any,
 ) -> TrainingRun:
     """Describe a training with a new student; `teacher` comes from `load_teacher`,
-    `start` from `calibrated_start`.
+    `start` from `calibrated_start`, `owner` from the stage.
     """
     recipe = run.recipe
     # The student starts from copied weights, unless the recipe starts calibrated.
@@ -317,6 +324,7 @@ def _training_run(
         objective=recipe.objective,
         train=recipe.train,
         seed=recipe.seed,
+        owner=owner,
         safety=recipe.safety,
         adapters=adapters,
         remaining=run.progress.left if run.progress is not None else None,

@@ -87,6 +87,7 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=section.train,
         seed=recipe.seed,
+        owner=stage.identity,
         safety=recipe.safety,
         remaining=run.progress.left if run.progress is not None else None,
     )

@@ -28,7 +28,8 @@ class TrainingRun:
     """The inputs of one training run.
 
     student: in the dtype in which it is saved, whatever dtype it is trained in. data:
-    the source of `rows`. score: scores a model for early stopping. adapters: the
+    the source of `rows`. owner: the identity of the stage, to which its checkpoints
+    belong. score: scores a model for early stopping. adapters: the
     `PeftModel` around a LoRA student. remaining: maps the share of finished steps to
     the remaining time of all stages of the run, or "".
     """
@@ -44,6 +45,7 @@ class TrainingRun:
     objective: ObjectiveConfig
     train: TrainConfig
     seed: int
+    owner: Any = ""
     safety: SafetyConfig = field(default_factory=SafetyConfig)
     stopper: EarlyStopper | None = None
     score: Scorer | None = None

@@ -41,6 +41,11 @@ def best_folder(run: TrainingRun, step: int) -> Path:
     return run.folder / "best" / f"step-{step}"
 
 
+def _owner(run: TrainingRun, step: int) -> Any:
+    """Return the owner of best weights: those of another step are not taken for them."""
+    return [run.owner, step]
+
+
 def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     """Write the weights as the best so far: all ranks write their shards to a temporary
     folder, which the first rank renames.
@@ -69,7 +74,7 @@ def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     if first:
         check_state(temporary_folder)
     with writing(best):
-        note_files(temporary_folder, trainer.launch.ranks)
+        note_files(temporary_folder, trainer.launch.ranks, owner=_owner(run, step))
     if first:
         replace_folder(temporary_folder, best)
     trainer.accelerator.wait_for_everyone()
@@ -88,7 +93,7 @@ def settle_best(
     if stopper is None or stopper.best_step is None:
         return
     damaged_folder = best_folder(run, stopper.best_step)
-    reason = damage(damaged_folder, ranks)
+    reason = damage(damaged_folder, ranks, _owner(run, stopper.best_step))
     if reason is None:
         return
     # The stopper has scored many steps, but only some of their weights are still there.
@@ -100,7 +105,9 @@ def settle_best(
         ]
     )
     whole_steps = [
-        step for step in saved_steps if damage(best_folder(run, step), ranks) is None
+        step
+        for step in saved_steps
+        if damage(best_folder(run, step), ranks, _owner(run, step)) is None
     ]
     stopper.lose_all_but([*whole_steps, *([] if last_step is None else [last_step])])
     if stopper.best_step is None:
@@ -131,7 +138,7 @@ def _keep_only(trainer: ReadyTrainer, run: TrainingRun, steps: list[int]) -> Non
     needed_folders = {best_folder(run, step) for step in steps}
     for checkpoint in checkpoints(run.folder / "checkpoints"):
         try:
-            step = best_step_of(checkpoint)
+            step = best_step_of(checkpoint, run.owner)
         except UserError as error:
             # A run goes back to intact checkpoints only, so the weights that a damaged
             # one names are not needed.

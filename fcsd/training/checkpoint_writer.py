@@ -212,7 +212,12 @@ class CheckpointWriter:
             if first:
                 check_state(partial_folder)
             with writing(self._folder / name):
-                note_files(partial_folder, self.trainer.launch.ranks, file_facts)
+                note_files(
+                    partial_folder,
+                    self.trainer.launch.ranks,
+                    file_facts,
+                    self.trainer.record.owner,
+                )
         except Exception:
             if first:
                 shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)

@@ -6,6 +6,11 @@ leaves none that is half-written. A machine may still go down, or a disk lose or
 data. Therefore the files are flushed to the disk before the rename, their sizes and
 SHA-256 are recorded with them (`files.json`), and both are compared before a run
 continues. Every rank hashes the files that it has written, and checks a share of them.
+
+That record is sealed, and `owner` is what the checkpoint belongs to (as of
+`fcsd.base.fingerprints.sealed`): for a recipe the identity of its stage, which continues
+from no other checkpoint. None: a script's, whose settings and data are compared instead
+(`fcsd.training.record`).
 """
 
 import os
@@ -20,7 +25,8 @@ from typing import Any
 from transformers import TrainerState
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_sha256, read_json, write_json
+from fcsd.base.files import file_sha256, read_json
+from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
@@ -50,6 +56,7 @@ def note_files(
     checkpoint: Path,
     ranks: Ranks,
     known_facts: Mapping[str, dict[str, Any]] | None = None,
+    owner: Any = None,
 ) -> None:
     """Flush the files of a checkpoint to the disk and record their sizes and hashes,
     before it is renamed.
@@ -73,7 +80,7 @@ def note_files(
     ):
         facts |= shares
     if ranks.first:
-        write_json(checkpoint / _FILES, {name: facts[name] for name in names})
+        write_sealed(checkpoint / _FILES, {name: facts[name] for name in names}, owner)
 
 
 def _facts(path: Path) -> dict[str, Any]:
@@ -83,17 +90,18 @@ def _facts(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
-def damage(checkpoint: Path, ranks: Ranks = ALONE) -> str | None:
+def damage(checkpoint: Path, ranks: Ranks = ALONE, owner: Any = None) -> str | None:
     """Describe the damage of a checkpoint, the same on all ranks: `optimizer.pt has 100
     of 2048 bytes`; None: it is intact.
     """
     ranks = replace(ranks, lockstep=False)  # no rank is in a pass
-    return next(filter(None, ranks.share(lambda: _damage(checkpoint, ranks))), None)
+    reasons = ranks.share(lambda: _damage(checkpoint, ranks, owner))
+    return next(filter(None, reasons), None)
 
 
-def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
+def _damage(checkpoint: Path, ranks: Ranks, owner: Any) -> str | None:
     try:
-        file_facts = _noted(checkpoint)
+        file_facts = _noted(checkpoint, owner)
     except UserError as error:
         return str(error)
     reasons = (
@@ -103,17 +111,18 @@ def _damage(checkpoint: Path, ranks: Ranks) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def _noted(checkpoint: Path) -> dict[str, tuple[int, str]]:
+def _noted(checkpoint: Path, owner: Any) -> dict[str, tuple[int, str]]:
     """Return the recorded size and hash of each file of a checkpoint; UserError where
-    the record is damaged.
+    the record is damaged, or has another owner.
     """
     try:
-        record = read_json(checkpoint / _FILES, keys=())
+        record = read_sealed(checkpoint / _FILES, "", owner)
         return {
             name: (facts["bytes"], facts["sha256"]) for name, facts in record.items()
         }
-    except (UserError, KeyError, TypeError):
-        raise UserError(f"{_FILES} is missing or damaged") from None
+    except (UserError, KeyError, TypeError, AttributeError):
+        foreign = ", or of another training" if owner is not None else ""
+        raise UserError(f"{_FILES} is missing or damaged{foreign}") from None
 
 
 def _file_damage(
@@ -129,14 +138,14 @@ def _file_damage(
     return None
 
 
-def best_step_of(checkpoint: Path) -> int | None:
+def best_step_of(checkpoint: Path, owner: Any) -> int | None:
     """Return the step whose weights a checkpoint names as the best; None where it names
     none.
 
     Raises:
         UserError: its record of them is damaged.
     """
-    facts = _noted(checkpoint).get(STOPPER_FILE)
+    facts = _noted(checkpoint, owner).get(STOPPER_FILE)
     if facts is None:
         return None
     if (reason := _file_damage(checkpoint, STOPPER_FILE, *facts)) is not None:
@@ -152,7 +161,7 @@ def set_aside(folder: Path) -> None:
     replace_folder(folder, folder.with_name(f"damaged-{folder.name}"))
 
 
-def _newest_whole(candidates: Sequence[Path], ranks: Ranks) -> Path | None:
+def _newest_whole(candidates: Sequence[Path], ranks: Ranks, owner: Any) -> Path | None:
     """Return the last of some checkpoints that is intact; None where none is.
 
     Later ones, which are damaged, are set aside, and the first rank reports each.
@@ -161,7 +170,7 @@ def _newest_whole(candidates: Sequence[Path], ranks: Ranks) -> Path | None:
     # them where they are.
     damaged: list[tuple[Path, str]] = []
     for checkpoint in reversed(candidates):
-        reason = damage(checkpoint, ranks)
+        reason = damage(checkpoint, ranks, owner)
         if reason is None:
             for path, cause in damaged if ranks.first else []:
                 print(
@@ -174,7 +183,7 @@ def _newest_whole(candidates: Sequence[Path], ranks: Ranks) -> Path | None:
     return None
 
 
-def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
+def newest_usable(folder: Path, ranks: Ranks = ALONE, owner: Any = None) -> Path | None:
     """Return the checkpoint to continue from; None when there is none. All ranks call
     this.
 
@@ -182,11 +191,12 @@ def newest_usable(folder: Path, ranks: Ranks = ALONE) -> Path | None:
     UserError where all are damaged.
     """
     candidates = ranks.from_first(lambda: checkpoints(folder))
-    newest = _newest_whole(candidates, ranks)
+    newest = _newest_whole(candidates, ranks, owner)
     if newest is None and candidates:
+        reason = damage(candidates[-1], ranks, owner)
         raise UserError(
-            f"{candidates[-1]}: is damaged ({damage(candidates[-1], ranks)}), and all"
-            f" other checkpoints are damaged, too; remove {folder} to start again"
+            f"{candidates[-1]}: is damaged ({reason}), and all other checkpoints are"
+            f" damaged, too; remove {folder} to start again"
         )
     return newest
 

@@ -38,13 +38,13 @@ from fcsd.training.trainer import DistillTrainer
 
 
 def begin(
-    args: TrainingArguments, sections: Sections, launch: Launch, *, of_recipe: bool
+    args: TrainingArguments, sections: Sections, launch: Launch, *, owner: Any = None
 ) -> TrainingRecord:
     """Seed the random generators, and fit the arguments to the launch; return the
-    record of those that were given.
+    record of those that were given. owner: as of `TrainingRecord`.
     """
     set_seed(args.seed)
-    record = TrainingRecord(args, sections, launch, of_recipe=of_recipe)
+    record = TrainingRecord(args, sections, launch, owner=owner)
     fit_to_engine(args, sections, launch)
     return record
 

@@ -90,7 +90,8 @@ class TrainingRecord:
     data and models (`inputs`).
 
     It is made from the arguments as they were given, before an engine changes them.
-    of_recipe: the stage has recorded and compared all but the cut of the batch.
+    owner: the identity of a recipe's stage, which has recorded and compared all but the
+    cut of the batch, and to which alone the checkpoints belong; None in a script.
     """
 
     def __init__(
@@ -99,12 +100,12 @@ class TrainingRecord:
         sections: Sections,
         launch: Launch,
         *,
-        of_recipe: bool,
+        owner: Any,
     ):
         self.args = args
         self.sections = sections
         self.launch = launch
-        self.of_recipe = of_recipe
+        self.owner = owner
         self._given = self._fit = _given_settings(args)
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
@@ -133,7 +134,7 @@ class TrainingRecord:
         """
         cut = _cut_settings(self.args, self.sections, self.launch)
         # The stage of a recipe has recorded and compared everything else.
-        if self.of_recipe:
+        if self.owner is not None:
             return cut
         # The arguments as given hold, so that another engine may continue. A value that
         # differs from the fitted ones was changed by the user since then.

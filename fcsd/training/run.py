@@ -84,7 +84,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     stopping, bar = None, ProgressBar(run.description, run.remaining)
     try:
         args = _arguments(run)
-        record = begin(args, run.sections, run.launch, of_recipe=True)
+        record = begin(args, run.sections, run.launch, owner=run.owner)
         # Read before the student is cast to the dtype of the training.
         dtypes = run.launch.ranks.from_first(partial(saved_dtypes, run.student))
         trainer = ReadyTrainer(
@@ -112,7 +112,9 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         if run.stopper is not None and run.score is not None:
             stopping = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
             trainer.add_callback(stopping)
-        checkpoint = newest_usable(run.folder / "checkpoints", run.launch.ranks)
+        checkpoint = newest_usable(
+            run.folder / "checkpoints", run.launch.ranks, run.owner
+        )
         if checkpoint is not None:
             trainer.guarded.say(
                 f"{run.description}: continuing from {checkpoint}"
