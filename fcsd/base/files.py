@@ -2,6 +2,7 @@
 and find the data that ships with fcsd.
 """
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -35,6 +36,7 @@ _NOISE = re.compile(
 )
 _CANNOT_WRITE = {
     errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENAMETOOLONG,
+    errno.EISDIR,
 }  # fmt: skip
 # safetensors and torch.save report a failed write in words only.
 _CANNOT_WRITE_WORDS = ("I/O error", "PytorchStreamWriter", "inline_container")
@@ -104,10 +106,10 @@ def read_json(
         UserError: as `read_text`; the file holds no JSON, or something else.
     """
     try:
-        value = json.loads(
+        value = parse_json(
             read_text(path, "a JSON file", "" if hint == _OURS else hint)
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
     # Refuse another tool's file now: a missing key would fail later without its name.
     if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
@@ -143,6 +145,49 @@ def decoded_floats(value: Any) -> Any:
     if value.keys() == {_FLOAT}:
         return float(value[_FLOAT])
     return {key: decoded_floats(item) for key, item in value.items()}
+
+
+def read_unmarked_json(path: Path, hint: str) -> dict[str, Any]:
+    """Parse a JSON object that transformers reads, too: it refuses a byte order mark.
+
+    Raises:
+        UserError: as `read_json`; the file begins with a byte order mark.
+    """
+    value: dict[str, Any] = read_json(path, hint, keys=())
+    with path.open("rb") as stream:
+        if stream.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            raise UserError(
+                f"{path}: begins with a byte order mark, with which transformers does"
+                " not read it; save it as UTF-8 without one"
+            )
+    return value
+
+
+DEEPEST = 100
+"""Levels to which data in JSON or YAML may be nested: any later traversal of them ends.
+"""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; raises ValueError, also for data that are nested deeper than
+    `DEEPEST` levels.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"nested deeper than {DEEPEST} levels")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -407,6 +452,11 @@ def writing(path: Path) -> Iterator[None]:
             expected = any(words in str(error) for words in _CANNOT_WRITE_WORDS)
         if not expected:
             raise
+        if isinstance(error, IsADirectoryError):
+            raise UserError(
+                f"{path}: is a folder, where fcsd writes a file; remove it, and run the"
+                " command again"
+            ) from error
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UserError(
             f"{path}: could not be written ({reason}); fcsd removed the incomplete"
@@ -483,7 +533,9 @@ def _whole_header(file: Path) -> tuple[dict[str, Any], int]:
     check_regular(file)
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(size))
+        header = parse_json(stream.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
     return header, 8 + size
 
 

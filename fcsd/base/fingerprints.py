@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import encoded_floats, file_fingerprint, read_json, write_json
+from fcsd.base.files import (
+    encoded_floats,
+    file_fingerprint,
+    parse_json,
+    read_json,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,7 +88,7 @@ def tokenizer_files(folder: Path) -> dict[str, str]:
 
 def _fields(file: Path) -> Any:
     try:
-        return computed_fields(json.loads(file.read_bytes()))
+        return computed_fields(parse_json(file.read_bytes()))
     except ValueError:  # not JSON: loading the model gives the error
         return file_fingerprint(file)
 
@@ -115,7 +121,7 @@ def _encoding_fingerprint(file: Path) -> str:
     if file.name != "tokenizer_config.json":
         return file_fingerprint(file)
     try:
-        settings = json.loads(file.read_bytes())
+        settings = parse_json(file.read_bytes())
     except ValueError:
         return file_fingerprint(file)
     if isinstance(settings, dict):

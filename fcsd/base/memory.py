@@ -1,12 +1,33 @@
-"""The host memory that this process may still use, and the release of unused memory.
+"""The host memory that this process may still use or share, and the release of unused
+memory.
 
 Not covered: systems without /proc (macOS), where it is unknown and counts as 0.
 """
 
 import gc
+import multiprocessing
 from pathlib import Path
 
+from fcsd.base.errors import UserError
+
 _CGROUPS, _GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def check_shared_memory() -> None:
+    """Refuse a machine on which processes cannot share memory, before torch, `datasets`
+    or a pool of processes fail to.
+
+    Raises:
+        UserError: nothing can be made in /dev/shm.
+    """
+    try:
+        multiprocessing.get_context().Lock()
+    except OSError as error:
+        raise UserError(
+            f"/dev/shm: cannot be written ({error.strerror}), and data sets and worker"
+            " processes share memory there; make it writable (in a container: --ipc=host"
+            " or --shm-size)"
+        ) from None
 
 
 def available_memory() -> int:

@@ -36,7 +36,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials, one_line
-from fcsd.base.files import check_path, home, read_text
+from fcsd.base.files import DEEPEST, check_path, home, read_text
 
 
 class Strict(BaseModel):
@@ -381,8 +381,8 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_DEEPEST, _MOST_REPEATED = 100, 100_000
-_TOO_DEEP = f"nested deeper than {_DEEPEST} levels"
+_MOST_REPEATED = 100_000
+_TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
 def _check_size(
@@ -415,7 +415,7 @@ def _check_size(
             1 + max((levels for _, levels in sizes), default=0),
         )
         sizes_by_id[id(node)] = node_size
-    if depth + node_size[1] > _DEEPEST:
+    if depth + node_size[1] > DEEPEST:
         refuse(_TOO_DEEP)
     # Checked at every node, so that nested aliases are refused before they multiply
     # further.

@@ -20,6 +20,7 @@ from fcsd.base.files import (
     file_state,
     is_noise,
     read_json,
+    read_unmarked_json,
     safetensors_head,
     safetensors_header,
 )
@@ -119,7 +120,7 @@ def without_weights(folder: Path) -> UserError:
 def _indexed(folder: Path, index: str) -> WeightFiles:
     """Return the shards that an index names."""
     hint = "fetch the file again"
-    weight_map = read_json(folder / index, hint, keys=()).get("weight_map")
+    weight_map = read_unmarked_json(folder / index, hint).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{folder / index}: weight_map is missing or empty; {hint}")
     if wrong := [name for name in weight_map.values() if not _is_shard_name(name)]:

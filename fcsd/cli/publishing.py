@@ -32,12 +32,16 @@ def _chat(arguments: Namespace) -> None:
     for stream in (sys.stdin, sys.stdout):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
-    chat(
+    failures = chat(
         speakers,
         system=arguments.system,
         max_new_tokens=arguments.max_new_tokens,
         greedy=arguments.greedy,
     )
+    # On a terminal the user has seen them; a script sees the status.
+    if failures and not sys.stdin.isatty():
+        number = f"{len(failures)} replies are" if failures[1:] else "a reply is"
+        raise UserError(f"{number} missing: {failures[0]}")
 
 
 def _push(arguments: Namespace) -> None:

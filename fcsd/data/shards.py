@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import file_state, writing
+from fcsd.base.files import check_regular, file_state, writing
 from fcsd.base.fingerprints import arrays_fingerprint
 from fcsd.base.temporary import file_beside
 from fcsd.data.chat import tokenize_examples
@@ -250,6 +250,7 @@ class Shard:
 
     @functools.cached_property
     def _file(self) -> Any:
+        check_regular(self.path, "remove it")
         try:
             return safe_open(self.path, "numpy")
         except (OSError, SafetensorError) as error:

@@ -13,6 +13,7 @@ import datasets
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import home
+from fcsd.base.memory import check_shared_memory
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.local import check_data, fresh_cache, making_of, scratch
@@ -150,6 +151,7 @@ def open_source(source: Any) -> Opened:
             source, source.examples, isinstance(source.examples, datasets.Dataset)
         )
     check_place(source)
+    check_shared_memory()
     try:
         with fresh_cache(home(source.path)):
             opened = _open(source)

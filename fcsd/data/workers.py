@@ -16,6 +16,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.helper import obey_only_parent
+from fcsd.base.memory import check_shared_memory
 
 MOST_WORKERS = 8
 
@@ -52,6 +53,7 @@ def in_order(
         for piece in itertools.chain(first, pieces):
             yield piece, work(piece)
         return
+    check_shared_memory()
     # Forks inherit the tokenizer, which need not be pickled.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(

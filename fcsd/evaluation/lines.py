@@ -3,14 +3,13 @@ read), and the texts of a line.
 """
 
 import gzip
-import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import check_regular
+from fcsd.base.files import check_regular, parse_json
 
 
 def json_lines(
@@ -39,8 +38,8 @@ def json_lines(
     for number, text in enumerate(texts, start=1):
         where = f"{path}, line {number}"
         try:
-            values += [(where, json.loads(text))] if text.strip() else []
-        except (ValueError, RecursionError) as error:
+            values += [(where, parse_json(text))] if text.strip() else []
+        except ValueError as error:
             raise UserError(
                 f"{where}: not {description} ({one_line(error)}){advice}"
             ) from None

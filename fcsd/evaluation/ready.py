@@ -6,13 +6,12 @@ A line is a JSON object; `task` names its task where --tasks does not
 are scored by likelihood.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, file_sha256, is_empty
+from fcsd.base.files import check_folder_place, file_sha256, is_empty, read_json
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.code.ready import programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -23,6 +22,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     TaskConfig,
     load_suite,
+    pass_k,
 )
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
@@ -152,10 +152,8 @@ def _refuse_foreign(output: Path) -> None:
     if not output.exists():
         return check_folder_place(output)
     try:
-        earlier = json.loads((output / "results.json").read_text(encoding="utf-8"))[
-            "suite"
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
+        earlier = read_json(output / "results.json")["suite"]
+    except (UserError, KeyError, TypeError):
         # A file that cannot be read as a result is something else.
         earlier = ""
     if not output.is_dir() or (
@@ -183,6 +181,13 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
             f" task {row.task} alone with --partial"
         )
     graded = [problem for problem in problems if problem.task_id in programs]
+    for problem in graded:
+        if (number := len(programs[problem.task_id])) < pass_k(row):
+            raise UserError(
+                f"{scoring.samples}: {problem.task_id} has {number} samples, but"
+                f" {row.metric} of task {row.task} needs {pass_k(row)} of every problem;"
+                " add samples, or grade by pass@1"
+            )
     with CodeScorer(allow_weak_sandbox=scoring.allow_weak_sandbox) as pool:
         pool.self_check(graded, timeout_s=row.timeout_s, progress=True)
         outcomes = pool.score_samples(

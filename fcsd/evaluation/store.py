@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import write_text, writing
+from fcsd.base.files import parse_json, read_text, write_text, writing
 from fcsd.base.fingerprints import checkpoint_files, content_fingerprint
 from fcsd.evaluation.config import TaskConfig
 
@@ -70,8 +70,10 @@ class TaskStore:
         damaged, which a line says.
         """
         path = self._path(row)
+        if path.exists() and not path.is_file():
+            read_text(path, "the file of a finished task", "remove it")
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = parse_json(path.read_bytes())
             content = {name: record[name] for name in ("key", "facts", "samples")}
             # The key in the file has been through JSON, which turns tuples into lists.
             if record["sha256"] == content_fingerprint(content) and record[
@@ -125,7 +127,7 @@ class Journal:
             lines = path.read_bytes().splitlines()
         for line in lines:
             try:
-                key, answer, checksum = json.loads(line)
+                key, answer, checksum = parse_json(line)
             except (ValueError, TypeError):
                 continue
             if checksum == self._checksum(key, answer):

@@ -24,6 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_text
 from fcsd.base.helper import obey_only_parent
+from fcsd.base.memory import check_shared_memory
 from fcsd.parallel.shard import own_part
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
@@ -38,6 +39,7 @@ def shield_workers(loader: Any) -> Any:
     """
     # accelerate's wrapper starts no workers; the loader inside it does.
     if loader.num_workers > 0:
+        check_shared_memory()
         begin = partial(_begin_shielded, os.getpid(), loader.worker_init_fn)
         getattr(loader, "base_dataloader", loader).worker_init_fn = begin
     return loader

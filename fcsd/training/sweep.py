@@ -9,7 +9,6 @@ finished candidate is never trained again.
 The readers of a finished training's logs are also here.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json, read_text, write_json, write_text
+from fcsd.base.files import parse_json, read_json, read_text, write_json, write_text
 from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
@@ -35,8 +34,8 @@ def read_history(folder: Path) -> list[dict[str, float]]:
     points = []
     for number, line in enumerate(read_text(path, hint=advice).splitlines(), start=1):
         try:
-            point = json.loads(line)
-        except (ValueError, RecursionError):
+            point = parse_json(line)
+        except ValueError:
             point = None
         if not isinstance(point, dict) or not isinstance(point.get("step"), int):
             raise UserError(

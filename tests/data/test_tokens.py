@@ -2,6 +2,7 @@
 that of `datasets`.
 """
 
+import errno
 import itertools
 import json
 import multiprocessing
@@ -28,6 +29,7 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.data.local import data_fingerprint
+from fcsd.data.sources import open_source
 from fcsd.data.workers import in_order
 from fcsd.model.load import load_tokenizer
 from fcsd.parallel.join import join_launch
@@ -589,6 +591,27 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
         list(in_order(work, iter(range(5)), 2))
     with pytest.raises(UserError, match="piece 7: no chat template"):
         list(in_order(work, iter((6, 7)), 2))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOENT])
+def test_a_machine_without_shared_memory_is_refused_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def no_place(*args: Any, **options: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("_multiprocessing.SemLock", no_place)
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "a"}\n')
+    for call in (
+        lambda: list(in_order(str, iter(range(3)), 2)),
+        lambda: open_source(SourceConfig(path=str(file))),
+    ):
+        with pytest.raises(
+            UserError, match=r"^/dev/shm: cannot be written \(.*make it writable"
+        ):
+            call()
+    assert list(in_order(str, iter(range(2)), 1)) == [(0, "0"), (1, "1")]
 
 
 def _peak_mb(call: Callable[[], Any]) -> float:

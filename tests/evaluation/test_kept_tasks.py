@@ -271,8 +271,24 @@ def test_a_damaged_or_foreign_file_of_the_store_is_not_read(
     file.write_text(whole.replace('"score": 1.0', '"score": 0.0'))
     assert store.get(row) is None, "a flipped byte is no answer"
     assert f"{file}: is damaged; fcsd evaluates piqa again" in capsys.readouterr().err
-    file.write_text(whole[:-9])
-    assert store.get(row) is None
+    for harm in (whole[:-9], "[" * 100_000, "[1]", '"x"', "null", ""):
+        file.write_text(harm)
+        assert store.get(row) is None
+        assert f"{file}: is damaged" in capsys.readouterr().err
+        file.with_suffix(".jsonl").write_text(harm)
+        assert not len(store.journal(row))
+
+
+@pytest.mark.parametrize("kind", ["a named pipe", "a folder"])
+def test_what_is_no_file_where_a_finished_task_should_be_is_refused_with_its_name(
+    tmp_path: Path, kind: str
+) -> None:
+    row = validate(TaskConfig, ROWS[0], "row")
+    store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
+    file = store._path(row)
+    os.mkfifo(file) if kind == "a named pipe" else file.mkdir()
+    with pytest.raises(UserError, match=f"{file}: is {kind}, .* needed; remove it"):
+        store.get(row)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "byte", "digit"])

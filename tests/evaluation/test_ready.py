@@ -119,6 +119,36 @@ def test_several_samples_of_a_problem_give_pass_at_k(
     }
 
 
+def test_fewer_samples_than_pass_at_k_needs_are_refused_before_any_program_runs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "task": "humaneval_plus", "kind": "code", "metric": "pass@2", "num_samples": 2, "temperature": 1.0,
+        "dataset": "fcsd/humaneval_plus",
+    }  # fmt: skip
+    suite = tmp_path / "suite.yaml"
+    shipped = load_suite("paper11").tasks
+    row["dataset"] = next(r.dataset for r in shipped if r.task == "humaneval_plus")
+    suite.write_text(yaml.safe_dump({"name": "s", "tasks": [row]}))
+    samples = [
+        {"task_id": f"HumanEval/{i}", "completion": f"    return a + b + {i}\n"}
+        for i in (0, 0, 1, 2, 2)
+    ]
+    monkeypatch.setattr("fcsd.evaluation.ready.CodeScorer", None)
+    with pytest.raises(
+        UserError,
+        match=r"HumanEval/1 has 1 samples, but pass@2 of task humaneval_plus needs 2 of",
+    ):
+        score_file(
+            Scoring(
+                samples=lines(tmp_path / "s.jsonl", *samples),
+                dataset="humaneval_plus",
+                suite=str(suite),
+                data_root=root,
+            )
+        )
+
+
 def test_what_evaluate_wrote_is_read_with_the_program_taken_from_the_completion(
     root: Path,
 ) -> None:

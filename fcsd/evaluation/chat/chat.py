@@ -168,8 +168,9 @@ def chat(
     greedy: bool = False,
     source: TextIO | None = None,
     sink: TextIO | None = None,
-) -> None:
-    """Read turns until the end of the input or /exit; one or two speakers.
+) -> list[str]:
+    """Read turns until the end of the input or /exit; one or two speakers. Return the
+    errors that were shown in place of replies.
 
     greedy: always the likeliest token, whatever the models' settings. source,
     sink: stdin and stdout; without a terminal every turn is repeated before its reply.
@@ -190,6 +191,7 @@ def chat(
         speaker.messages = [*opening]
     # The last message is remembered for /again.
     last = between = ""
+    failures: list[str] = []
     for line in _lines(source, terminal):
         text = line.strip()
         if not terminal and text:
@@ -197,7 +199,7 @@ def chat(
             between = "\n"
         if line.startswith("/"):
             if text in ("/exit", "/quit"):
-                return
+                break
             if text == "/reset":
                 for speaker in speakers:
                     speaker.messages = [*opening]
@@ -209,15 +211,18 @@ def chat(
                 for speaker in speakers:
                     if speaker.messages[-2:-1] == [{"role": "user", "content": last}]:
                         del speaker.messages[-2:]
-                _turn(speakers, last, max_new_tokens, greedy, sink, terminal)
+                failures += _turn(
+                    speakers, last, max_new_tokens, greedy, sink, terminal
+                )
             elif text == "/help":
                 print(_HELP, file=sink)
             else:
                 print(f"{text.split()[0]}: no such command.\n{_HELP}", file=sink)
         elif text:
             last = text
-            _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
+            failures += _turn(speakers, text, max_new_tokens, greedy, sink, terminal)
         sink.flush()
+    return failures
 
 
 def _lines(source: TextIO, terminal: bool) -> Iterator[str]:
@@ -242,9 +247,9 @@ def _turn(
     greedy: bool,
     sink: TextIO,
     terminal: bool,
-) -> None:
+) -> list[str]:
     """Send one message to all models and write their replies to `sink`; take back a
-    message that cannot be answered.
+    message that cannot be answered, and return the errors.
     """
     for speaker in speakers:
         speaker.messages.append({"role": "user", "content": text})
@@ -257,11 +262,11 @@ def _turn(
             speaker.messages.pop()
         if isinstance(error, KeyboardInterrupt) and not terminal:
             raise
-        print(
-            f"error: {error}" if isinstance(error, UserError) else "\n(interrupted)",
-            file=sink,
-        )
-        return
+        if isinstance(error, KeyboardInterrupt):
+            print("\n(interrupted)", file=sink)
+            return []
+        print(f"error: {error}", file=sink)
+        return [str(error)]
     for reply in replies:
         reply.start()
     try:
@@ -273,15 +278,18 @@ def _turn(
     finally:
         for reply in replies:
             reply.stop()
+    failures = []
     for speaker, reply in zip(speakers, replies, strict=True):
         whose = f"{speaker.name}: " if len(speakers) > 1 else ""
         if reply.error is not None:
             speaker.messages.pop()
-            print(f"error: {whose}{reply.error}", file=sink)
+            failures.append(f"{whose}{reply.error}")
+            print(f"error: {failures[-1]}", file=sink)
             continue
         speaker.messages.append({"role": "assistant", "content": reply.text})
         if reply.cut:
             print(f"({whose}{reply.cut})", file=sink)
+    return failures
 
 
 def _show(names: Sequence[str], replies: Sequence["Reply"], sink: TextIO) -> None:

@@ -2,7 +2,6 @@
 shape from the file headers.
 """
 
-import codecs
 import fnmatch
 import functools
 import math
@@ -18,10 +17,12 @@ from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,
     encoded_floats,
+    file_state,
     home,
     is_empty,
     read_json,
     read_text,
+    read_unmarked_json,
     safetensors_header,
 )
 from fcsd.base.fingerprints import TOKENIZER_FILES
@@ -320,8 +321,17 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
             ):
                 check_file(folder / entry, folder)
+                if entry.suffix in (".json", ".safetensors"):
+                    _refuse_folder(folder / entry)
                 files.append(folder / entry)
     return sorted(file for file in files if file.is_file())
+
+
+def _refuse_folder(file: Path) -> None:
+    if file.is_dir():
+        raise UserError(
+            f"{file}: is a folder, a file is needed; fetch it again, or remove it"
+        )
 
 
 def all_files(folder: Path) -> list[Path]:
@@ -368,8 +378,7 @@ def read_checkpoint_json(file: Path) -> dict[str, Any]:
     in `encoded_floats`, so that the object can be written as JSON.
     """
     hint = "make sure that this folder is a complete Hugging Face checkpoint, and fetch the file again"
-    value: dict[str, Any] = read_json(file, hint, keys=())
-    encoded: dict[str, Any] = encoded_floats(value)
+    encoded: dict[str, Any] = encoded_floats(read_unmarked_json(file, hint))
     if nan_key := _not_a_number(encoded):
         raise UserError(f"{file}: {nan_key} is NaN, a number is needed; {hint}")
     return encoded
@@ -594,11 +603,6 @@ def check_generation(folder: Path) -> None:
         return
     settings = read_checkpoint_json(file)
     again = "fetch the file again"
-    if file.read_bytes().startswith(codecs.BOM_UTF8):
-        raise UserError(
-            f"{file}: begins with a byte order mark, with which transformers does not"
-            f" read it; save it without, or {again}"
-        )
     for name in _TOKENS:
         ids = settings.get(name)
         if not all(
@@ -636,10 +640,16 @@ def check_carried(folder: Path) -> list[Path]:
     files = files_like(folder, CARRIED)
     for file in files:
         if file.suffix == ".json":
-            read_json(file, "fetch the file again", keys=())
+            # Vocabularies are large: each is parsed once in a process.
+            if (state := file_state(file)) not in _OBJECTS:
+                read_unmarked_json(file, "fetch the file again")
+                _OBJECTS.add(state)
         elif file.suffix == ".jinja" and not read_text(file).strip():
             raise UserError(f"{file}: is empty; fetch the file again")
     return files
+
+
+_OBJECTS: set[tuple[int, ...]] = set()  # states of files that hold a JSON object
 
 
 @functools.cache
@@ -701,6 +711,7 @@ def read_header(file: Path) -> tuple[dict[str, dict[str, Any]], int]:
     from safetensors import SafetensorError, safe_open
 
     check_weights_path(file)
+    check_regular(file, "fetch it again")
     try:
         # safetensors does not tell a file that may not be opened from a damaged one.
         with file.open("rb"), safe_open(file, framework="pt"):

@@ -22,6 +22,7 @@ from fcsd.base.weights import (
 from fcsd.model.connectivity.aliases import INSTELLA_KEYS, in_our_names
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
+    check_carried,
     check_model_types,
     files_like,
     local_folder,
@@ -84,6 +85,7 @@ def find_source(path: str | Path, revision: str | None = None) -> Source:
 
 def _local(folder: Path) -> Source:
     files_like(folder, (CONFIG, "*.safetensors", "*.safetensors.index.json"))
+    check_carried(folder)
     config = _config(folder / CONFIG, str(folder / CONFIG))
     weights = find_weights(folder, config)
     names = () if weights is None else weights.names

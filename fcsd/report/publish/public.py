@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fcsd.base.errors import TOKEN, UserError, one_line
-from fcsd.base.files import safetensors_metadata
+from fcsd.base.files import parse_json, safetensors_metadata
 
 PLACE = re.compile(r"(?<![\w/.:~\\-])~?(?:/[\w.@+-]+){2,}")
 """An absolute path of at least two names in a text; a lone `/`, `and/or` and parts of
@@ -39,7 +39,7 @@ def public_text(name: str, text: str) -> str:
     if not name.endswith(".json"):
         return without_places(text)
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise UserError(
             f"{name}: not valid JSON ({one_line(error)}); make the folder again"

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import file_fingerprint, write_json, writing
+from fcsd.base.files import check_regular, file_fingerprint, write_json, writing
 from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder
 from fcsd.base.text import STEPS_BAR, progress_bar
@@ -346,6 +346,7 @@ def _whole_streams(file: Path, written: str | None) -> dict[str, Tensor] | None:
     """Read the streams that `_save` wrote with this hash; None if they are gone,
     damaged, or those of another run.
     """
+    check_regular(file, "remove it")
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118

@@ -30,7 +30,13 @@ from torch import Tensor, nn
 from fcsd.base.artifact import versions
 from fcsd.base.differences import differences
 from fcsd.base.errors import UserError, one_line
-from fcsd.base.files import read_json, safetensors_header, writing
+from fcsd.base.files import (
+    check_regular,
+    parse_json,
+    read_json,
+    safetensors_header,
+    writing,
+)
 from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import beside
 from fcsd.data.batches import next_token_targets
@@ -144,6 +150,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
 
     UserError: the shard is damaged, or belongs to another teacher.
     """
+    check_regular(path, "remove it")
     try:
         # Opening also checks that the file has the length that its header states.
         with safe_open(path, framework="pt") as file:
@@ -177,7 +184,7 @@ def read_shard(path: Path, identity: dict[str, Any]) -> dict[bytes, Place]:
 
 def _metadata(file: Any) -> dict[str, Any]:
     """Return the metadata of `write_shard`; {} for a file of another kind."""
-    record = json.loads((file.metadata() or {}).get(_RECORD, "{}"))
+    record = parse_json((file.metadata() or {}).get(_RECORD, "{}"))
     return record if isinstance(record, dict) else {}
 
 

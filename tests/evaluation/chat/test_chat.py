@@ -314,7 +314,10 @@ def test_ctrl_c_while_the_last_step_ends_is_waited_out(
 
 
 def test_what_cannot_be_talked_to_is_one_line(
-    base_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    base_checkpoint: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = Path(shutil.copytree(base_checkpoint, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()
@@ -325,6 +328,13 @@ def test_what_cannot_be_talked_to_is_one_line(
     )
     speaker = load_speaker(str(folder))
     assert "refuses the conversation: no system role" in said([speaker], "hello")[0]
+    # A script on the other end of a pipe sees the status.
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain\n"))
+    assert main(["chat", str(folder)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.count("error: ") == 2
+    assert "error: 2 replies are missing: " in shown.err
+    assert "refuses the conversation: no system role" in shown.err
     assert main(["chat", str(base_checkpoint), "--device-map", "nowhere"]) == 2
     assert (
         "--device-map nowhere: When passing device_map as a string"
