@@ -109,6 +109,10 @@ def _read(
     date: datetime,
 ) -> dict | str | Completion | _Chat:
     read = read_example(example, columns)
+    if isinstance(read, str):
+        return _whole(read)
+    if isinstance(read, Completion):
+        _whole(read.prompt + read.completion)
     if not isinstance(read, Conversation):
         return read
     if not tokenizer.chat_template:
@@ -134,6 +138,18 @@ def _read(
     return replace(
         chat, messages=form.applied(read.messages), tools=form.tools(read.tools)
     )
+
+
+def _whole(text: str) -> str:
+    """Return a text; BadExample if a tokenizer cannot read it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadExample(
+            f"a text holds half a character, {text[error.start]!a}, as JSON has it where"
+            " an emoji was cut"
+        ) from None
+    return text
 
 
 def _tokenized_texts(texts: list[str], tokenizer: Any) -> list[list[int]]:
@@ -272,6 +288,7 @@ def _written(
     # A template's own marks of the assistant's text are exact, so they are preferred.
     if loss_on == "response" and chat.is_marked:
         text, spans = chat.marked_text()
+        _whole(text)
         if form.leaves_open(text, spans):
             _warn_of_no_stop(
                 chat.tokenizer,
@@ -285,7 +302,7 @@ def _written(
         answers = [] if form.ends else [i for i in answers if i == last]
         # Without an answer to close, all of the text is taken as it is.
         if not answers:
-            text = chat.text(chat.messages)
+            text = _whole(chat.text(chat.messages))
             return _Written(text, [(0, len(text))])
     try:
         turns = WrittenChat(chat.text, chat.messages, answers, form)
@@ -296,6 +313,7 @@ def _written(
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
+    _whole(turns.text)
     # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):

@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 import pytest
 
+from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.sources import load_source
@@ -270,3 +271,24 @@ def test_forms_of_json_files_are_read(
     path.write_text(text, newline="")
     source = SourceConfig(path=str(path), columns={"text": "text"})
     assert [row["text"] for row in load_source(source)] == rows
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        {"text": "a \ud83d b"},
+        {"prompt": "a", "completion": "\ud83d"},
+        {"prompt": "\ude00", "response": "b"},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b\ud83d"},
+            ]
+        },
+    ],
+)
+def test_half_a_character_is_a_bad_row(tmp_path: Path, example: dict[str, Any]) -> None:
+    path = json_lines(tmp_path, [example])
+    source = SourceConfig(path=str(path), columns=None)
+    with pytest.raises(UserError, match=r"row 1: a text holds half a character, '\\ud"):
+        build_dataset([source], make_tokenizer(ALL_TEMPLATE), max_length=64)
