@@ -10,6 +10,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.base.files import release_folders
+from fcsd.base.strict import did_you_mean
 from fcsd.parallel.engine import Overlap
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.join import join_launch
@@ -92,7 +93,9 @@ def run_stage(
             Interrupted: a signal arrived, and fcsd has written a checkpoint.
     """
     if stage not in STAGES:
-        raise UserError(f"run_stage: no stage {stage!r}; allowed: {', '.join(STAGES)}")
+        raise UserError(
+            f"run_stage: no stage {stage!r}{did_you_mean(str(stage), [*STAGES])}"
+        )
     if variant is not None and stage not in layout.VARIANT_STAGES:
         raise UserError(
             f"run_stage: stage {stage!r} has no variants; leave variant out"

@@ -1,6 +1,7 @@
 """Compare settings and inputs of two records key by key."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -10,6 +11,10 @@ _SAY_NOTHING = (
     '.l2_points: "blocks" -> null',
     "heldout.weight: 1.0 -> null",
 )
+
+
+# A hash that fcsd makes; a commit of the Hub has 40 digits, and tells something.
+_HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 
 
 def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> list[str]:
@@ -23,7 +28,8 @@ def changed_settings(old: Any, new: Any, may_change: Collection[str] = ()) -> li
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
     """List the dotted keys that differ between two values, as `train.learning_rate:
-    2e-05 -> 4e-05`. Absent keys count as null.
+    2e-05 -> 4e-05`, or `original: other content` for two hashes. Absent keys count as
+    null.
     """
     # Lists of records (sources, tasks) are compared item by item, so that the message
     # names the one key that differs and not two long lists.
@@ -37,7 +43,11 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
             dotted = f"{prefix}.{key}" if prefix else str(key)
             changes += differences(old.get(key), new.get(key), dotted)
         return changes
-    return [] if old == new else [f"{prefix}: {_short(old)} -> {_short(new)}"]
+    if old == new:
+        return []
+    if all(isinstance(value, str) and _HASH.fullmatch(value) for value in (old, new)):
+        return [f"{prefix}: other content"]
+    return [f"{prefix}: {_short(old)} -> {_short(new)}"]
 
 
 def without_none(value: Any) -> Any:

@@ -7,7 +7,7 @@ Recipes and suites are both read through this module, so that their errors read 
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -456,14 +456,14 @@ def _build(
             error.errors(include_url=False),
             key=lambda problem: problem["type"] == "missing",
         )
-        lines = [_line(problem, kind if options else None) for problem in problems]
+        lines = [_line(problem, kind, options) for problem in problems]
         remainder = ""
         if len(lines) > 1:
             remainder = f" (and {len(lines) - 1} more: {'; '.join(lines[1:3])})"
         raise UserError(f"{prefix}{lines[0]}{remainder}") from None
 
 
-def _line(problem: Any, options_of: Any) -> str:
+def _line(problem: Any, kind: Any, options: bool) -> str:
     # For a union, pydantic adds the type that it tried to the location, which is no
     # key.
     keys = [
@@ -472,9 +472,11 @@ def _line(problem: Any, options_of: Any) -> str:
         if not (isinstance(key, str) and ("[" in key or key in _TYPES))
     ]
     dotted = ".".join(_shown(str(key)) for key in keys)
-    if options_of and (names := [key for key in keys if isinstance(key, str)]):
-        dotted = flag_of(options_of, names[-1])
     message = problem["msg"].removeprefix("Value error, ")
+    if options and (names := [key for key in keys if isinstance(key, str)]):
+        dotted = flag_of(kind, names[-1])
+    elif message.startswith("unknown key"):
+        message = _with_place(message, [str(key) for key in keys], kind)
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         message = "a mapping of keys to values is needed"
     elif problem["type"] == "list_type":
@@ -491,16 +493,91 @@ def _line(problem: Any, options_of: Any) -> str:
     return f"{dotted}: {message}{value_text}" if dotted else f"{message}{value_text}"
 
 
+def _with_place(message: str, keys: list[str], kind: Any) -> str:
+    """Return the message of an unknown key with the places where other sections have a
+    key of this name; as it is if there are none.
+    """
+    *section, name = keys
+    if "did you mean" in message:
+        return message
+    if name in places(kind):
+        return f"unknown key; write it as a section: {_as_section(name)}"
+    found = places_of(kind, name, section)
+    meant = " or ".join(map(repr, found[:3]))
+    return f"unknown key; did you mean {meant}?" if found else message
+
+
+def places_of(kind: Any, name: str, section: Sequence[str] = ()) -> list[str]:
+    """Return the dotted keys of a record, beside those in a section, that end in a name
+    (without a section, or in one like it): those nearest to it, of the fewest levels.
+    """
+    name = GUESSED_NAMES.get(name, name)
+    keys = [place.split(".") for place in places(kind)]
+    keys = [parts for parts in keys if parts[:-1] != [*section]]
+    if not section:
+        names = {parts[-1] for parts in keys}
+        name = next(iter(difflib.get_close_matches(name, names, 1, 0.8)), name)
+
+    def distance(parts: list[str]) -> tuple[int, int]:
+        same = sum(a == b for a, b in zip(section, parts, strict=False))
+        return -same, len(parts)
+
+    found = [parts for parts in keys if parts[-1] == name]
+    least = min(map(distance, found), default=(0, 0))
+    return [".".join(parts) for parts in found if distance(parts) == least]
+
+
+def _as_section(dotted: str) -> str:
+    first, *others = dotted.split(".")
+    inner = "…" if not others else f"{{{_as_section('.'.join(others))}}}"
+    return f"{first}: {inner}"
+
+
+def places(kind: Any) -> Iterator[str]:
+    """Yield the dotted keys of a record and of all records in it; 0: of a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        for name, field in kind.model_fields.items():
+            yield name
+            yield from (f"{name}.{place}" for place in places(field.annotation))
+        return
+    prefix = "0." if get_origin(kind) is list else ""
+    for member in get_args(kind):
+        yield from (f"{prefix}{place}" for place in places(member))
+
+
 def _shown(key: str) -> str:
     """Return a key in a form that fits into one line."""
     key = key if len(key) <= 120 else f"{key[:119]}…"
     return key if key.isprintable() else repr(key)[1:-1]
 
 
+GUESSED_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "epochs": "num_train_epochs",
+    "batch_size": "per_device_train_batch_size",
+    "train_batch_size": "per_device_train_batch_size",
+    "per_device_batch_size": "per_device_train_batch_size",
+    "grad_accum": "gradient_accumulation_steps",
+    "clip_grad": "max_grad_norm",
+    "grad_clip": "max_grad_norm",
+    "gradient_clipping": "max_grad_norm",
+    "seq_len": "max_length",
+    "sequence_length": "max_length",
+    "max_tokens": "max_length",
+    "precision": "bf16",
+    "save_every": "save_steps",
+    "eval_every": "eval_steps",
+    "log_every": "logging_steps",
+}
+"""Names that people guess: name -> the one that no similarity of letters finds."""
+
+
 def did_you_mean(word: str, allowed: list[str]) -> str:
     """Return `; did you mean 'temperature'?`, or the allowed words when none is
     similar.
     """
+    word = GUESSED_NAMES.get(word, word)
     near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"

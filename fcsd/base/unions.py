@@ -25,7 +25,7 @@ class OneOf:
     key: the key that decides. members: its values -> records. default: the value of a
     mapping without the key; None: the key is required. else_default: any other value
     selects the default, too. name: the key's name in messages; "": messages show the
-    value alone.
+    value alone. advice: what to write instead of another value of the key.
     """
 
     key: str
@@ -33,6 +33,7 @@ class OneOf:
     default: str | None = None
     else_default: bool = False
     name: str | None = None
+    advice: str = ""
 
     def tag(self, value: dict[str, Any]) -> str | None:
         """Return the value of the key, or the default that replaces it; None for a
@@ -73,6 +74,12 @@ class OneOf:
                     {self.key: f"Input should be {allowed}, got {value[self.key]!r}"}
                 )
             refuse_keys({self.key: f"is required: {allowed}"})
+        if tag != value.get(self.key, tag) and self.key not in kind.model_fields:
+            # Alone, because what the default requires need not be meant.
+            names = " or ".join(repr(name) for name in self.members if name != tag)
+            refuse_keys(
+                {self.key: f"must be {names}, got {value[self.key]!r}{self.advice}"}
+            )
         # A record that keeps the key gets it even where the default decided.
         if self.key in kind.model_fields:
             value = {self.key: tag} | value
@@ -165,7 +172,9 @@ def drop_foreign_keys(
         dotted = f"{prefix}{key}"
         if key in kind.model_fields:
             drop_foreign_keys(kind.model_fields[key], raw[key], changes, f"{dotted}.")
-        elif choice is not None:
+        elif choice is not None and any(
+            key in member.model_fields for member in choice.members.values()
+        ):
             # A key that a user changed on purpose stays, so that it is refused by name.
             is_changed = any(
                 f"{name}.".startswith(f"{dotted}.")

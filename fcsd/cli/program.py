@@ -6,11 +6,11 @@ import io
 import os
 import sys
 import traceback
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fcsd import __version__
 from fcsd.base.errors import (
@@ -43,6 +43,16 @@ class Parser(ArgumentParser):
     """The parser of a program or a command; commands: their parsers by name."""
 
     commands: Mapping[str, ArgumentParser] = {}
+
+    def _check_value(self, action: Action, value: Any) -> None:
+        # argparse lists all choices, in which a slip of the pen has to be looked for.
+        if action.choices is not None and value not in action.choices:
+            from fcsd.base.strict import did_you_mean
+
+            near = did_you_mean(str(value), [*map(str, action.choices)])
+            if "did you mean" in near:
+                raise ArgumentError(action, f"invalid choice: {value!r}{near}")
+        super()._check_value(action, value)
 
     def error(self, message: str) -> NoReturn:
         super().error(without_credentials(message))

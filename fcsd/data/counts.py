@@ -16,6 +16,7 @@ import numpy as np
 
 from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS
+from fcsd.data.examples import MASKS
 from fcsd.data.shards import BAD, Shard
 from fcsd.data.sources import Source
 
@@ -157,7 +158,9 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
     """Return a clause about the answer that examples with these columns lack."""
     if "messages" in columns:
         return (
-            f"column {columns['messages']!r} has no message of an assistant with text"
+            f"column {columns['messages']!r} has no message of an assistant that has"
+            f" text and loss (one with `weight: 0`, `train: false` or the like has"
+            " none)"
         )
     if "response" in columns:
         return f"column {columns['response']!r} has no response with text"
@@ -167,6 +170,10 @@ def _answer_of(columns: Mapping[Any, str]) -> str:
         return (
             f"column {columns['labels']!r} has only the label {NO_LOSS} after an"
             " example's first token"
+        )
+    if masks := [columns[name] for name in MASKS if name in columns]:
+        return (
+            f"{' and '.join(map(repr, masks))} mark no token after an example's first"
         )
     if "input_ids" in columns:
         return f"column {columns['input_ids']!r} has no example of two tokens"

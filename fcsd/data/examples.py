@@ -24,6 +24,9 @@ from fcsd.data.messages import (
     short,
 )
 
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+"""Columns beside tokens that mark those with loss."""
+
 
 @dataclass(frozen=True)
 class Conversation:
@@ -149,7 +152,7 @@ def _tokens(example: Mapping[str, Any], columns: Mapping[Any, str]) -> dict[str,
     # Several masks may be given; a token carries loss only if all allow it.
     masks = {
         columns[name]: _list(example, columns[name])
-        for name in ("completion_mask", "assistant_masks", "loss_mask")
+        for name in MASKS
         if name in columns and example[columns[name]] is not None
     }
     # An attention mask that numbers packed examples, or has two dimensions, is refused,

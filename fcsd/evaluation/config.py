@@ -5,7 +5,7 @@ recipe's `evaluation`, and of `fcsd evaluate --samples`.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -175,7 +175,9 @@ def pass_k(row: CodeTaskConfig) -> int:
     return int(row.metric.removeprefix("pass@"))
 
 
-Column = Literal["text", "text with _", "4 texts", "labelled"] | list[int | str]
+_Content = Literal["text", "text with _", "4 texts", "labelled"]
+_CONTENTS = get_args(_Content)
+Column = _Content | list[int | str]
 """The content of a column in a benchmark's rows: text, a list, {text: [texts], label:
 [texts]}, or one of these values.
 """
@@ -193,6 +195,30 @@ class SuiteConfig(Strict, strict=True):
     # where the suite file lies; set by `load_suite`
     folder: str = Field("", exclude=True)
 
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _columns_have_contents(cls, value: Any) -> Any:
+        tasks = value.items() if isinstance(value, dict) else [("", value)]
+        for task, columns in tasks:
+            items = columns.items() if isinstance(columns, dict) else [("", columns)]
+            for column, content in items:
+                if column and (
+                    content in _CONTENTS
+                    or (
+                        isinstance(content, list)
+                        and all(type(item) in (int, str) for item in content)
+                    )
+                ):
+                    continue
+                place = "".join(f"{key}: " for key in (task, column) if key)
+                raise ValueError(
+                    f"{place}each task's columns with their contents are needed, as in"
+                    " `columns: {piqa: {goal: text, sol1: text, label: [0, 1]}}`; a"
+                    f" content is {', '.join(_CONTENTS)} or a list of values; got"
+                    f" {content!r}"
+                )
+        return value
+
     @model_validator(mode="after")
     def _names_differ(self) -> "SuiteConfig":
         names = [row.task for row in self.tasks]
@@ -204,6 +230,7 @@ class SuiteConfig(Strict, strict=True):
         if unknown_tasks := sorted(self.columns.keys() - set(names)):
             raise ValueError(
                 f"columns: {', '.join(unknown_tasks)} is not a task of this suite"
+                f"{did_you_mean(unknown_tasks[0], names)}"
             )
         return self
 

@@ -131,7 +131,7 @@ def _check_pretraining(run: Run, section: PretrainConfig) -> PreTrainedConfig:
 
 
 def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
-    """Check the distillation of a recipe with each of these batch sizes in tokens;
+    """Check the distillation of a recipe with each of the batch sizes of its sweep;
     None: with its own.
     """
     recipe, launch = run.recipe, run.launch
@@ -166,7 +166,10 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
         _check_student(run)
     for tokens in batches or [recipe.train.batch_size_tokens]:
         train = recipe.train.model_copy(update={"batch_size_tokens": tokens})
-        check_settings(train, recipe.data, launch)
+        section = "train" if batches is None else "sweep"
+        check_settings(
+            train, recipe.data, launch, batch_key=f"{section}.batch_size_tokens"
+        )
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
         dataset_location(recipe.early_stopping.row, run.data_root)
 
@@ -289,15 +292,19 @@ def check_overlap(run: Run) -> None:
 
 
 def check_settings(
-    train: TrainConfig, data: TrainingDataConfig, launch: Launch, where: str = ""
+    train: TrainConfig,
+    data: TrainingDataConfig,
+    launch: Launch,
+    where: str = "",
+    batch_key: str = "train.batch_size_tokens",
 ) -> None:
     """Check a `train` section and its `data` section; `where` is the beginning of their
-    keys.
+    keys, and `batch_key` where the batch is given.
     """
     try:
         check_precision(train, launch.engine)
         check_reporters(train.report_to)
-        micro_batches(train, data.max_length, launch.ranks.size)
+        micro_batches(train, data.max_length, launch.ranks.size, batch_key)
         for source in data.train:
             check_source(source)
         if isinstance(data, DataConfig) and data.heldout is not None:

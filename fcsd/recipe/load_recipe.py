@@ -7,17 +7,17 @@ the same items in another data set, which `data.decontaminate` finds by their wo
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
 from fcsd.base.files import data_dir, home
-from fcsd.base.strict import did_you_mean, parse_yaml, read_yaml, validate
+from fcsd.base.strict import did_you_mean, parse_yaml, places, read_yaml, validate
 from fcsd.data.config import SourceConfig, TrainingDataConfig
 from fcsd.evaluation.config import SuiteConfig, is_suite_file, load_suite
-from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, set_dotted
+from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, drop_inherited, set_dotted
 
 _FILES_BESIDE = (
     "evaluation.suite",
@@ -30,13 +30,113 @@ _FILES_BESIDE = (
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read and check a recipe: a file, or the name of a shipped one (`tiny/demo`).
 
-    overrides: `dotted.key=value` texts, the values in YAML.
+    overrides: `dotted.key=value` texts, the values in YAML. A file may extend another
+    recipe (`extends: base.yaml`): its keys replace those of the other one, lists as a
+    whole, and what is returned has all of them.
 
     Raises:
         UserError: unreadable file, invalid YAML, unknown key (with a suggestion), value
             out of range, unknown suite, or training data that is a graded split.
     """
     path = recipe_file(path)
+    raw, files = _resolved(path, ())
+    for override in overrides or []:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise UserError(
+                f"--set {override}: must have the form KEY=VALUE, such as"
+                " train.learning_rate=4e-5"
+            )
+        where = f"--set {' '.join(override.split())}"
+        where = where if len(where) <= 200 else f"{where[:199]}…"
+        set_dotted(raw, key, parse_yaml(text, where), where)
+        files[key] = path
+    try:
+        return check_recipe(raw, str(path))
+    except UserError as error:
+        raise UserError(_with_file(str(error), path, files)) from None
+
+
+def _resolved(
+    path: Path, extending: tuple[Path, ...]
+) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Read a recipe file with the one that it extends, if it does; return its plain
+    data, and the file of each dotted key.
+
+    extending: the files that extend this one.
+    """
+    raw = _read_mapping(path)
+    name = raw.pop("extends", None)
+    raw = _beside(raw, path.parent)
+    keys = list(_leaves(raw))
+    if name is None:
+        return raw, dict.fromkeys(keys, path)
+    where = f"{path}: extends"
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(
+            f"{where}: the path of a recipe, relative to this file, or the name of a"
+            f" shipped one is needed, as in `extends: tiny/demo`; got {name!r}"
+        )
+    if holds_credentials(name):
+        raise UserError(f"{where}: {CREDENTIALS}")
+    base = path.parent / home(name)
+    if not os.path.exists(base) and name in recipe_names():
+        base = recipe_file(name)
+    if not os.path.exists(base):
+        raise UserError(
+            f"{where}: {base}: no such file, and no recipe of this name ships with"
+            f" fcsd{did_you_mean(name, recipe_names())}"
+        )
+    chain = (*extending, path)
+    if any(os.path.samefile(base, file) for file in chain):
+        circle = " -> ".join(map(str, (*chain, base)))
+        raise UserError(f"{where}: a recipe extends itself: {circle}")
+    raw_of_base, files = _resolved(base, chain)
+    merged = _merged(raw_of_base, raw)
+    drop_inherited(merged, keys)
+    return merged, files | dict.fromkeys(keys, path)
+
+
+def _merged(
+    base: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Return plain data with changes: sections of a recipe, and its variants, key by
+    key; lists and all other values as a whole.
+    """
+    merged = dict(base)
+    for key, value in changes.items():
+        old, dotted = base.get(key), f"{prefix}{key}"
+        is_section = (
+            dotted == "variants"
+            or prefix == "variants."
+            or any(place.startswith(f"{dotted}.") for place in places(Recipe))
+        )
+        if is_section and isinstance(old, dict) and isinstance(value, dict):
+            value = _merged(old, value, f"{dotted}.")
+        merged[key] = value
+    return merged
+
+
+def _leaves(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of all values that are no mappings."""
+    for key, value in raw.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _with_file(text: str, path: Path, files: Mapping[str, Path]) -> str:
+    """Name, in an error of a recipe, the file in which its key stands."""
+    key, prefix = text.removeprefix(f"{path}: ").partition(":")[0], f"{path}: "
+    while key and key not in files and text.startswith(prefix):
+        key = key.rpartition(".")[0]
+    if key not in files or not text.startswith(prefix):
+        return text
+    return f"{files[key]}: {text.removeprefix(prefix)}"
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     # Unlike `Path.is_dir`, this does not raise for a name that is too long.
     if os.path.isdir(path):
         raise UserError(
@@ -49,17 +149,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             f"{path}: a recipe is a mapping of keys to values, but this file {found};"
             " `fcsd run tiny/demo --show` prints a whole recipe"
         )
-    for override in overrides or []:
-        key, separator, text = override.partition("=")
-        if not separator or not key:
-            raise UserError(
-                f"--set {override}: must have the form KEY=VALUE, such as"
-                " train.learning_rate=4e-5"
-            )
-        where = f"--set {' '.join(override.split())}"
-        where = where if len(where) <= 200 else f"{where[:199]}…"
-        set_dotted(raw, key, parse_yaml(text, where), where)
-    return check_recipe(_beside(raw, path.parent), str(path))
+    return raw
 
 
 def _beside(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

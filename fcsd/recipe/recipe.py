@@ -1,8 +1,9 @@
 """A recipe: one strict YAML file that names everything a run depends on, and is the
 record of that run.
 
-A recipe is complete: there are no flags beside it and no inheritance, and every default
-is in the schema below (`fcsd run RECIPE --show` prints all values). Units are part of the
+A recipe is complete: there are no flags beside it, what it extends is resolved when it
+is loaded, and every default is in the schema below (`fcsd run RECIPE --show` prints all
+values). Units are part of the
 keys. Relative paths are relative to the folder in which the command runs. `--set
 train.learning_rate=4e-5` replaces one value by its dotted key.
 """
@@ -10,8 +11,9 @@ train.learning_rate=4e-5` replaces one value by its dotted key.
 import copy
 import math
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
@@ -23,7 +25,15 @@ from pydantic import (
 )
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import FolderPath, Name, Strict, did_you_mean, option, validate
+from fcsd.base.strict import (
+    FolderPath,
+    Name,
+    Strict,
+    did_you_mean,
+    option,
+    places_of,
+    validate,
+)
 from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.evaluation.config import (
@@ -171,6 +181,18 @@ def _has_teacher(objective: Any) -> bool:
     return kind is None or kind.has_teacher
 
 
+def drop_inherited(raw: dict[str, Any], changes: Collection[str]) -> None:
+    """Remove from a recipe's plain data, in place, what its changed choices do not have:
+    keys of another objective, teacher and so on, and the teacher of an objective
+    without one. changes: the dotted keys that were changed, which stay.
+    """
+    drop_foreign_keys(Recipe, raw, changes)
+    if not _has_teacher(raw.get("objective") or {}) and not any(
+        key.split(".")[0] == "teacher" for key in changes
+    ):
+        raw["teacher"] = None
+
+
 class PublicationConfig(Strict):
     """Facts for the model card of the published folder that no stage can measure."""
 
@@ -278,12 +300,20 @@ EarlyStoppingConfig = Annotated[
         default="a task",
         else_default=True,
         name="",
+        advice=(
+            "; a task has the metric of its suite: leave `metric` out, and write, for"
+            " example, {task: mbpp_plus, suite: paper11}"
+        ),
     ),
 ]
 
 
 class Recipe(Strict):
     """Everything a run depends on; the run lacks the stages whose sections are null."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        "extends": "only the file of a recipe can extend another one; load it first"
+    }
 
     name: Name
     output_dir: FolderPath
@@ -546,13 +576,7 @@ class Recipe(Strict):
         for key, value in changes.items():
             self._check_change(key, where)
             set_dotted(raw, key, value, where)
-        # The dump of the main recipe names defaults of its objective, teacher and so
-        # on, which another choice would refuse as unknown keys.
-        drop_foreign_keys(Recipe, raw, changes)
-        if not _has_teacher(raw["objective"]) and not any(
-            key.split(".")[0] == "teacher" for key in changes
-        ):
-            raw["teacher"] = None
+        drop_inherited(raw, changes)
         return validate(Recipe, raw, where)
 
     def _check_change(self, key: str, where: str) -> None:
@@ -564,7 +588,15 @@ class Recipe(Strict):
             sections, training = _PRETRAINING_SECTIONS, "pre-training on the same text"
             section = ".".join(key.split(".")[:2])
         if section not in sections:
+            places = [
+                place
+                for place in places_of(Recipe, key)
+                if place.startswith(tuple(f"{name}." for name in sections))
+            ]
+            advice = did_you_mean(
+                places[0] if places else section, [*sections, *places]
+            )
             raise UserError(
                 f"{where}: {key}: a variant is another {training} and can change only"
-                f" {', '.join(sections)}{did_you_mean(section, list(sections))}"
+                f" {', '.join(sections)}{advice}"
             )

@@ -216,13 +216,17 @@ class TrainConfig(UpdateConfig, ScheduleConfig):
 
 
 def micro_batches(
-    train: UpdateConfig, max_length: int, world_size: int
+    train: UpdateConfig,
+    max_length: int,
+    world_size: int,
+    key: str = "train.batch_size_tokens",
 ) -> tuple[int, int]:
     """Return the rows of a micro-batch and the micro-batches of one optimiser step, on
     each rank.
 
     A batch that is smaller than one forward pass of all ranks is one micro-batch with
-    fewer rows. UserError: the batch is no whole number of micro-batches over all ranks.
+    fewer rows. key: where the batch is given. UserError: the batch is no whole number
+    of micro-batches over all ranks.
     """
     rows, row_tokens = train.per_device_train_batch_size, max_length * world_size
     batch = train.batch_size_tokens
@@ -231,7 +235,7 @@ def micro_batches(
         return batch // row_tokens, 1
     if batch % (rows * row_tokens):
         raise UserError(
-            f"train.batch_size_tokens: {batch} is not a multiple of"
+            f"{key}: {batch} is not a multiple of"
             f" {rows * row_tokens} (per_device_train_batch_size {rows} x"
             f" data.max_length {max_length} x {world_size} processes);"
             f" {_ways(batch, rows, max_length, world_size)}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict, did_you_mean
+from fcsd.base.strict import GUESSED_NAMES, Strict, did_you_mean
 from fcsd.data.config import DataConfig
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.training.config import TrainConfig
@@ -73,27 +73,6 @@ OTHER_NAMES = {
 """Arguments of TRL, axolotl and transformers with another name here: name -> its counterpart, as in
 the table of docs/python.md.
 """
-
-GUESSED_NAMES = {
-    "lr": "learning_rate",
-    "wd": "weight_decay",
-    "epochs": "num_train_epochs",
-    "batch_size": "per_device_train_batch_size",
-    "train_batch_size": "per_device_train_batch_size",
-    "per_device_batch_size": "per_device_train_batch_size",
-    "grad_accum": "gradient_accumulation_steps",
-    "clip_grad": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "gradient_clipping": "max_grad_norm",
-    "seq_len": "max_length",
-    "sequence_length": "max_length",
-    "max_tokens": "max_length",
-    "precision": "bf16",
-    "save_every": "save_steps",
-    "eval_every": "eval_steps",
-    "log_every": "logging_steps",
-}
-"""Names that people guess: name -> the argument, which no similarity of letters finds."""
 
 _SECTIONS: dict[str, list[type[Strict]]] = {
     "train": [TrainConfig],

@@ -46,8 +46,8 @@ class EpochRows(Sampler[int]):
         if num_rows < rows_of_a_step:
             raise UserError(
                 f"data.train: has {num_rows} rows of {max_length} tokens, but one batch"
-                f" of train.batch_size_tokens {rows_of_a_step * max_length} needs"
-                f" {rows_of_a_step}; use more data or a smaller batch"
+                f" of {rows_of_a_step * max_length} tokens needs {rows_of_a_step}; use"
+                " more data or a smaller batch"
             )
         self.num_rows, self.rows_of_a_step = num_rows, rows_of_a_step
         self.num_left_out = num_rows % rows_of_a_step

@@ -356,10 +356,12 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(
     with pytest.raises(
         UserError,
         match=(
-            "run_stage: no stage 'destill'; allowed: tokenize, pretrain, convert,"
-            " calibrate, cache-teacher, sweep"
+            "run_stage: no stage 'all'; allowed: cache-teacher, calibrate, convert,"
+            " distill, evaluate"
         ),
     ):
+        fcsd.run_stage("all", path)
+    with pytest.raises(UserError, match="no stage 'destill'; did you mean 'distill'"):
         fcsd.run_stage("destill", path)
     with pytest.raises(UserError, match="its variants are distillations; use `fcsd"):
         fcsd.run_stage("pretrain", path, variant="sft")

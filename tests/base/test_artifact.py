@@ -472,6 +472,23 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
         stage.state()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("0" * 64, "f" * 64, "data: other content"),
+        ("0123456789abcdef", "fedcba9876543210", "data: other content"),
+        # commits of the Hub, which can be looked up, and data that are gone
+        ("0" * 40, "f" * 40, f'data: "{"0" * 40}" -> "{"f" * 40}"'),
+        ("a/b@main", "f" * 8, 'data: "a/b@main" -> "ffffffff"'),
+        ("deadbeef", None, 'data: "deadbeef" -> null'),
+    ],
+)
+def test_of_two_hashes_a_difference_says_that_the_content_is_another(
+    old: str, new: str | None, text: str
+) -> None:
+    assert differences({"data": old}, {"data": new}) == [text]
+
+
 def test_a_former_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     stage, _ = former("variants-sft", tmp_path)
     changed = stage.settings | {

@@ -349,7 +349,7 @@ ROW = (
             ROW,
             {},
             (
-                r"has 1 rows of 32 tokens, but one batch of train\.batch_size_tokens 128 needs 4; use more data"
+                r"has 1 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"
             ),
         ),
         (

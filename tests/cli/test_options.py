@@ -68,6 +68,10 @@ def test_values_have_the_type_of_the_field() -> None:
         (["evaluate", "m", "--batch-size", "many"], "argument --batch-size: a number or auto is needed, got 'many'"),
         (["evaluate", "m", "--limit", "few"], "argument --limit: invalid int value: 'few'"),
         (["layers", "m", "--output", "o", "--loss-on", "prompt"], "argument --loss-on: invalid choice: 'prompt'"),
+        (["run", "r", "--only", "distil"], "argument --only: invalid choice: 'distil'; did you mean 'distill'?\n"),
+        (["run", "r", "--only", "eval"], "argument --only: invalid choice: 'eval'; did you mean 'evaluate'?\n"),
+        (["run", "r", "--only", "all"], "argument --only: invalid choice: 'all' (choose from 'tokenize', "),
+        (["layers", "m", "--output", "o", "--loss-on", "al"], "invalid choice: 'al'; did you mean 'all'?"),
     ],
 )  # fmt: skip
 def test_a_value_of_another_type_is_refused(

@@ -149,6 +149,15 @@ def test_held_out_text_has_a_line_where_it_loses_something(
         ({"text": ""}, "column 'text' has no text of two tokens"),
         (tokens(*NO * 3), "column 'labels' has only the label -100"),
         ({"input_ids": [3]}, "column 'input_ids' has no example of two tokens"),
+        (
+            {"messages": [{"role": "assistant", "content": "hi", "weight": 0}]},
+            "column 'messages' has no message of an assistant that has text and loss"
+            " (one with `weight: 0`, `train: false` or the like has none)",
+        ),
+        (
+            {"input_ids": [3, 4, 5], "completion_mask": [1, 0, 0]},
+            "'completion_mask' mark no token after an example's first",
+        ),
     ],
 )
 def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(

@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, load_suite, suite_names
 from fcsd.evaluation.suites import dataset_location
+from tests.support import ROOT
 
 CODE = {"task": "c", "kind": "code", "metric": "pass@1", "dataset": "owner/problems"}
 
@@ -183,3 +185,42 @@ def test_a_row_of_its_own_is_refused_in_the_same_words() -> None:
         TaskConfig, CODE | {"num_fewshot": 0}, "row"
     )  # as rows were printed before they were unions
     assert row == CodeTaskConfig.model_validate(CODE)
+
+
+@pytest.mark.parametrize(
+    ("columns", "place"),
+    [
+        ("[question]", "columns: each"),
+        ("{tiny_choice: [question]}", "columns: tiny_choice: each"),
+        ("{tiny_choice: {question: txt}}", "columns: tiny_choice: question: each"),
+        ("{tiny_choice: {question: [a, 1.5]}}", "columns: tiny_choice: question: each"),
+        ("{tiny_choice: {question: }}", "columns: tiny_choice: question: each"),
+    ],
+)
+def test_columns_of_another_form_are_refused_with_an_example(
+    columns: str, place: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.yaml"
+    shipped = (ROOT / "eval/suites/tiny.yaml").read_text()
+    path.write_text(f"{shipped}\ncolumns: {columns}\n")
+    with pytest.raises(UserError) as caught:
+        load_suite(str(path))
+    text = str(caught.value)
+    assert place in text and "and 1 more" not in text
+    (example,) = re.findall(r"as in `(.*?)`", text)
+    # The example itself is accepted for a suite that has its task.
+    task = "{task: piqa, kind: likelihood, metric: 'acc,none', dataset: baber/piqa}"
+    path.write_text(f"name: mine\ntasks: [{task}]\n{example}\n")
+    assert load_suite(str(path)).columns["piqa"]["label"] == [0, 1]
+
+
+def test_columns_of_a_task_that_the_suite_does_not_have_get_a_suggestion(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "mine.yaml"
+    shipped = (ROOT / "eval/suites/tiny.yaml").read_text()
+    path.write_text(f"{shipped}\ncolumns: {{tiny_choise: {{question: text}}}}\n")
+    with pytest.raises(
+        UserError, match=r"tiny_choise is not .*did you mean 'tiny_choi"
+    ):
+        load_suite(str(path))

@@ -35,7 +35,7 @@ WRONG = {
     ),
     "batch": (
         {"sweep": SWEEP},
-        r"train\.batch_size_tokens: 96 is not a multiple of 64",
+        r"^sweep\.batch_size_tokens: 96 is not a multiple of 64",
     ),
     "layers": (
         {"variants": {"v": {"connectivity.layers": [0, 9]}}},

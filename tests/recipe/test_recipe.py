@@ -329,6 +329,30 @@ WRONG = [
         r"train\.learnin_rate: unknown key; did you mean 'learning_rate'\?",
     ),
     (
+        {"learning_rate": 1e-4},
+        r"learning_rate: unknown key; did you mean 'train\.learning_rate' or 'sweep\.le",
+    ),
+    ({"lr": 1}, r"x\.yaml: lr: unknown key; did you mean 'train\.learning_rate'"),
+    ({"train": {"lr": 1}}, r"train\.lr: unknown key; did you mean 'learning_rate'\?"),
+    ({"learnin_rate": 1}, r"learnin_rate: unknown key; did you mean 'train\.learning_"),
+    ({"layers": "all"}, r"layers: unknown key; did you mean 'connectivity\.layers'\?"),
+    (
+        {"evaluation": {"tasks": ["a"]}},
+        r"evaluation\.tasks: unknown key; did you mean 'evaluation\.layer_study\.tasks'",
+    ),
+    (
+        {"train.max_steps": 3},
+        r"train\.max_steps: unknown key; write it as a section: train: \{max_steps: …\}",
+    ),
+    (
+        {"foobar": 1},
+        r"x\.yaml: foobar: unknown key; allowed: calibration, connectivity",
+    ),
+    (
+        {"variants": {"v": {"learning_rate": 1}}},
+        r"variants\.v: learning_rate: .*; did you mean 'train\.learning_rate'\?",
+    ),
+    (
         {"data": {"train": [{"pth": "d"}]}},
         (
             r"data\.train\.0\.pth: unknown key; did you mean 'path'\? \(and 1 more:"
@@ -415,7 +439,14 @@ WRONG = [
     ),
     (
         {"early_stopping": {"metric": "acc", "task": "mbpp_plus"}},
-        r"early_stopping\.metric: no meaning for a task, only for heldout_kl",
+        (
+            r"early_stopping\.metric: must be 'heldout_kl', got 'acc'; a task has the"
+            r" metric of its suite: leave `metric` out, .*\{task: mbpp_plus, suite:"
+        ),
+    ),
+    (
+        {"early_stopping": {"metric": "accuracy"}},
+        r"early_stopping\.metric: must be 'heldout_kl', got 'accuracy'; .*paper11\}$",
     ),
     (
         {"early_stopping": {"task": CODE, "suite": "tiny"}},

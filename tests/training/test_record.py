@@ -90,10 +90,10 @@ def first(
         ({"packing": False}, "packing: true -> false"),
         ({"gradient_accumulation_steps": 1}, "batch_size_tokens: 64 -> 32"),
         ({"balance_loss_coefficient": 0.1}, r"balance_loss_coefficient: null -> 0\.1"),
-        ({"train_dataset": texts(41)}, r'train_dataset: "[0-9a-f]{16}'),
-        ({"train_dataset": texts(40, "0 + 1 is not 2")}, r'train_dataset: "[0-9a-f]{16}'),
-        ({"train_dataset": texts(40)[::-1]}, r'train_dataset: "[0-9a-f]{16}'),
-        ({"data_seed": 7}, r'data_seed: null -> 7; train_dataset: "[0-9a-f]{16}'),
+        ({"train_dataset": texts(41)}, "train_dataset: other content"),
+        ({"train_dataset": texts(40, "0 + 1 is not 2")}, "train_dataset: other content"),
+        ({"train_dataset": texts(40)[::-1]}, "train_dataset: other content"),
+        ({"data_seed": 7}, "data_seed: null -> 7; train_dataset: other content"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -269,7 +269,7 @@ def test_models_that_are_given_by_their_paths_are_known_by_their_weights(
     first(model=str(tmp_path / "moved"), **again).train(resume_from_checkpoint=True)
     first(model=copy.deepcopy(model), **again).train(resume_from_checkpoint=True)
     with pytest.raises(
-        UserError, match=r'was made with other settings \(model: "[0-9a-f]{16}'
+        UserError, match=r"was made with other settings \(model: other content"
     ):
         first(model=str(tmp_path / "other"), **again).train(resume_from_checkpoint=True)
 
@@ -290,7 +290,7 @@ def test_a_teacher_is_known_by_its_weights_wherever_it_comes_from(
     for same in (None, str(tmp_path / "same")):
         first(teacher=same, **again).train(resume_from_checkpoint=True)
     with pytest.raises(
-        UserError, match=r'was made with other settings \(teacher: "[0-9a-f]{16}'
+        UserError, match=r"was made with other settings \(teacher: other content"
     ):
         first(teacher=other, **again).train(resume_from_checkpoint=True)
 

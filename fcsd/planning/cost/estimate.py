@@ -141,17 +141,19 @@ def _refused(
     # `fcsd run` checks the batch of every training, so all of them are tried here.
     sizes = recipe.sweep.batch_size_tokens if recipe.sweep is not None else []
     other_trainings = [
-        ("sweep: ", recipe, {"batch_size_tokens": size}) for size in sizes
+        ("", "sweep", recipe, {"batch_size_tokens": size}) for size in sizes
     ]
     other_trainings += [
-        (f"variants.{name}: ", recipe.variant(name), {}) for name in recipe.variants
+        (f"variants.{name}: ", "train", recipe.variant(name), {})
+        for name in recipe.variants
     ]
-    for where, trained_recipe, replaced in other_trainings:
+    for where, section, trained_recipe, replaced in other_trainings:
         try:
             micro_batches(
                 trained_recipe.train.model_copy(update=replaced),
                 trained_recipe.data.max_length,
                 hardware.num_gpus,
+                f"{section}.batch_size_tokens",
             )
         except UserError as error:
             yield f"{where}{error}"

@@ -632,9 +632,7 @@ def test_other_trainings_of_a_run_whose_batch_cannot_be_cut_are_named(
     path = few_layers(recipe(train=train, sweep=sweep, variants=variants))
     facts = estimate(load_recipe(path), Hardware(gpu="h200", num_gpus=2))
     first, second = facts["refused"]
-    assert first.startswith(
-        "sweep: train.batch_size_tokens: 1024 is not a multiple of 2048"
-    )
+    assert first.startswith("sweep.batch_size_tokens: 1024 is not a multiple of 2048")
     assert second.startswith(
         "variants.short: train.batch_size_tokens: 5120 is not a multiple of 2048"
     )

@@ -424,7 +424,7 @@ def test_a_cache_of_another_revision_of_the_weights_is_refused(
         capfd,
     )
     assert re.search(
-        r'another teacher \(weights: "\w+\.\.\. -> "\w+\.\.\.; cache -> recipe\)', error
+        r"another teacher \(weights: other content; cache -> recipe\)", error
     )
 
 
