@@ -26,9 +26,12 @@ from fcsd.base.files import (
     writing,
 )
 from fcsd.base.weights import weights_fingerprint
+from fcsd.data.shards import Shard
 from fcsd.evaluation.config import load_suite
+from fcsd.model.connectivity.checkpoint import read_header
 from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training.teachers.cache import read_shard
 from tests.kills import Places
 from tests.support import ROOT, in_a_fork
 
@@ -315,7 +318,15 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         file = Path("/dev/zero")
     else:
         file.symlink_to("/dev/zero")
-    for read in (read_text, read_json, file_sha256, safetensors_header):
+    for read in (
+        read_text,
+        read_json,
+        file_sha256,
+        safetensors_header,
+        read_header,
+        lambda shard: read_shard(shard, {}),
+        lambda shard: Shard(shard).record,
+    ):
         with pytest.raises(
             UserError, match=r"is a (named pipe|device), a regular file is needed"
         ):
