@@ -245,46 +245,50 @@ class DispatchFinish(torch.autograd.Function):
         return rows.new_empty(0), None, None, None
 
 
-class CombineStart(torch.autograd.Function):
-    """Weight the experts' outputs (P, D), sum those of a row, and send them back;
-    return the token.
+class Weighting(torch.autograd.Function):
+    """Weight the experts' outputs (P, D) and sum those of a row, (M, D).
+
+    Separate from the combine: this keeps tensors for the backward pass and the combine
+    keeps none, so a recomputed layer that keeps nothing behind its combine ends here
+    and does not send again.
 
     row, lengths: as in `Pairs`.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        outputs: Tensor,
-        weights: Tensor,
-        row: Tensor,
-        lengths: Tensor,
-        exchange: Exchange,
+        ctx: Any, outputs: Tensor, weights: Tensor, row: Tensor, lengths: Tensor
     ) -> Tensor:
-        """Launch."""
-        ctx.exchange = exchange
+        """Return the rows."""
         # The outputs are kept for the gradient of the weights, g·y.
         ctx.save_for_backward(outputs, weights, row)
+        return summed(outputs * weights.unsqueeze(-1), lengths).to(outputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, rows: Tensor) -> Any:  # type: ignore[override]
+        """Return each pair's gradient, weighted, and those of weights."""
+        outputs, weights, row = ctx.saved_tensors
+        gradients = rows[row]
+        # g·w is the gradient of the outputs.
+        weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
+        return weighted, (gradients.to(weights.dtype) * outputs).sum(-1), None, None
+
+
+class CombineStart(torch.autograd.Function):
+    """Send the rows (M, D) of the experts' outputs back; return the token."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        """Launch."""
+        ctx.exchange = exchange
         if not exchange.absent:
-            exchange.start(
-                summed(outputs * weights.unsqueeze(-1), lengths).to(outputs.dtype)
-            )
-        return outputs.new_empty(0)
+            exchange.start(rows)
+        return rows.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        """Wait for the gradients; return each pair's, weighted, and those of weights."""
-        outputs, weights, row = ctx.saved_tensors
-        gradients = ctx.exchange.finish()[row]
-        # g·w is the gradient of the outputs.
-        weighted = (gradients * weights.unsqueeze(-1)).to(outputs.dtype)
-        return (
-            weighted,
-            (gradients.to(weights.dtype) * outputs).sum(-1),
-            None,
-            None,
-            None,
-        )
+        """Wait for the gradients."""
+        return ctx.exchange.finish(), None
 
 
 class CombineFinish(torch.autograd.Function):

@@ -34,6 +34,7 @@ from fcsd.parallel.overlap.exchange import (
     DispatchStart,
     Exchange,
     Port,
+    Weighting,
 )
 from fcsd.parallel.overlap.rows import Pairs, Parcels, word
 from fcsd.parallel.overlap.transport import AllToAll, Transport, groups_beside
@@ -220,9 +221,8 @@ class OverlappedEP(EPImplementation):
         """
         receive, send = list(sizes.sent.rows), list(sizes.received.rows)
         exchange = Exchange(self.port, "combine", send, receive, absent=absent)
-        token = CombineStart.apply(
-            outputs, pairs.weights, pairs.row, pairs.lengths, exchange
-        )
+        rows = Weighting.apply(outputs, pairs.weights, pairs.row, pairs.lengths)
+        token = CombineStart.apply(rows, exchange)
         return token, exchange  # type: ignore[return-value]
 
     @staticmethod

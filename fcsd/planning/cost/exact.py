@@ -11,31 +11,37 @@ norm after it, a matmul in chunks); measured times have none of these schedules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fcsd.base.text import size
 from fcsd.planning.cost.operations import ModelWork, part_of
 from fcsd.planning.cost.planned import ALL2ALL, Planned
 from fcsd.planning.cost.roofline import total
 from fcsd.planning.cost.times import (
     Seconds,
+    Step,
     exposed,
+    keeping_activations,
     plan_times,
     sharding_s,
     slowest_step,
     summary,
 )
 
+Memory = Mapping[str, Any]
+
 Chain = Sequence[tuple[float, float]]
 """The work of one batch: seconds of computation, and seconds of the exchange that it
 then starts and waits for (0: none).
 """
 
-SHARED, HALVES, PAIRS = (
+SHARED, HALVES, PAIRS, RECOMPUTED_PAIRS = (
     "shared expert beside exchanges",
     "two half batches in turn",
     "two micro-batches in turn (1F1B)",
+    "1F1B with recomputation",
 )
 
 
@@ -44,7 +50,7 @@ class Exact:
     """A schedule of a step. compute_s, sent_s: seconds of computation and of exchanges.
     exposed_s: seconds of exchanges that stay exposed. sharding_s: exposed seconds of
     gathered weights and gradients. busy: share of a pipeline's time in which a stage
-    works.
+    works. released: a release of an engine has it.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Exact:
     exposed_s: float
     sharding_s: float = 0.0
     busy: float = 1.0
+    released: bool = True
 
     def facts(self, regular_s: float, slowdown: float) -> dict[str, Any]:
         """Return the row of a plan. regular_s: seconds of the step whose exchanges
@@ -69,6 +76,7 @@ class Exact:
         return {
             "name": self.name,
             "assumes": self.assumes,
+            "released": self.released,
             "step_s": step_s,
             "compute_s": self.compute_s,
             "communication_s": self.busy * self.sent_s,
@@ -77,16 +85,19 @@ class Exact:
         }
 
 
-def compared(planned: Planned) -> dict[str, Any]:
+def compared(planned: Planned, kept: Memory | None = None) -> dict[str, Any]:
     """Return `plan_times` together with the exact schedules.
 
+    kept: the memory of a rank of a training that keeps all activations of a micro-batch
+    (`fcsd.planning.cost.plan.memory`); None: it is taken to fit.
+
     exact: their rows. not_exact: the schedules that cannot run here, each with the
-    reason. best_exact: name of the fastest, "regular" where none is faster. over_exact:
-    seconds of the fastest over those of the overlapped step.
+    reason. best_exact: name of the fastest that a release has, "regular" where none is
+    faster. over_exact: seconds of the fastest over those of the overlapped step.
     """
     times = plan_times(planned)
     if planned.settings.phase == "train":
-        schedules, missing = _training(planned)
+        schedules, missing = _training(planned, kept)
     elif planned.wide:
         schedules, missing = _wide(planned)
     else:
@@ -94,7 +105,7 @@ def compared(planned: Planned) -> dict[str, Any]:
     slowdown = planned.machine.values["slowdown"]
     rows = [one.facts(times["regular_s"], slowdown) for one in schedules]
     seconds = {"regular": times["regular_s"]}
-    seconds |= {row["name"]: row["step_s"] for row in rows}
+    seconds |= {row["name"]: row["step_s"] for row in rows if row["released"]}
     best = min(seconds, key=lambda name: seconds[name])
     return times | {
         "exact": rows,
@@ -179,8 +190,8 @@ def _beside_shared(
     seconds: Sequence[Seconds], sent_s: float, factor: float = 1.0
 ) -> float:
     """Return the part of the layers' exchanges that exceeds their shared experts.
-    sent_s: seconds of both exchanges of a layer. factor: computation relative to a
-    forward pass.
+    sent_s: seconds of a layer's exchanges. factor: computation relative to a forward
+    pass.
     """
     return sum(
         exposed(sent_s, factor * layer_s["shared expert"])
@@ -189,42 +200,42 @@ def _beside_shared(
     )
 
 
-def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
+def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[str]]:
     step, roofline = slowest_step(planned), planned.roofline
-    work = step.work
-    ranks, number, recomputes = (
-        planned.expert_parallel,
-        step.micro_batches,
-        step.recomputes,
-    )
+    work, ranks, number = step.work, planned.expert_parallel, step.micro_batches
     seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
     once = roofline.optimizer(
         step.num_trained / step.layout.num_shards, step.trained_bytes
     )
 
-    def passes(work: ModelWork) -> tuple[Chain, Chain]:
+    def passes(work: ModelWork, recomputes: bool) -> tuple[Chain, Chain]:
         """Return the forward pass of a micro-batch, and its backward pass."""
-        exchange = roofline.exchange(work, ranks)
-        layers = [
-            layer_chain(layer_s, is_moe, *exchange)
-            for layer_s, is_moe in zip(
-                roofline.layers(work, ranks), work.moe, strict=True
-            )
-        ]
+        dispatch, combine = roofline.exchange(work, ranks)
+        layers = list(zip(roofline.layers(work, ranks), work.moe, strict=True))
+        forward = [layer_chain(*layer, dispatch, combine) for layer in layers]
+        # A recomputed layer does not send its combine again (`times.recomputed`).
+        again = [layer_chain(*layer, dispatch, 0.0) for layer in layers]
         behind = [
             chain
-            for layer in reversed(layers)
-            for chain in (*[layer] * recomputes, mirrored(layer, step.backward))
+            for layer, repeated in zip(reversed(forward), reversed(again), strict=True)
+            for chain in (*[repeated] * recomputes, mirrored(layer, step.backward))
         ]
-        return joined(layers), joined(behind)
+        return joined(forward), joined(behind)
 
     def exact(
-        name: str, assumes: str, parts: Sequence[ModelWork], rest: Sequence[float]
+        name: str,
+        assumes: str,
+        parts: Sequence[ModelWork],
+        rest: Sequence[float],
+        step: Step = step,
+        released: bool = True,
     ) -> Exact:
         """Make a schedule. parts: the work of a micro-batch, in parts. rest: the
         exposed seconds of its forward and of its backward pass.
         """
-        forward, backward = zip(*map(passes, parts), strict=True)
+        forward, backward = zip(
+            *(passes(part, step.recomputes) for part in parts), strict=True
+        )
         computed = _computed(*forward), _computed(*backward)
         sent = _sent(*forward), _sent(*backward)
         loss_s = sum(roofline.loss(part, step.loss_matmuls) for part in parts)
@@ -237,21 +248,36 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
             number * (sum(rest) + step.blocking_s),
             sharding_s(step, computed[0], 0.0, hidden),
             planned.micro_batches / number,
+            released,
         )
+
+    def pairs(step: Step) -> list[float]:
+        """Return the exposed seconds of a forward and of a backward pass."""
+        forward, backward = passes(work, step.recomputes)
+        # The first forward and the last backward pass run alone, as do those for which
+        # a stage waits. In all others, the forward pass hides the exchanges of the
+        # backward pass, and vice versa.
+        sent, both_s = _sent(forward, backward), _computed(forward, backward)
+        beside = in_turn(backward, forward)
+        hidden = (sent - beside) * (planned.micro_batches - 1) / number
+        return [
+            _sent(chain) - hidden * _computed(chain) / both_s
+            for chain in (forward, backward)
+        ]
 
     schedules, missing = [], []
     if any(layer_s.get("shared expert") for layer_s in seconds):
         ahead = _beside_shared(seconds, sum(exchange))
         behind = _beside_shared(seconds, sum(exchange), step.backward)
-        rest = [ahead, recomputes * ahead + behind]
-        schedules.append(
-            exact(SHARED, "Megatron's --moe-shared-expert-overlap", [work], rest)
-        )
+        behind += step.recomputes * _beside_shared(seconds, exchange[0])
+        assumes = "Megatron's --moe-shared-expert-overlap"
+        schedules.append(exact(SHARED, assumes, [work], [ahead, behind]))
     else:
         missing.append(f"{SHARED}: the model has no shared expert")
     if work.num_rows > 1:
         halves = _halves(work, work.num_tokens)
-        rest = [in_turn(*chains) for chains in zip(*map(passes, halves), strict=True)]
+        chains = [passes(half, step.recomputes) for half in halves]
+        rest = [in_turn(*both) for both in zip(*chains, strict=True)]
         assumes = (
             "the rows of a micro-batch in two halves (torchtitan), which read the"
             " weights twice and start twice as many exchanges"
@@ -259,26 +285,29 @@ def _training(planned: Planned) -> tuple[list[Exact], list[str]]:
         schedules.append(exact(HALVES, assumes, halves, rest))
     else:
         missing.append(f"{HALVES}: needs --batch 2 or more")
-    if planned.micro_batches > 1:
-        forward, backward = passes(work)
-        # The first forward and the last backward pass run alone, as do those for which
-        # a stage waits. In all others, the forward pass hides the exchanges of the
-        # backward pass, and vice versa.
-        sent, both_s = _sent(forward, backward), _computed(forward, backward)
-        beside = in_turn(backward, forward)
-        hidden = (sent - beside) * (planned.micro_batches - 1) / number
-        rest = [
-            _sent(chain) - hidden * _computed(chain) / both_s
-            for chain in (forward, backward)
-        ]
+    if planned.micro_batches == 1:
+        missing.append(f"{PAIRS}: needs a --global-batch of two micro-batches or more")
+        return schedules, missing
+    if step.recomputes:
+        assumes = (
+            f"{PAIRS}, with every layer recomputed; no release has it (Megatron refuses"
+            " full recomputation with it)"
+        )
+        schedules.append(
+            exact(RECOMPUTED_PAIRS, assumes, [work], pairs(step), released=False)
+        )
+    if kept is not None and not kept["fits"]:
+        missing.append(
+            f"{PAIRS}: keeps the activations of a micro-batch, in all"
+            f" {size(kept['total_bytes'])} on a GPU of {size(kept['gpu_bytes'])}"
+        )
+    else:
+        keeps = keeping_activations(step)
         assumes = (
             "the backward pass of one beside the forward pass of the next (Megatron's"
-            " --overlap-moe-expert-parallel-comm, without full recomputation; DualPipe),"
-            " which keeps the activations of both"
+            " --overlap-moe-expert-parallel-comm; DualPipe), without recomputation"
         )
-        schedules.append(exact(PAIRS, assumes, [work], rest))
-    else:
-        missing.append(f"{PAIRS}: needs a --global-batch of two micro-batches or more")
+        schedules.append(exact(PAIRS, assumes, [work], pairs(keeps), keeps))
     return schedules, missing
 
 
@@ -337,4 +366,7 @@ def _tensor_parallel(planned: Planned) -> tuple[list[Exact], list[str]]:
         " weights are read twice, twice as many all-reduces start"
     )
     compute = _computed(*chains) + roofline.head(work)
-    return [Exact(HALVES, assumes, compute, _sent(*chains), in_turn(*chains))], missing
+    halves = Exact(
+        HALVES, assumes, compute, _sent(*chains), in_turn(*chains), released=False
+    )
+    return [halves], missing

@@ -13,7 +13,7 @@ roofline (`fcsd.planning.cost.measured`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
@@ -56,14 +56,15 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     advise: if the plan does not fit, search for settings that do; this traces the model
     several times.
     """
-    times = compared(planned)
+    kept = _kept(planned)
+    times = compared(planned, kept)
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
         value = machine.values[name]
         # A given value may lie outside the table's range, which then extends to it.
         ends = [min(assumption.low, value), max(assumption.high, value)]
-        at = [compared(planned.assuming(**{name: end})) for end in ends]
+        at = [compared(planned.assuming(**{name: end}), kept) for end in ends]
         gains = {
             key: reach(times[key], (one[key] for one in at))
             for key in ("speed_up", "over_exact")
@@ -203,6 +204,19 @@ def memory(planned: Planned) -> dict[str, Any]:
         "gpu_bytes": available_bytes,
         "fits": needed_bytes <= available_bytes,
     }
+
+
+def _kept(planned: Planned) -> dict[str, Any] | None:
+    """Return the memory of a training that recomputes no layer, as two micro-batches in
+    turn need it; None where no two take turns.
+
+    As the forward pass of one keeps the activations of a layer, the backward pass of
+    the other frees those of another: together they keep those of one micro-batch.
+    """
+    if planned.settings.phase != "train" or planned.micro_batches == 1:
+        return None
+    train = planned.training.train.model_copy(update={"gradient_checkpointing": False})
+    return memory(replace(planned, training=replace(planned.training, train=train)))
 
 
 def _memory(planned: Planned, advise: bool) -> dict[str, Any]:

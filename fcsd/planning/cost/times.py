@@ -130,9 +130,10 @@ def step_time(
     follow the schedule.
 
     Everything runs in sequence except exchanges, and weights and gradients that are
-    sent beside computation. Nothing hides the exchanges of a teacher and of recomputed
-    layers, with one exception: a rewired layer recomputes its dispatch beside the same
-    steps, and has kept the result of its combine.
+    sent beside computation. Nothing hides the exchanges of a teacher. A recomputed
+    layer of either step sends its dispatch again, a rewired one beside the same steps.
+    Neither sends its combine again, since weights are applied before it and no
+    gradient needs its rows (`recomputed`).
 
     facts: the facts of each layer for the schedule; None: no layer is rewired.
     last_combine: share of the computation beside the last layer's combine that hides
@@ -168,7 +169,7 @@ def step_time(
     # Neither a teacher's forward pass nor communication other than exchanges follows
     # the schedule.
     other_s = step.blocking_s + (0.0 if step.teacher is None else pass_exchange_s)
-    again = recomputed(step, facts, (dispatch, combine), [w[0] for w in windows])
+    again = recomputed(step, dispatch, [w[0] for w in windows])
     # Once per step, on the rank's own shard; everything else below counts in every
     # micro-batch.
     optimizer_s = roofline.optimizer(
@@ -177,8 +178,7 @@ def step_time(
     layers = (1 + step.backward + step.recomputes) * forward + teacher
     compute = step.micro_batches * (layers + step.loss_s) + optimizer_s
     passes = 2 * pass_exchange_s + other_s
-    communication = step.micro_batches * (passes + step.recomputes * pass_exchange_s)
-    sent = step.micro_batches * (passes + again[0])
+    communication = step.micro_batches * (passes + again[0])
     remaining = step.micro_batches * (sum(exposed_s.values()) + other_s + again[1])
     # Computation that hides an exchange cannot hide gathered weights as well.
     hidden = [pass_exchange_s - remaining_s for remaining_s in exposed_s.values()]
@@ -194,7 +194,6 @@ def step_time(
         communication,
         remaining,
         roofline.values["slowdown"],
-        sent=sent,
         sharding=sharding,
     ) | {
         "overlap": {
@@ -213,23 +212,19 @@ def step_time(
 
 
 def recomputed(
-    step: Step,
-    facts: Sequence[LayerFacts | None],
-    exchange: tuple[float, float],
-    windows: Sequence[float],
+    step: Step, dispatch: float, windows: Sequence[float]
 ) -> tuple[float, float]:
     """Return the seconds of the exchanges of a micro-batch's recomputed layers, and how
     many of these are exposed. windows: the window of each layer's dispatch.
+
+    Only dispatches are sent again, whatever the schedule: non-reentrant checkpointing
+    ends a recomputation behind the last tensor that the backward pass needs, and with
+    weights applied before the combine, that is the experts' output.
     """
-    sent = remaining = 0.0
-    for is_moe, layer, window_s in zip(step.work.moe, facts, windows, strict=True):
-        if step.recomputes and is_moe:
-            dispatch, combine = exchange
-            sent += dispatch if layer is not None else dispatch + combine
-            remaining += (
-                exposed(dispatch, window_s) if layer is not None else dispatch + combine
-            )
-    return sent, remaining
+    if not step.recomputes:
+        return 0.0, 0.0
+    moe = [w for is_moe, w in zip(step.work.moe, windows, strict=True) if is_moe]
+    return len(moe) * dispatch, sum(exposed(dispatch, window_s) for window_s in moe)
 
 
 def sharding_s(
@@ -319,6 +314,15 @@ def slowest_step(planned: Planned) -> Step:
     """Return the step of the stage that takes longest where all exchanges block."""
     steps = (step for step, _ in planned_steps(planned))
     return max(steps, key=lambda step: float(step_time(step)["regular_s"]))
+
+
+def keeping_activations(step: Step) -> Step:
+    """Return the step of a training that recomputes no layer."""
+    if not step.recomputes:
+        return step
+    # Tensor-parallel ranks sum in the forward, the backward and the recomputed pass.
+    saved_s = tensor_parallel_s(step.roofline, step.work)
+    return replace(step, recomputes=False, blocking_s=step.blocking_s - saved_s)
 
 
 def _stage_times(planned: Planned, step: Step, stage: Stage) -> dict[str, Any]:
