@@ -144,24 +144,26 @@ def training(
     forward += model.dense * matmul(model.dense_mlp)
     logits = 3 * matmul(model.hidden * model.vocabulary)
     logits += 8 * 4 * tokens * model.vocabulary / memory
+    once = 32 * model.parameters / ranks / memory
     # Forward, again, and backward, which takes twice as long.
-    compute = number * (4 * forward + logits) + 32 * model.parameters / ranks / memory
+    compute = number * (4 * forward + logits) + once
     width = 2 * model.hidden
     one = exchange_s(tokens * model.ranks_hit(ranks), width, ranks, out)
-    sent = number * moe * 6 * one
+    # A recomputed layer dispatches again; its combine is not needed.
+    sent = number * moe * 5 * one
     dispatch, combine = output, shared + queries
-    # FarSkip recomputes no combine.
     hidden = 2 * min(one, dispatch) + min(one, 2 * dispatch)
     hidden += min(one, combine) + min(one, 2 * combine)
-    # Two micro-batches in turn each hide their exchanges beside the other's
-    # computation: the forward pass of one, and the rest of the one before.
+    # Two micro-batches in turn, which recompute nothing, each hide their exchanges
+    # beside the other's computation.
+    kept = number * (3 * forward + logits) + once
     pairs = (number - 1) * (
-        min(4 * moe * one, forward) + min(2 * moe * one, 3 * forward)
+        min(2 * moe * one, forward) + min(2 * moe * one, 2 * forward)
     )
     return Answer(
         compute + sent,
-        with_hidden(compute, number * moe * 5 * one, number * moe * hidden),
-        min(compute + sent, with_hidden(compute, sent, pairs)),
+        with_hidden(compute, sent, number * moe * hidden),
+        min(compute + sent, with_hidden(kept, number * moe * 4 * one, pairs)),
         sent,
         number * tokens,
     )

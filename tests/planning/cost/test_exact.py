@@ -174,23 +174,23 @@ def test_the_exact_schedules_of_a_training_by_hand() -> None:
 @pytest.mark.usefixtures("by_hand")
 def test_recomputed_layers_are_part_of_the_backward_pass_by_hand() -> None:
     """One micro-batch of two rows; forward as above, and again before its backward
-    pass: 4 (6), 3 (6), 1 + 2 (6), 6 (6), 8.
+    pass, without its combine: 4 (6), 3, 1 + 2 (6), 6 (6), 8.
     """
     settings: dict[str, Any] = {"batch": 2, "length": 8}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
     compute = 16 + 16 + 32 + 2 + 5
-    assert facts["regular_s"] == compute + 3 * 20
+    assert facts["regular_s"] == compute + 2 * 20 + 10
     # A single rewired layer dispatches beside part a of attention (2), and again when
-    # it is recomputed; it does not send its combine again, which nothing hides in the
-    # last layer.
+    # it is recomputed; nothing hides the combine of the last layer.
     assert facts["overlapped_communication_s"] == 2 * 20 + 10
     assert facts["exposed_s"] == (8 + 10) + (6 + 10) + 8
-    assert rows[SHARED]["step_s"] == compute + 18 + 18 + 16 + 0.5 * (60 - 52)
-    # 0-4 (4-10), 4-8 (10-16), 10-13 (16-22), 16-19 (22-28), 22-25 (28-34), 28-31
-    # (34-40), 34-40 (40-46), 40-46 (46-52), 46-54, 54-62: 48 of 62, and forward 13.
-    rest = 62 - 48 + 13
+    # The recomputed dispatch alone has the shared expert beside it.
+    assert rows[SHARED]["step_s"] == compute + 18 + 8 + 16 + 0.5 * (50 - 42)
+    # 0-4 (4-10), 4-8 (10-16), 10-16 (16-22), 16-22 (22-28), 22-28 (28-34), 28-34
+    # (34-40), 34-42, 42-50: 48 of 50, and forward 13.
+    rest = 50 - 48 + 13
     assert rows[HALVES]["exposed_s"] == rest
-    assert rows[HALVES]["step_s"] == compute + 2 + rest + 0.5 * (72 - rest)
+    assert rows[HALVES]["step_s"] == compute + 2 + rest + 0.5 * (60 - rest)
     assert [reason.split(":")[0] for reason in facts["not_exact"]] == [PAIRS]
 
 
