@@ -3,7 +3,7 @@ each value with its range and its source.
 
 The values were chosen before any of them was compared with a measured speed-up, except
 `fp8_grouped` and `WITHOUT_AITER`: they come from published kernels, and were added when
-the planned serving was too fast. None is fitted to a speed-up. A cluster file replaces them (`assumptions:
+the planned serving was too fast. None is fitted to a speed-up or to a whole step. A cluster file replaces them (`assumptions:
 {gemm: 0.6}`); a plan from measured times needs few (`fcsd.planning.cost.measured`).
 """
 
@@ -47,9 +47,27 @@ ASSUMPTIONS = {
                       f"{_MI300X}: 81 % at large arrays; scalarlm.com, memcpy on MI300X: 40 to 60 %", most=1.0),
     "link": Assumption(0.85, 0.60, 1.00, "share of what a link within a node can carry", _CHOSEN, most=1.0),
     "nic": Assumption(0.80, 0.50, 0.95, "share of a network interface", _CHOSEN, most=1.0),
-    "latency_us": Assumption(20, 5, 60, "fixed microseconds per exchange, in addition to its bytes; twice that"
+    "all_reduce_us": Assumption(11, 8.3, 18.7, "microseconds of an engine's own all-reduce of the plan's tokens, within"
+                                " a node, in line", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
+                                most=100_000),
+    "side_us": Assumption(24, 20.7, 34, "microseconds of the same by NCCL or RCCL on a side stream, which FarSkip's"
+                          " plugins overlap", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
+                          most=100_000),
+    "latency_us": Assumption(20, 12, 47, "fixed microseconds of another exchange, in addition to its bytes; twice that"
                              " between nodes",
-                             _CHOSEN, most=100_000),
+                             "within a node: pegainfer 568 (8 H200, DeepEP V2, one token: 12 and 30 to 47),"
+                             " TensorRT-LLM tech blog 18 (GB200, 18 and 31), ROCm/mori (8 MI300X, 128 tokens: 35 and"
+                             " 47); between nodes: DeepEP, docs/legacy.md (16 ranks: 118 for 73 of bytes)",
+                             most=100_000),
+    "node_us": Assumption(50, 25, 75, "fixed microseconds of an all-reduce between nodes, in addition to its bytes",
+                          "NVIDIA/nccl 1244 (46 to 48, 16 H20), 1453 (62 to 75, 16 H100; NCCL's model: 25)",
+                          most=100_000),
+    "kernel_us": Assumption(2, 1, 4, "least microseconds of a kernel of a server, captured in a graph",
+                            "neuralmagic/nm-vllm 332 (norm, quantisation 2, rotary 3), lightseekorg/tokenspeed 1154"
+                            " (norm 1.9); number of kernels: sglang-omni 760 (1,065 in 48 layers)", most=1000),
+    "gap_us": Assumption(600, 400, 800, "microseconds of a server's step outside of its kernels: launch, sampling,"
+                         " scheduling", "pegainfer 568 (640 to 810 of 19.6 ms), sglang-omni 760 (400 of 18.6 ms)",
+                         most=1_000_000),
     "slowdown": Assumption(0.15, 0.0, 0.58, "seconds that computation loses per second of hidden communication",
                            f"{_CHOSEN}; arXiv 2412.14335 (MI300X): matmuls beside collectives gave 42 % of the ideal"
                            " gain where the collective starts first, as here (21 % where it does not)", most=1.0),
@@ -81,6 +99,14 @@ prefill. vLLM uses AITER only with VLLM_ROCM_USE_AITER=1 (vllm-project/vllm issu
 Values = Mapping[str, float]
 
 
+OF_A_PLAN = ("all_reduce_us", "side_us")
+"""Assumptions whose value and range depend on what is sent (`Planned.ranges`)."""
+
+
 def default_values() -> dict[str, float]:
-    """Return the value of each assumption."""
-    return {name: assumption.value for name, assumption in ASSUMPTIONS.items()}
+    """Return the value of each assumption that does not depend on the plan."""
+    return {
+        name: assumption.value
+        for name, assumption in ASSUMPTIONS.items()
+        if name not in OF_A_PLAN
+    }

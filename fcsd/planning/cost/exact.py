@@ -313,7 +313,7 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
 
 def _wide(planned: Planned) -> tuple[list[Exact], list[str]]:
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
-    head_s, back_end = roofline.head(work), planned.settings.all2all
+    head_s, back_end = roofline.head(work) + roofline.gap, planned.settings.all2all
     seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
 
     def passed(work: ModelWork) -> Chain:
@@ -365,7 +365,7 @@ def _tensor_parallel(planned: Planned) -> tuple[list[Exact], list[str]]:
         "no release of vLLM or SGLang has it for all-reduces (vLLM pull request 44677):"
         " weights are read twice, twice as many all-reduces start"
     )
-    compute = _computed(*chains) + roofline.head(work)
+    compute = _computed(*chains) + roofline.head(work) + roofline.gap
     halves = Exact(
         HALVES, assumes, compute, _sent(*chains), in_turn(*chains), released=False
     )

@@ -61,9 +61,12 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
+        if name not in machine.values:
+            continue
         value = machine.values[name]
+        low, high = planned.ranges.get(name, (assumption.low, assumption.high))
         # A given value may lie outside the table's range, which then extends to it.
-        ends = [min(assumption.low, value), max(assumption.high, value)]
+        ends = [min(low, value), max(high, value)]
         at = [compared(planned.assuming(**{name: end}), kept) for end in ends]
         gains = {
             key: reach(times[key], (one[key] for one in at))

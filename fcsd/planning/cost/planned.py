@@ -5,7 +5,7 @@ the layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.cost.assumptions import WITHOUT_AITER
+from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
@@ -135,7 +136,8 @@ class Planned:
     """A planned model: its work, and the ranks that share it.
 
     inside: the layers keep their own combine (docs/scale.md). cached: bytes of keys and
-    values on a rank, in serving.
+    values on a rank, in serving. ranges: least and most of the assumptions that depend
+    on what is sent.
     """
 
     settings: PlanSettings
@@ -149,6 +151,7 @@ class Planned:
     tensor_parallel: int
     micro_batches: int
     cached: float = 0.0
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def rewired(self) -> list[bool]:
         """Return True for each rewired layer."""
@@ -236,7 +239,7 @@ class Planned:
     @property
     def roofline(self) -> Roofline:
         """The roofline that times its operations."""
-        stored = self.stored
+        stored, train = self.stored, self.settings.phase == "train"
         fused = not self.settings.unfused_attention
         once = self.settings.rows_once and not self.megatron
         rows: Rows = "rank" if once else "expert"
@@ -246,6 +249,7 @@ class Planned:
             self.machine, stored.precision, fused, self.tensor_parallel, rows,
             stored.experts, stored.others, self.megatron,
             stored.sent if self.wide else None,
+            None if train or self.wide else self.work, not train,
         )  # fmt: skip
 
 
@@ -319,7 +323,29 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings, training, spec, machine, work, family.model_type, inside, ep, tp,
         _micro_batches(settings, machine, tp), sum(cached),
     )  # fmt: skip
+    planned = _with_all_reduces(planned)
     return _without_aiter(planned) if settings.without_aiter else planned
+
+
+def _with_all_reduces(planned: Planned) -> Planned:
+    """Return a plan of tensor-parallel ranks with the published times of an all-reduce
+    of its tokens, unless the cluster's file has its own.
+    """
+    ways: dict[str, Way] = {"all_reduce_us": "engine", "side_us": "side"}
+    given = planned.machine.values
+    if planned.settings.phase == "train" or planned.tensor_parallel == 1:
+        if unused := [name for name in ways if name in given]:
+            raise UserError(
+                f"assumptions.{unused[0]}: only tensor-parallel ranks of a server (--tp"
+                " 2 or more) all-reduce; leave it out"
+            )
+        return planned
+    ranges, values = {}, {}
+    for name, way in ways.items():
+        low, typical, high = planned.roofline.published_us(planned.work, way)
+        ranges[name] = (low, high)
+        values[name] = given.get(name, typical)
+    return replace(planned.assuming(**values), ranges=ranges)
 
 
 def _without_aiter(planned: Planned) -> Planned:

@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from fcsd.planning.cost.collectives import Way, published
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
 from fcsd.planning.network.simulate import Payload, rows_per_token, simulate
@@ -22,6 +23,20 @@ Rows = Literal["rank", "node", "expert", "all"]
 """Where a token sends rows: to each rank that has any of its experts (fcsd's training);
 to each node of those ranks, and from there to each rank; to each expert (Megatron's
 all-to-all, low-latency kernels); to all ranks, which gather every token.
+"""
+
+KERNELS = {
+    "attention a": 5,
+    "attention b": 3,
+    "router": 6,
+    "experts": 5,
+    "shared expert": 3,
+    "mlp": 4,
+}
+"""Kernels of a layer's steps in a server: norm, projection, norms of heads and rotary
+embedding, cache; attention, its reduction, output; norm, gate, top k, sorting; and so
+on. With two all-reduces 21 for a layer of Qwen3-30B-A3B, of which 1,065 were captured for
+48 layers (sgl-project/sglang-omni 760).
 """
 
 PAIR_BYTES = 8
@@ -43,7 +58,9 @@ class Roofline:
     Megatron trains: outside of attention, dense MLPs and shared experts, each
     tensor-parallel rank has its own part of the tokens, and its experts whole.
     sent_bytes: bytes per element of a dispatched row; None: as wide as an activation,
-    as returned rows always are.
+    as returned rows always are. reduced: work whose all-reduces have an assumed
+    duration; None: there is none. served: a step runs as a captured graph, whose kernels take
+    `kernel_us` at least.
     """
 
     machine: Machine
@@ -55,6 +72,8 @@ class Roofline:
     weight_bytes: float | None = None
     sequence_parallel: bool = False
     sent_bytes: float | None = None
+    reduced: ModelWork | None = None
+    served: bool = False
 
     def assuming(self, values: Mapping[str, float]) -> "Roofline":
         """Return this roofline with other values of some assumptions."""
@@ -82,6 +101,11 @@ class Roofline:
         return (
             (gpu.fp8_tflops if precision == "fp8" else None) or gpu.bf16_tflops
         ) * 1e12
+
+    @property
+    def gap(self) -> float:
+        """Seconds of a server's step outside of its kernels."""
+        return self.values["gap_us"] / 1e6
 
     @property
     def _bytes_per_s(self) -> float:
@@ -152,9 +176,9 @@ class Roofline:
             + self.matmul(layer.work("attention b"), "gemm", ranks),
         }
         if not layer.moe:
-            return seconds | {
-                "mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms
-            }
+            return self._captured(
+                seconds | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
+            )
         # The busiest rank sets the pace of experts and exchanges.
         uneven = self.values["imbalance"]
         pairs = model.tokens * model.experts_per_token / ranks
@@ -170,11 +194,26 @@ class Roofline:
         experts = self.matmul(
             layer.work("experts"), "grouped", ranks, active / expert_parallel * own
         )
-        return seconds | {
-            "router": self.matmul(layer.work("router"), "gemm", own) + norms + rows,
-            "experts": experts * uneven + 2 * rows,
-            "shared expert": self.matmul(layer.work("shared expert"), "gemm", ranks),
-            "arrive": rows,
+        return self._captured(
+            seconds
+            | {
+                "router": self.matmul(layer.work("router"), "gemm", own) + norms + rows,
+                "experts": experts * uneven + 2 * rows,
+                "shared expert": self.matmul(
+                    layer.work("shared expert"), "gemm", ranks
+                ),
+                "arrive": rows,
+            }
+        )
+
+    def _captured(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Return the seconds of a server's steps, each at least those of its kernels."""
+        if not self.served:
+            return seconds
+        least_s = self.values["kernel_us"] / 1e6
+        return {
+            name: max(value, KERNELS.get(name, 0) * least_s) if value else value
+            for name, value in seconds.items()
         }
 
     def head(self, model: ModelWork) -> float:
@@ -326,13 +365,19 @@ class Roofline:
             2 * latency + far_bytes / (machine.nic_gb_s * 1e9 * self.values["nic"]),
         )
 
-    def ring(self, num_bytes: float, ranks: int, apart: int = 1) -> float:
+    def ring(
+        self,
+        num_bytes: float,
+        ranks: int,
+        apart: int = 1,
+        latency_us: float | None = None,
+    ) -> float:
         """Return the seconds of an all-gather or a reduce-scatter of `num_bytes`: half
         an all-reduce.
 
         A ring over several nodes uses the network interface of each of its GPUs, and
         within a node the links between them. apart: distance from one rank of the ring
-        to the next.
+        to the next. latency_us: within a node; None: the assumed one.
         """
         if ranks == 1:
             return 0.0
@@ -348,7 +393,9 @@ class Roofline:
         interfaces = least * machine.nic_gb_s * self.values["nic"]
         # Within one node only its links count; with one rank per node only interfaces
         # count.
-        latency = self.values["latency_us"] / 1e6
+        if latency_us is None:
+            latency_us = self.values["latency_us"]
+        latency = latency_us / 1e6
         if len(groups) == 1:
             rate = links
         else:
@@ -364,11 +411,41 @@ class Roofline:
             return latency + num_bytes / (rate * 1e9)
         return 2 * latency + num_bytes / (machine.nic_gb_s * self.values["nic"] * 1e9)
 
-    def all_reduce(self, model: ModelWork) -> float:
-        """Return the seconds of one all-reduce of the stream over the tensor-parallel ranks."""
-        return 2 * self.ring(
-            model.tokens * model.hidden_size * self.value_bytes, self.tensor_parallel
+    def all_reduce(self, model: ModelWork, way: Way = "engine") -> float:
+        """Return the seconds of one all-reduce of the stream over the tensor-parallel
+        ranks.
+
+        Those of the plan's own tokens may be given or assumed (`all_reduce_us`,
+        `side_us`); other numbers of tokens take longer or shorter as published.
+        """
+        if self.tensor_parallel == 1:
+            return 0.0
+        name = {"engine": "all_reduce_us", "side": "side_us"}[way]
+        seconds = self.published_us(model, way)[1] / 1e6
+        if self.reduced is None or name not in self.values:
+            return seconds
+        return self.values[name] * seconds / self.published_us(self.reduced, way)[1]
+
+    def published_us(self, model: ModelWork, way: Way) -> tuple[float, float, float]:
+        """Return the least, typical and most microseconds of an all-reduce: published
+        ones; between nodes, and on GPUs of which there are none, three times those of
+        latency and rates.
+        """
+        ranks, machine = self.tensor_parallel, self.machine
+        num_bytes = model.tokens * model.hidden_size * self.value_bytes
+        is_near = machine.near(ranks, 1) == [ranks]
+        latency_us = self.values["latency_us"]
+
+        def sent_us(num_bytes: float, latency_us: float) -> float:
+            return 2e6 * self.ring(num_bytes, ranks, latency_us=latency_us)
+
+        table = published(way, machine.gpu, ranks) if is_near else None
+        if table is not None:
+            return table.at(num_bytes, lambda more: sent_us(more, 0.0))
+        both_us = sent_us(
+            num_bytes, latency_us if is_near else self.values["node_us"] / 4
         )
+        return both_us, both_us, both_us
 
 
 def total(seconds: Mapping[str, float]) -> float:

@@ -21,6 +21,7 @@ from typing import Any
 
 from fcsd.parallel.overlap.schedule import Computed, LayerFacts, served_beside
 from fcsd.parallel.overlap.schedule import beside as computed_beside
+from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
 from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned
@@ -400,7 +401,7 @@ def _wide_times(planned: Planned) -> dict[str, Any]:
     remaining = sum(
         exposed(exchange[kind], windows[k][kind]) for k in moe for kind in exchange
     )
-    compute = sum(map(total, seconds)) + roofline.head(work)
+    compute = sum(map(total, seconds)) + roofline.head(work) + roofline.gap
     return summary(compute, sent, remaining, roofline.values["slowdown"]) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": exchange,
@@ -412,7 +413,12 @@ def _wide_times(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _serving_times(planned: Planned) -> dict[str, Any]:
+def _serving_times(
+    planned: Planned, side: Way = "side"
+) -> dict[str, Any]:
+    """Return the times of a server. side: the all-reduces that a converted model sends
+    on a side stream.
+    """
     if planned.wide:
         return _wide_times(planned)
     work, roofline = planned.work, planned.roofline
@@ -428,24 +434,27 @@ def _serving_times(planned: Planned) -> dict[str, Any]:
         shared,
     )
     windows = [[window(steps, seconds) for steps in layer] for layer in computed]
-    all_reduce_s = roofline.all_reduce(work)
+    all_reduce_s, side_s = roofline.all_reduce(work), roofline.all_reduce(work, side)
     communication = 2 * len(work.layers) * all_reduce_s
+    # What nothing hides, the engine sends itself, in line. One all-reduce less in a
+    # dense layer, one more where shared experts have their own.
+    beside = [window_s for layer in windows for window_s in layer]
+    sent = sum(side_s if window_s else all_reduce_s for window_s in beside)
     remaining = sum(
-        exposed(all_reduce_s, window_s) for layer in windows for window_s in layer
+        exposed(side_s, window_s) if window_s else all_reduce_s for window_s in beside
     )
-    # One all-reduce less in a dense layer, one more where shared experts have their
-    # own.
-    sent = all_reduce_s * sum(map(len, windows))
     # Without a combine there are no returned rows to sum.
-    compute = sum(
-        total(layer_s) - layer_s.get("arrive", 0.0) for layer_s in seconds
-    ) + roofline.head(work)
+    compute = (
+        sum(total(layer_s) - layer_s.get("arrive", 0.0) for layer_s in seconds)
+        + roofline.head(work)
+        + roofline.gap
+    )
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     return summary(
         compute, communication, remaining, roofline.values["slowdown"], sent=sent
     ) | {
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
-        "exchange_s": {"all_reduce": all_reduce_s},
+        "exchange_s": {"all_reduce": all_reduce_s, "side": side_s},
         "windows": [
             {"layer": k, "attention_s": windows[k][0], "routed_s": windows[k][1]}
             for k in moe
