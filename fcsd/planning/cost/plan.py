@@ -37,10 +37,10 @@ With them: DeepSeek-V2 2.3 to 4.9, Llama-4-Scout 1.5 to 2.4, DeepSeek-V3 0.75 to
 Without: DeepSeek-V2 0.63 to 2.1, Llama-4-Scout 0.98 to 1.7.
 """
 
-STEP_RATIO = (1.0, 2.5)
+STEP_RATIO = (1.0, 3.2)
 """Ratio of published times between tokens, none of them the paper's, to planned ones,
-as `benchmarks/plan.py` lists them: DeepSeek-V3 1.01 to 1.10 on 8 H200, 1.5 to 2.5 on 8
-MI300X, 2.0 on 16 H100 with one request; gpt-oss-120b 1.04 to 1.13 on 8 H100, 1.3 on 8
+as `benchmarks/plan.py` lists them: DeepSeek-V3 1.1 to 1.3 on 8 H200, 1.6 to 3.2 on 8
+MI300X, 2.5 on 16 H100 with one request; gpt-oss-120b 1.2 to 1.3 on 8 H100, 1.5 on 8
 MI300X.
 """
 
@@ -108,6 +108,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         "expected_over_exact": expected_gain(
             times, planned.settings, rows, "over_exact"
         ),
+        "hangs_on": hangs_on(rows),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,
     }
@@ -122,24 +123,38 @@ def expected_gain(
     """Return the smallest and the largest gain to expect from planned times, as shares
     of the step. over: regular blocks, or the best exact schedule.
 
-    In training and in the time to the first token, these are the gains at the ends of
-    the assumptions' ranges. In the latter, unless slow kernels are planned, the smallest is at most the planned gain by
+    They cover the gains at both ends of every assumption. In the time to the first
+    token, unless slow kernels are planned, the smallest is at most the planned gain by
     the largest ratio of `OVER_PREDICTION`: the server's kernels may be slower. Between
-    tokens, a step takes `STEP_RATIO` times as long as planned, and hides as many
+    tokens, a step may take `STEP_RATIO` times as long as planned, and hides as many
     seconds as planned.
     """
-    if settings.phase == "decode":
-        hidden_s = times["regular_s"] - times["overlapped_s"]
-        gained_s = (times[over] - 1) * times["overlapped_s"]
-        ends = [
-            gained_s / (ratio * times["regular_s"] - hidden_s) for ratio in STEP_RATIO
-        ]
-    else:
-        ends = [end - 1 for row in sensitivity for end in row[over]]
-        if settings.phase == "prefill" and not settings.without_aiter:
-            _, most = OVER_PREDICTION[True]
-            ends.append((times[over] - 1) / most)
-    return [min(ends), max(ends)]
+    ends = [end - 1 for row in sensitivity for end in row[over]]
+    if settings.phase == "prefill" and not settings.without_aiter:
+        _, most = OVER_PREDICTION[True]
+        ends.append((times[over] - 1) / most)
+    if settings.phase != "decode":
+        return [min(ends), max(ends)]
+    slower = []
+    for end in ends:
+        # As shares of the planned regular step: the overlapped one, and what it gains.
+        speed_up = 1 + end if over == "speed_up" else times["speed_up"]
+        gained = end / speed_up
+        slower += [gained / (ratio - 1 + 1 / speed_up) for ratio in (1, STEP_RATIO[1])]
+    return [min(slower), max(slower)]
+
+
+def hangs_on(sensitivity: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the name of the assumption that moves the gain over regular blocks most;
+    None if none moves it.
+    """
+
+    def moved(row: Mapping[str, Any]) -> float:
+        low, high = row["speed_up"]
+        return float(high - low)
+
+    most = max(sensitivity, key=moved, default=None)
+    return most["name"] if most is not None and moved(most) > 0 else None
 
 
 def reach(planned: float, ends: Iterable[float]) -> list[float]:

@@ -447,6 +447,13 @@ def _kernels(facts: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _mostly(facts: Mapping[str, Any]) -> str:
+    """Name the assumption on which the gain hangs most, with its range."""
+    row = next(r for r in facts["sensitivity"] if r["name"] == facts["hangs_on"])
+    low, high = row["range"]
+    return f"{row['name']}, {low:g} to {high:g}: {row['what']}"
+
+
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     times = facts["times"]
     for row in times.get("exact", ()):
@@ -456,6 +463,15 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "hidden: " + ", ".join(
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
+    if (ideal_s := times.get("engine_beside_s")) is not None:
+        exchange = times["exchange_s"]
+        yield (
+            f"ALL-REDUCES: the engine's own in line {1e6 * exchange['all_reduce']:.3g} µs,"
+            f" NCCL's on a side stream {1e6 * exchange['side']:.3g}. If the engine's own"
+            f" ran beside computation (AMD's fork): {times['regular_s'] / ideal_s:.3f}"
+            " times as fast as regular blocks. Measure yours first: `assumptions:"
+            " {all_reduce_us: …, side_us: …}` in the file of --cluster"
+        )
     if kernels := _kernels(facts):
         yield f"KERNELS: {kernels}"
     if rates := facts.get("tokens_per_second_per_gpu"):
@@ -476,14 +492,16 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             "EXPECTED GAIN: published times between tokens (DeepSeek-V3, gpt-oss-120b)"
             f" are {low:g} to {high:g} times the planned ones (longest for"
             " DeepSeek-V3 on MI300X). Longer steps hide the same communication: expect"
-            f" {least:.1%} to {most:.1%} over regular blocks. With measured times (--measured) the gain is"
+            f" {least:.1%} to {most:.1%} over regular blocks, mostly by"
+            f" {_mostly(facts)}. With measured times (--measured) the gain is"
             " f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
         (least, most), (low, high) = facts["expected_gain"], facts["over_prediction"]
         yield (
             f"EXPECTED GAIN: {least:.1%} to {most:.1%} over regular blocks, at the ends"
-            " of the assumptions or with slower kernels than planned; planned gains in the time to the"
+            f" of the assumptions (mostly by {_mostly(facts)}) or with slower kernels"
+            " than planned; planned gains in the time to the"
             f" first token were {low:g} to {high:g} times those that the FarSkip paper"
             " measured. With measured times (--measured) the gain is f v / (1 - f v)"
         )
@@ -529,9 +547,9 @@ def _windows(times: Mapping[str, Any]) -> str:
         cells = []
         for kind, window_s in zip(kinds, seconds, strict=True):
             # A tensor-parallel server has one kind of exchange, the all-reduce, for
-            # both windows.
-            name = kind.removesuffix("_s")
-            exchange_s = exchange.get(name, exchange.get("all_reduce", 0.0))
+            # both windows; without a window, the engine sends it in line.
+            way = "side" if window_s else "all_reduce"
+            exchange_s = exchange.get(kind.removesuffix("_s"), exchange.get(way, 0.0))
             cells += [_ms(exchange_s), _ms(window_s)]
         rows.append([_layers(layers), *cells])
     names = {"attention_s": "attention's all-reduce", "routed_s": "routed all-reduce"}
