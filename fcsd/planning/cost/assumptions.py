@@ -3,8 +3,9 @@ each value with its range and its source.
 
 The values were chosen before any of them was compared with a measured speed-up, except
 `fp8_grouped` and `WITHOUT_AITER`: they come from published kernels, and were added when
-the planned serving was too fast. None is fitted to a speed-up or to a whole step. A cluster file replaces them (`assumptions:
-{gemm: 0.6}`); a plan from measured times needs few (`fcsd.planning.cost.measured`).
+the planned serving was too fast. None is fitted to a speed-up or to a whole step. A
+cluster file replaces them (`assumptions: {gemm: 0.6}`); a plan from measured times
+needs few (`fcsd.planning.cost.measured`).
 """
 
 import math
