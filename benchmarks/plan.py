@@ -33,7 +33,7 @@ from matplotlib import pyplot as plt
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
 from fcsd.pipeline.plan import plan_from_files, sweep_plans
-from fcsd.planning.cost.exact import compared
+from fcsd.planning.cost.exact import PAIRS, compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import gain, plan_times
 from fcsd.report.figure import GREY, SIZE, save_figure, set_title
@@ -386,11 +386,13 @@ class Question:
             f"fcsd plan {self.model} {' '.join(words)} --sweep {option}={swept_values}"
         )
 
-    def by_hand(self, value: int) -> Answer:
-        """Return the answer of the roofline by hand."""
+    def by_hand(self, value: int, keeps: bool = True) -> Answer:
+        """Return the answer of the roofline by hand. keeps: the activations of a
+        micro-batch fit, so that two may take turns.
+        """
         config = read_json(CONFIGS / f"{self.config}.json") | dict(self.changes)
         if self.phase == "train":
-            return training(config, self.gpu, 8 * value, 4096, 512)
+            return training(config, self.gpu, 8 * value, 4096, 512, keeps=keeps)
         return decoding(
             config,
             self.gpu,
@@ -426,7 +428,11 @@ def question_rows() -> Iterator[list[str]]:
             "", question.config, question.changes, question.settings, name, values
         )
         rows = swept(panel)
-        hands = [question.by_hand(value) for value in values]
+        names = [{exact["name"] for exact in row["times"]["exact"]} for row in rows]
+        hands = [
+            question.by_hand(value, PAIRS in exact)
+            for value, exact in zip(values, names, strict=True)
+        ]
         answers = [
             [row["times"]["over_exact"] for row in rows],
             [row["times"]["speed_up"] for row in rows],

@@ -14,6 +14,7 @@ from typing import Any
 GEMM, GROUPED, FP8_GROUPED, CORE = 0.5, 0.4, 0.1, 0.25  # shares of the peak
 MEMORY, LINK, INTERFACE = 0.65, 0.85, 0.8  # shares of a rate
 LATENCY_S, SLOWDOWN = 20e-6, 0.15
+KERNEL_S, GAP_S = 2e-6, 600e-6  # of a server: at least, and beside all kernels
 INTERFACE_BYTES_S = 50e9
 
 # Peaks in bfloat16 and FP8, bytes per second of memory, and to a node's other GPUs.
@@ -122,9 +123,17 @@ def with_hidden(compute: float, sent: float, hidden: float) -> float:
 
 
 def training(
-    config: dict[str, Any], gpu: str, ranks: int, length: int, rows: int
+    config: dict[str, Any],
+    gpu: str,
+    ranks: int,
+    length: int,
+    rows: int,
+    *,
+    keeps: bool = True,
 ) -> Answer:
-    """Return the step of `rows` texts of `length` tokens, one per micro-batch."""
+    """Return the step of `rows` texts of `length` tokens, one per micro-batch. keeps:
+    memory suffices for two micro-batches in turn, which recompute nothing.
+    """
     model = Model(config)
     peak, _, memory, out = GPUS[gpu]
     tokens, memory, number = length, memory * MEMORY, rows // ranks
@@ -163,7 +172,10 @@ def training(
     return Answer(
         compute + sent,
         with_hidden(compute, sent, number * moe * hidden),
-        min(compute + sent, with_hidden(kept, number * moe * 4 * one, pairs)),
+        min(
+            compute + sent,
+            with_hidden(kept, number * moe * 4 * one, pairs) if keeps else math.inf,
+        ),
         sent,
         number * tokens,
     )
@@ -200,24 +212,30 @@ def decoding(
             return max(computing, elements * weights[1] / memory)
 
         stream = tokens * model.hidden * 2 / memory
-        queries, outputs = matmul(model.attention_a), []
+        # A step of k kernels takes at least as long as those.
+        queries, outputs = max(matmul(model.attention_a), 5 * KERNEL_S), []
         for window in model.windows:
             kept = tokens * min(length, window or length)
             cache = kept * model.cached * 2 / memory
             pairs = model.pair * kept / (bfloat16 * CORE)
-            outputs.append(max(cache, pairs) + matmul(model.attention_b))
+            output = max(cache, pairs) + matmul(model.attention_b)
+            outputs.append(max(output, 3 * KERNEL_S))
         used = 1 - (1 - model.chosen / model.experts) ** (tokens * ranks)
         experts = max(
             2 * tokens * model.chosen * model.expert / (peak * grouped),
             used * model.experts / ranks * model.expert * weights[0] / memory,
         )
-        shared = matmul(model.shared)
-        compute = model.layers * (queries + sum(outputs) / 2 + 6 * stream)
-        compute += moe * (
-            matmul(model.router) + experts + shared + 8 * model.chosen * stream
-        )
-        compute += model.dense * matmul(model.dense_mlp)
-        compute += matmul(model.hidden * model.vocabulary)
+        shared = max(matmul(model.shared), 3 * KERNEL_S) if model.shared else 0.0
+        # Sorting: a quarter before the dispatch, half around the experts, a quarter
+        # behind the combine.
+        part = 2 * model.chosen * stream
+        router = max(matmul(model.router) + 6 * stream + part, 6 * KERNEL_S)
+        experts = max(experts + 2 * part, 5 * KERNEL_S)
+        compute = model.layers * (queries + sum(outputs) / 2)
+        compute += moe * (router + experts + shared + part)
+        dense = max(matmul(model.dense_mlp) + 6 * stream, 4 * KERNEL_S)
+        compute += model.dense * dense
+        compute += matmul(model.hidden * model.vocabulary) + GAP_S
         # Rows in FP8 have a scale of four bytes for 128 elements.
         there, back = model.hidden * (1 + 4 / 128 if fp8 else 2), model.hidden * 2
         if gathers:

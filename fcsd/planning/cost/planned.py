@@ -343,8 +343,10 @@ def _with_all_reduces(planned: Planned) -> Planned:
     ranges, values = {}, {}
     for name, way in ways.items():
         low, typical, high = planned.roofline.published_us(planned.work, way)
-        ranges[name] = (low, high)
-        values[name] = given.get(name, typical)
+        # Without published times, latency and rates are the assumptions.
+        if name in given or low < high:
+            ranges[name] = (low, high)
+            values[name] = given.get(name, typical)
     return replace(planned.assuming(**values), ranges=ranges)
 
 

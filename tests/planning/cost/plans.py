@@ -16,6 +16,10 @@ EIGHT: dict[str, Any] = {
 }
 
 
+BARE = {"kernel_us": 0.0, "gap_us": 0.0}
+"""A server whose kernels have no least duration, and whose step has no gaps."""
+
+
 def lite(tmp_path: Path) -> str:
     """Return a folder with the config of the first four layers of DeepSeek-V2-Lite, one
     of which is dense.

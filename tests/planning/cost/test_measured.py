@@ -22,6 +22,7 @@ from fcsd.parallel.overlap.exchange import Record
 from fcsd.parallel.overlap.measure import exchange_times, median_times
 from fcsd.planning.cost.measured import ExchangeTime, Times, measured_times, read_times
 from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.times import plan_times
 from tests.real_configs import CONFIGS
 from tests.reference.ranks import run_ranks
 
@@ -221,11 +222,21 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     known = measured_times(times(**served), one)
     assert known["speed_up"] == pytest.approx(1 / (1 - 0.16 * 0.976))
     assert known["overlapped_s"] == pytest.approx(1 - 0.16 * 0.976)
-    # Not measured: how much the plan hides, and how much that slows computation.
-    unknown = measured_times(times(**served | {"overlap": None}), one)
-    planned_overlap = unknown["overlap"]["forward"]
-    assert 0 < planned_overlap < 1
-    assert unknown["overlapped_s"] == pytest.approx(1 - 0.16 * planned_overlap * 0.85)
+    # Not measured: how much the plan hides, and how much that slows computation; NCCL
+    # on a side stream takes longer than the engine's own all-reduces.
+    unknown, plan = (
+        measured_times(times(**served | {"overlap": None}), one),
+        plan_times(one),
+    )
+    assert 0 < unknown["overlap"]["forward"] < 1
+    exposed, sent = (
+        plan[name] / plan["communication_s"]
+        for name in ("exposed_s", "overlapped_communication_s")
+    )
+    assert sent > 1
+    assert unknown["overlapped_s"] == pytest.approx(
+        1 - 0.16 * (1 - exposed - 0.15 * (sent - exposed))
+    )
 
 
 @pytest.mark.parametrize(
