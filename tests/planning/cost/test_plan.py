@@ -476,7 +476,7 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
     stored = planned.stored
     assert (stored.name, stored.experts, stored.others, stored.precision) == expected
     # One decoding step reads the weights of its experts once, at the rate of memory.
-    work, roofline = planned.work, planned.roofline
+    work, roofline = planned.work, planned.assuming(kernel_us=0.0).roofline
     layer = next(layer for layer in reversed(work.layers) if layer.moe)
     tp, active = (
         planned.tensor_parallel,
@@ -947,7 +947,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "no time": (
             [model, "--cluster", str(tmp_path / "late.yaml")],
-            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: fixed microseconds per exchange",
+            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: fixed microseconds of another exchange",
         ),
         "more than all ranks": (
             [model, "--cluster", str(tmp_path / "ranks.yaml")],
