@@ -58,7 +58,7 @@ ASSUMPTIONS = {
                              " between nodes",
                              "within a node: pegainfer 568 (8 H200, DeepEP V2, one token: 12 and 30 to 47),"
                              " TensorRT-LLM tech blog 18 (GB200, 18 and 31), ROCm/mori (8 MI300X, 128 tokens: 35 and"
-                             " 47); between nodes: DeepEP, docs/legacy.md (16 ranks: 118 for 73 of bytes)",
+                             " 47); between nodes: DeepEP's legacy page (16 ranks: 118 for 73 of bytes)",
                              most=100_000),
     "node_us": Assumption(50, 25, 75, "fixed microseconds of an all-reduce between nodes, in addition to its bytes",
                           "NVIDIA/nccl 1244 (46 to 48, 16 H20), 1453 (62 to 75, 16 H100; NCCL's model: 25)",

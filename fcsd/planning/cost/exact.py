@@ -200,16 +200,18 @@ def _beside_shared(
     )
 
 
-def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[str]]:
-    step, roofline = slowest_step(planned), planned.roofline
-    work, ranks, number = step.work, planned.expert_parallel, step.micro_batches
-    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
-    once = roofline.optimizer(
-        step.num_trained / step.layout.num_shards, step.trained_bytes
-    )
+@dataclass(frozen=True)
+class _Training:
+    """The passes of a planned training's micro-batches, of which schedules are made.
+    step: of the stage that takes longest.
+    """
 
-    def passes(work: ModelWork, recomputes: bool) -> tuple[Chain, Chain]:
+    planned: Planned
+    step: Step
+
+    def passes(self, work: ModelWork, recomputes: bool) -> tuple[Chain, Chain]:
         """Return the forward pass of a micro-batch, and its backward pass."""
+        roofline, ranks = self.step.roofline, self.planned.expert_parallel
         dispatch, combine = roofline.exchange(work, ranks)
         layers = list(zip(roofline.layers(work, ranks), work.moe, strict=True))
         forward = [layer_chain(*layer, dispatch, combine) for layer in layers]
@@ -218,23 +220,30 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
         behind = [
             chain
             for layer, repeated in zip(reversed(forward), reversed(again), strict=True)
-            for chain in (*[repeated] * recomputes, mirrored(layer, step.backward))
+            for chain in (*[repeated] * recomputes, mirrored(layer, self.step.backward))
         ]
         return joined(forward), joined(behind)
 
     def exact(
+        self,
         name: str,
         assumes: str,
         parts: Sequence[ModelWork],
         rest: Sequence[float],
-        step: Step = step,
+        step: Step | None = None,
         released: bool = True,
     ) -> Exact:
         """Make a schedule. parts: the work of a micro-batch, in parts. rest: the
-        exposed seconds of its forward and of its backward pass.
+        exposed seconds of its forward and of its backward pass. step: another than its
+        own.
         """
+        step = step or self.step
+        number, roofline = step.micro_batches, step.roofline
+        once = roofline.optimizer(
+            step.num_trained / step.layout.num_shards, step.trained_bytes
+        )
         forward, backward = zip(
-            *(passes(part, step.recomputes) for part in parts), strict=True
+            *(self.passes(part, step.recomputes) for part in parts), strict=True
         )
         computed = _computed(*forward), _computed(*backward)
         sent = _sent(*forward), _sent(*backward)
@@ -247,42 +256,50 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
             number * (sum(sent) + step.blocking_s),
             number * (sum(rest) + step.blocking_s),
             sharding_s(step, computed[0], 0.0, hidden),
-            planned.micro_batches / number,
+            self.planned.micro_batches / number,
             released,
         )
 
-    def pairs(step: Step) -> list[float]:
-        """Return the exposed seconds of a forward and of a backward pass."""
-        forward, backward = passes(work, step.recomputes)
+    def pairs(self, step: Step) -> list[float]:
+        """Return the exposed seconds of a forward and of a backward pass of two
+        micro-batches in turn.
+        """
+        forward, backward = self.passes(step.work, step.recomputes)
+        in_turns = self.planned.micro_batches - 1
         # The first forward and the last backward pass run alone, as do those for which
         # a stage waits. In all others, the forward pass hides the exchanges of the
         # backward pass, and vice versa.
         sent, both_s = _sent(forward, backward), _computed(forward, backward)
         beside = in_turn(backward, forward)
-        hidden = (sent - beside) * (planned.micro_batches - 1) / number
+        hidden = (sent - beside) * in_turns / step.micro_batches
         return [
             _sent(chain) - hidden * _computed(chain) / both_s
             for chain in (forward, backward)
         ]
 
+
+def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[str]]:
+    step, ranks = slowest_step(planned), planned.expert_parallel
+    training, work, roofline = _Training(planned, step), step.work, step.roofline
+    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
     schedules, missing = [], []
     if any(layer_s.get("shared expert") for layer_s in seconds):
         ahead = _beside_shared(seconds, sum(exchange))
         behind = _beside_shared(seconds, sum(exchange), step.backward)
         behind += step.recomputes * _beside_shared(seconds, exchange[0])
         assumes = "Megatron's --moe-shared-expert-overlap"
-        schedules.append(exact(SHARED, assumes, [work], [ahead, behind]))
+        schedules.append(training.exact(SHARED, assumes, [work], [ahead, behind]))
     else:
         missing.append(f"{SHARED}: the model has no shared expert")
     if work.num_rows > 1:
         halves = _halves(work, work.num_tokens)
-        chains = [passes(half, step.recomputes) for half in halves]
+        chains = [training.passes(half, step.recomputes) for half in halves]
         rest = [in_turn(*both) for both in zip(*chains, strict=True)]
         assumes = (
             "the rows of a micro-batch in two halves (torchtitan), which read the"
             " weights twice and start twice as many exchanges"
         )
-        schedules.append(exact(HALVES, assumes, halves, rest))
+        schedules.append(training.exact(HALVES, assumes, halves, rest))
     else:
         missing.append(f"{HALVES}: needs --batch 2 or more")
     if planned.micro_batches == 1:
@@ -294,7 +311,9 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
             " full recomputation with it)"
         )
         schedules.append(
-            exact(RECOMPUTED_PAIRS, assumes, [work], pairs(step), released=False)
+            training.exact(
+                RECOMPUTED_PAIRS, assumes, [work], training.pairs(step), released=False
+            )
         )
     if kept is not None and not kept["fits"]:
         missing.append(
@@ -307,7 +326,9 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
             "the backward pass of one beside the forward pass of the next (Megatron's"
             " --overlap-moe-expert-parallel-comm; DualPipe), without recomputation"
         )
-        schedules.append(exact(PAIRS, assumes, [work], pairs(keeps), keeps))
+        schedules.append(
+            training.exact(PAIRS, assumes, [work], training.pairs(keeps), keeps)
+        )
     return schedules, missing
 
 

@@ -177,7 +177,7 @@ class Roofline:
             + self.matmul(layer.work("attention b"), "gemm", ranks),
         }
         if not layer.moe:
-            return self._captured(
+            return self._served(
                 seconds | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
             )
         # The busiest rank sets the pace of experts and exchanges.
@@ -195,7 +195,7 @@ class Roofline:
         experts = self.matmul(
             layer.work("experts"), "grouped", ranks, active / expert_parallel * own
         )
-        return self._captured(
+        return self._served(
             seconds
             | {
                 "router": self.matmul(layer.work("router"), "gemm", own) + norms + rows,
@@ -207,15 +207,9 @@ class Roofline:
             }
         )
 
-    def _captured(self, seconds: dict[str, float]) -> dict[str, float]:
-        """Return the seconds of a server's steps, each at least those of its kernels."""
-        if not self.served:
-            return seconds
-        least_s = self.values["kernel_us"] / 1e6
-        return {
-            name: max(value, KERNELS.get(name, 0) * least_s) if value else value
-            for name, value in seconds.items()
-        }
+    def _served(self, seconds: dict[str, float]) -> dict[str, float]:
+        least_s = self.values["kernel_us"] / 1e6 if self.served else 0.0
+        return captured(seconds, least_s)
 
     def head(self, model: ModelWork) -> float:
         """Return the seconds of the output head."""
@@ -449,6 +443,14 @@ class Roofline:
             num_bytes, latency_us if is_near else self.values["node_us"] / 4
         )
         return both_us, both_us, both_us
+
+
+def captured(seconds: dict[str, float], least_s: float) -> dict[str, float]:
+    """Return the seconds of steps, each at least those of its kernels."""
+    return {
+        name: max(value, KERNELS.get(name, 0) * least_s) if value else value
+        for name, value in seconds.items()
+    }
 
 
 def total(seconds: Mapping[str, float]) -> float:
