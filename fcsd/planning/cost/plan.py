@@ -28,13 +28,13 @@ from fcsd.planning.cost.stages import stage_work, stages_of
 from fcsd.planning.cost.trace import Trace
 from fcsd.planning.cost.training import micro_batch_setting, spread, tracer
 
-OVER_PREDICTION = {True: (0.72, 4.7), False: (0.63, 2.1)}
+OVER_PREDICTION = {True: (0.72, 4.7), False: (0.62, 2.0)}
 """Smallest and largest ratio of planned gains in the time to the first token to the
 paper's measured ones, by whether kernels as fast as AITER's are planned
 (`benchmarks/plan.py`). The paper does not name its kernels.
 
 With them: DeepSeek-V2 2.3 to 4.7, Llama-4-Scout 1.5 to 2.4, DeepSeek-V3 0.72 to 0.85.
-Without: DeepSeek-V2 0.63 to 2.1, Llama-4-Scout 0.98 to 1.7.
+Without: DeepSeek-V2 0.62 to 2.0, Llama-4-Scout 0.98 to 1.7.
 """
 
 STEP_RATIO = (1.1, 3.1)
@@ -129,7 +129,7 @@ def expected_gain(
     tokens, a step may take up to the largest of `STEP_RATIO` times as long as planned,
     and hides as many seconds as planned.
     """
-    ends = [end - 1 for row in sensitivity for end in row[over]]
+    ends = [times[over] - 1, *(end - 1 for row in sensitivity for end in row[over])]
     if settings.phase == "prefill" and not settings.without_aiter:
         _, most = OVER_PREDICTION[True]
         ends.append((times[over] - 1) / most)
