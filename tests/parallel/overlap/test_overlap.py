@@ -238,6 +238,54 @@ def test_a_recomputation_sends_its_dispatch_again_and_nothing_else(
         assert two_ranks[family]["counts, checkpointing"] == (20, 4)
 
 
+def recomputed(rank: int, folder: Path) -> dict[str, Any]:
+    """Return the exchanges of regular layers in a step that recomputes each, and
+    whether it changed a gradient.
+    """
+    facts = {}
+    launch = Port.launch
+    for family in REGULAR:
+        kinds: list[tuple[str, bool]] = []
+
+        def noted(
+            port: Port, kind: Any, backward: bool, *rows: Any, kinds: Any = kinds
+        ) -> Any:
+            kinds.append((kind, backward))
+            return launch(port, kind, backward, *rows)
+
+        model, x = spread(folder / family, Connectivity("none"), 2), X.chunk(2)[rank]
+        kept = step(model, x)
+        model.activation_checkpointing_enable(CHECKPOINTING)
+        Port.launch = noted  # type: ignore[method-assign, assignment]
+        equal = same(step(model, x), kept)
+        Port.launch = launch  # type: ignore[method-assign]
+        facts[family] = {
+            "equal": equal,
+            **{f"{k} {b}": kinds.count((k, b)) for k, b in set(kinds)},
+        }
+    return facts
+
+
+REGULAR = ("qwen3_moe", "mixtral", "gpt_oss", "olmoe", "deepseek_v2")
+
+
+def test_a_recomputed_regular_layer_does_not_send_its_combine_again(
+    tmp_path: Path,
+) -> None:
+    """Weights are applied before the combine, so no gradient needs its rows. A shared
+    expert behind the routed ones keeps tensors, so that the recomputation goes on.
+    """
+    for family in REGULAR:
+        tiny_model(family).save_pretrained(tmp_path / family)
+    for facts in run_ranks(recomputed, 2, tmp_path):
+        for family, counts in facts.items():
+            number = counts["dispatch True"]  # one for each MoE layer
+            assert counts["equal"] and counts["combine True"] == number
+            assert counts["dispatch False"] == 2 * number
+            again = 2 if family == "deepseek_v2" else 1
+            assert counts["combine False"] == again * number, family
+
+
 def test_launches_and_waits_come_in_the_schedules_order_and_mirrored(
     two_ranks: Any,
 ) -> None:
