@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Distils a real model on one GPU in bfloat16, from calibrated and from copied weights (examples/real/gpu.py), and measures
-# a step and its overlap, on a machine that may have no network. Results: STATE/results.tar.gz.
+# a step, its overlap and a decoding step, on a machine that may have no network. Results: STATE/results.tar.gz.
 #
 #     benchmarks/real_gpu.sh pack PARTS          where packages can be downloaded: packages, model and data, in parts
 #     benchmarks/real_gpu.sh add STATE PART...   on the GPU's machine, which needs no network: once for each part
@@ -97,7 +97,7 @@ unpack() { # once, when all parts are there
 # ---- run
 
 run() {
-    local state end model=HuggingFaceTB/SmolLM2-135M-Instruct options=() step overlap rate status=0
+    local state end model=HuggingFaceTB/SmolLM2-135M-Instruct options=() step overlap decode rate status=0
     state=$(mkdir -p "$1" && cd "$1" && pwd)
     end=$(($(date +%s) + MINUTES * 60))
     STATE=$state unpack
@@ -112,10 +112,12 @@ run() {
     if [ -z "$SMALL" ]; then
         step=(--device cuda --dtype bfloat16 --dim 1024 --layers 12 --length 4096 --rows 4)
         overlap=(--device cuda)
+        decode=(--batch 16 64 256 --sms 8 24 --minutes 3)
     else
         options+=(--small --workers 1 --only quarter-1e-4-s0)
         step=(--dim 64 --layers 1 --length 64 --rows 2 --vocab 512 --rounds 1)
         overlap=(--exchange-ms 2 --rounds 1 --layers 2 --modes regular full)
+        decode=(--device cpu --layers 1 --batch 1 --length 256 --rounds 1)
     fi
     # Ratios first, while nothing else uses the GPU.
     for rate in 150 60; do
@@ -123,10 +125,13 @@ run() {
             "$PYTHON" -m benchmarks.overlap "${overlap[@]}" --rate-gb-s $rate --json "$state/overlap-$rate.json"
     done
     [ -e "$state/step.json" ] || "$PYTHON" -m benchmarks.step "${step[@]}" --json "$state/step.json"
+    [ -e "$state/decode-step.json" ] || "$PYTHON" -m benchmarks.decode_step "${decode[@]}" \
+        --json "$state/decode-step.json" --times "$state/decode-times" || say "the decoding step: not all was measured"
     say "trainings"
     "$PYTHON" examples/real/gpu.py "$state/gpu" --model "$model" "${options[@]}" \
         --minutes $(((end - $(date +%s)) / 60)) || status=$?
-    (cd "$state" && tar -czf results.new --exclude='*.safetensors' ./*.json gpu/results gpu/scores gpu/logs)
+    (cd "$state" && tar -czf results.new --exclude='*.safetensors' ./*.json ./decode-times/*.json \
+        gpu/results gpu/scores gpu/logs)
     mv "$state/results.new" "$state/results.tar.gz"
     say "$state/results.tar.gz"
     return $status

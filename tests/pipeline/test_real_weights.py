@@ -163,5 +163,7 @@ def test_the_trainings_on_a_gpu_are_rehearsed_on_a_cpu(tmp_path: Path) -> None:
     assert {
         "./step.json",
         "./overlap-60.json",
+        "./decode-step.json",
+        "./decode-times/1-15us-24sms.json",
         "gpu/scores/dense/results.json",
     } <= names
