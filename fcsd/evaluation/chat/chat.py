@@ -5,7 +5,7 @@ Replies stream, with the model's own generation settings. Side by side, each mod
 separate conversation with its own replies. Thoughts are neither shown nor kept. Without
 a terminal every line of stdin is a turn, and is shown before its reply.
 
-Not covered: images, tools; beam search, which cannot stream.
+Not covered: images, tools; beam search, which cannot stream (beams are switched off).
 """
 
 import contextlib
@@ -40,6 +40,17 @@ Ctrl-C ends a reply. To send a message that begins with /, put a space before it
 message."""
 _NARROWEST = 24
 """Cells of a column; on a narrower terminal replies are printed one below the other."""
+_STREAMED: dict[str, Any] = {
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    **dict.fromkeys(
+        ("num_beam_groups", "diversity_penalty", "constraints", "force_words_ids")
+    ),
+    **dict.fromkeys(("penalty_alpha", "dola_layers")),
+}
+"""Generation settings of a model with which a reply cannot stream, or that transformers
+has no code for, at the values that switch them off."""
 _MAX_NEW_TOKENS = 2048
 """Limit of a reply where neither the user nor the model's generation settings have one.
 """
@@ -365,6 +376,8 @@ class Reply:
         self._options: dict[str, Any] = {
             **inputs,
             **TOKEN_BY_TOKEN,
+            **_STREAMED,
+            "tokenizer": tokenizer,  # for the model's own stop strings
             "max_new_tokens": limit,
             "streamer": self._streamer,
             "stopping_criteria": StoppingCriteriaList([self._criterion]),  # type: ignore[list-item]

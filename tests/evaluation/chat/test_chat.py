@@ -121,6 +121,40 @@ def test_the_models_own_generation_settings_hold(
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_beams": 3},
+        {"return_dict_in_generate": True, "output_scores": True},
+        {"constraints": ["x"]},
+        {"penalty_alpha": 0.6, "top_k": 4},
+        {"dola_layers": "high"},
+        {"num_beam_groups": 2, "diversity_penalty": 0.5},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings_that_cannot_stream_are_switched_off(
+    base_checkpoint: Path, settings: dict[str, object]
+) -> None:
+    speaker = load_speaker(str(base_checkpoint))
+    for name, value in settings.items():
+        setattr(speaker.model.generation_config, name, value)
+    said([speaker], "hello", max_new_tokens=6)
+    assert speaker.messages[-1]["content"] == by_hand(
+        base_checkpoint, [{"role": "user", "content": "hello"}], 6
+    )
+
+
+def test_the_models_own_stop_strings_end_a_reply(base_checkpoint: Path) -> None:
+    whole = by_hand(base_checkpoint, [{"role": "user", "content": "hello"}], 12)
+    stop = whole[3:5]
+    speaker = load_speaker(str(base_checkpoint))
+    speaker.model.generation_config.stop_strings = [stop]
+    said([speaker], "hello", max_new_tokens=12)
+    reply = speaker.messages[-1]["content"]
+    assert stop in reply and whole.startswith(reply) and len(reply) < len(whole)
+
+
 def test_greedy_overrules_settings_that_sample(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:
