@@ -114,7 +114,7 @@ class Program:
             # Remove what killed commands left, even where this one needs no such folder.
             sweep_scratch()
             arguments.run(arguments)
-            _flush()
+            sys.stdout.flush()
             return 0
         except (UserError, ScorerError) as error:
             status = 2 if isinstance(error, UserError) else 1
@@ -199,6 +199,11 @@ class Program:
 
 def _prepare_output(*, first: bool) -> None:
     """Make standard output take any name, and keep progress bars off log files."""
+    # A stream that the shell closed is None, which libraries do not expect, and the
+    # next file would get its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # Printing the name of a file that is not UTF-8 must not end the command.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -234,11 +239,6 @@ def _path(text: str) -> Path:
             " path"
         )
     return Path(text)
-
-
-def _flush() -> None:
-    # `print`, because it also works where stdout is closed, and so None.
-    print(end="", flush=True)
 
 
 def _refuse_unknown(parser: ArgumentParser, word: str) -> None:
@@ -282,7 +282,7 @@ def _wrong_file(error: Exception) -> str | None:
         )
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         try:
-            _flush()
+            sys.stdout.flush()
         except OSError:
             # What is buffered would be written again, and fail, when Python ends.
             with contextlib.suppress(OSError, ValueError):

@@ -115,12 +115,14 @@ def test_a_full_disk_elsewhere_does_not_lose_what_was_printed() -> None:
     assert "m/weights could not be written (No space left)" in err
 
 
-def test_a_command_runs_where_its_output_is_closed() -> None:
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_a_command_runs_where_a_stream_is_closed(closed: str) -> None:
     child = subprocess.run(
-        ["sh", "-c", '"$0" -m fcsd families >&-', sys.executable],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        ["sh", "-c", f'"$0" -m fcsd families {closed}', sys.executable],
+        capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert (child.returncode, child.stderr) == (0, "")
+    assert ("afmoe" in child.stdout) == (">&-" not in closed.split())
 
 
 def test_the_module_is_the_command() -> None:
