@@ -197,7 +197,7 @@ def _profile_network(arguments: Namespace) -> None:
     if launch.first:
         show(describe(links))
         if comparison is not None:
-            show(comparison)
+            show(str(comparison))
 
 
 def _from_nccl_tests(arguments: Namespace) -> None:
