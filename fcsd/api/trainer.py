@@ -184,7 +184,8 @@ class FCSDTrainer(ReadyTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train, or continue from a checkpoint to exactly the weights of an
-        uninterrupted training.
+        uninterrupted training; with a larger max_steps or num_train_epochs, along the
+        schedule of the longer one from there on.
 
         Args:
             resume_from_checkpoint: a folder, or True for the newest intact one in

@@ -103,7 +103,8 @@ DECIDES = {
     # the order of the data
     "seed", "data_seed", "train_sampling_strategy",
 }  # fmt: skip
-"""Arguments that the weights depend on. The batch counts by its rows, not by the way in
+"""Arguments that the weights depend on; of these, the steps or epochs may become more
+(`fcsd.training.record`). The batch counts by its rows, not by the way in
 which a step is cut into micro-batches (`record.py`).
 """
 

@@ -13,6 +13,7 @@ from no other checkpoint. None: a script's, whose settings and data are compared
 (`fcsd.training.record`).
 """
 
+import math
 import os
 import re
 import shutil
@@ -244,9 +245,11 @@ def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
     trainer.restore_progress(checkpoint)
     trainer.restore_callbacks(state)
     trainer.guard.load(read_json(checkpoint / GUARD_FILE))
-    done = state.global_step >= (
-        trainer.args.max_steps if trainer.args.max_steps > 0 else state.max_steps
-    )
+    max_steps = trainer.args.max_steps
+    if max_steps <= 0:
+        epochs = trainer.args.num_train_epochs
+        max_steps = math.ceil(epochs * trainer.row_order.steps_of_an_epoch)
+    done = state.global_step >= max_steps
     done = done or trainer.has_stopped_early
     if trainer.stopper is not None:
         trainer.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])

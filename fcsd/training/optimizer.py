@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments, get_scheduler
 
 from fcsd.base.errors import UserError
+from fcsd.parallel.parts import inner_optimizer
 from fcsd.parallel.state import PART_OF
 
 
@@ -46,6 +47,23 @@ def _step_factor(warmup: int, milestones: list[int], gamma: float, step: int) ->
     """
     warm = step / warmup if step < warmup else 1.0
     return warm * gamma ** sum(step >= milestone for milestone in milestones)
+
+
+def take_rate_of_schedule(scheduler: Any, optimizer: Any) -> None:
+    """Give the next step the rate of this schedule, where that of the checkpoint is of a
+    training of another length.
+    """
+    schedule = getattr(scheduler, "scheduler", scheduler)
+    # Other schedules know no length.
+    if not isinstance(schedule, LambdaLR):
+        return
+    rates = [
+        rate * factor(schedule.last_epoch)
+        for factor, rate in zip(schedule.lr_lambdas, schedule.base_lrs, strict=True)
+    ]
+    for group, rate in zip(inner_optimizer(optimizer).param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
 
 
 def note_parts(

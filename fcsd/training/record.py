@@ -11,6 +11,7 @@ continuation uses the checkpoint's.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import cached_property
@@ -161,8 +162,21 @@ class TrainingRecord:
         """Raise UserError for a checkpoint of another training; all ranks call this."""
         self.launch.ranks.from_first(lambda: self._refuse_another(checkpoint))
 
+    def longer_than(self, record: dict[str, Any]) -> str | None:
+        """Return max_steps or num_train_epochs where this training goes on longer than
+        the recorded one, otherwise None. A recipe compares its steps itself.
+        """
+        recorded, current = record["settings"], self.settings
+        # `max_steps` is -1 where the epochs count.
+        for name in ("max_steps", "num_train_epochs"):
+            old, new = recorded.get(name, 0), current.get(name, 0)
+            if 0 < old < new:
+                return name
+        return None
+
     def _refuse_another(self, checkpoint: Path) -> None:
         record = read_json(checkpoint / RECORD_FILE)
+        longer = self.longer_than(record)
         recorded_inputs = record["inputs"]
         # An input that only one side knows cannot be compared.
         common_inputs = {
@@ -171,6 +185,9 @@ class TrainingRecord:
             if name in recorded_inputs
         }
         changes = changed_settings(record["settings"], self.settings)
+        # Alone, more steps are no other training.
+        if len(changes) == 1 and longer is not None:
+            changes = []
         changes += differences(
             {name: recorded_inputs[name] for name in common_inputs}, common_inputs
         )
@@ -179,9 +196,22 @@ class TrainingRecord:
                 f"the chat template wrote the date {record.get(NOTED)} at that"
                 f" time; with output_dir {checkpoint.parent} it writes that date again"
             )
+        other_rows = any(change.startswith("train_dataset:") for change in changes)
+        if longer is not None and other_rows:
+            changes.append(
+                "of a stream, as many rows are read and packed as max_steps needs, so"
+                f" with a larger {longer} they are others: use a data set or a list"
+            )
         if changes:
             raise UserError(
                 f"{checkpoint}: was made with other settings ({'; '.join(changes)});"
                 " continue with those settings, or start another training in another"
                 " output folder"
+            )
+        if longer is not None:
+            print(
+                f"{checkpoint}: continuing to {longer} {self.settings[longer]:g} instead"
+                f" of {record['settings'][longer]:g}; from here on the learning rate"
+                " follows the schedule of the longer training",
+                file=sys.stderr,
             )

@@ -39,8 +39,12 @@ from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
 from fcsd.training.config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import learning_rate_schedule, note_parts
-from fcsd.training.record import TrainingRecord
+from fcsd.training.optimizer import (
+    learning_rate_schedule,
+    note_parts,
+    take_rate_of_schedule,
+)
+from fcsd.training.record import RECORD_FILE, TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
@@ -217,6 +221,8 @@ class DistillTrainer(Trainer):
     ) -> tuple[nn.Module, Any]:
         self.note_training()
         _refuse_reentrant_checkpointing(self.plain_model)
+        # A continued training has the checkpoint's, which transformers would keep.
+        self.state.compute_steps(self.args, max_steps)
         # None: the Trainer would load a checkpoint at a time that depends on the
         # engine, in that engine's format. `restore` below is the same for all engines.
         prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
@@ -316,6 +322,8 @@ class DistillTrainer(Trainer):
             checkpoint / SCHEDULE, map_location="cpu", weights_only=True
         )
         load_schedule(self.lr_scheduler, self.optimizer, schedule)
+        if self.record.longer_than(read_json(checkpoint / RECORD_FILE)):
+            take_rate_of_schedule(self.lr_scheduler, self.optimizer)
         restore_beside(self, checkpoint)
 
     def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:

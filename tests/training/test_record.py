@@ -4,6 +4,7 @@ settings and data.
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -79,7 +80,12 @@ def first(
         ({"weight_decay": 0.1}, r"weight_decay: 0\.0 -> 0\.1"),
         ({"lr_scheduler_type": "linear"}, 'lr_scheduler_type: "cosine" -> "linear"'),
         ({"warmup_steps": 1}, "warmup_steps: 0 -> 1"),
-        ({"max_steps": 5}, "max_steps: 3 -> 5"),
+        ({"max_steps": 2}, "max_steps: 3 -> 2"),
+        ({"max_steps": 5, "seed": 7}, "max_steps: 3 -> 5; seed: 42 -> 7"),
+        (
+            {"max_steps": 5, "train_dataset": datasets.IterableDataset.from_generator(lambda: iter(texts(40)))},
+            "train_dataset: .*; of a stream, .* with a larger max_steps they are others: use a data set or a list",
+        ),
         ({"max_steps": -1, "num_train_epochs": 1}, "max_steps: 3 -> -1; num_train_epochs: null -> 1"),
         ({"seed": 7}, "seed: 42 -> 7"),
         ({"objective": "sft"}, 'objective: "ce" -> "sft"'),
@@ -158,6 +164,50 @@ def test_what_the_weights_do_not_depend_on_may_be_another(
         resume_from_checkpoint=str(Path(str(trainer.args.output_dir)) / "checkpoint-2")
     )
     assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_training_goes_on_for_more_steps_along_the_schedule_of_the_longer_one(
+    first: Callable[..., FCSDTrainer],
+    step: int,
+    schedule: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "more"
+    first(lr_scheduler_type=schedule, folder=folder).train()
+    steps = {"max_steps": 8, "logging_steps": 1, "lr_scheduler_type": schedule}
+    trainer = first(folder=folder, **steps)
+    checkpoint = Path(str(trainer.args.output_dir)) / f"checkpoint-{step}"
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 8
+    error = capfd.readouterr().err
+    assert "continuing to max_steps 8 instead of 3; from here on the learning" in error
+    rates = {
+        entry["step"]: entry["learning_rate"]
+        for entry in trainer.state.log_history
+        if "learning_rate" in entry and entry["step"] > step
+    }
+    for number in range(step + 1, 9):
+        done = (number - 1) / 8  # the rate with which the step was taken
+        share = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+        assert rates[number] == pytest.approx(1e-3 * share, abs=1e-12)
+    # Its checkpoints are those of the longer training.
+    whole = first(folder=folder, **steps)
+    whole.train(resume_from_checkpoint=True)
+    assert whole.state.global_step == 8
+
+
+def test_a_training_goes_on_for_more_epochs(
+    first: Callable[..., FCSDTrainer], tmp_path: Path
+) -> None:
+    epochs = {"max_steps": -1, "save_strategy": "epoch", "folder": tmp_path / "epochs"}
+    short = first(num_train_epochs=1, **epochs)
+    short.train()
+    longer = first(num_train_epochs=2, **epochs)
+    longer.train(resume_from_checkpoint=True)
+    assert longer.state.global_step == 2 * short.state.global_step > 0
 
 
 def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_beginning(
