@@ -4,8 +4,8 @@
 `fcsd.training.fcsd_trainer` trains; this module does what a recipe's stages do before
 and after training: models, rows, held-out loss, saving.
 
-Not covered: adapters (a recipe's `lora` section), `model_init` and hyperparameter
-search, evaluation on tasks during the training (a recipe's `early_stopping` section).
+Not covered: other adapters than LoRA, `model_init` and hyperparameter search,
+evaluation on tasks during the training (a recipe's `early_stopping` section).
 """
 
 import contextlib
@@ -31,7 +31,9 @@ from fcsd.api.trainer_inputs import (
     check_kinds,
     check_optimizer,
 )
+from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
 from fcsd.parallel.failure import stop_watching
@@ -47,6 +49,7 @@ from fcsd.training.losses.head import head_logits
 from fcsd.training.optimizer import refuse_factored_states
 from fcsd.training.python_words import with_known_names
 from fcsd.training.teachers.base import Teacher
+from fcsd.training.teachers.lora import merged_copy
 
 
 @with_known_names
@@ -71,6 +74,9 @@ class FCSDTrainer(ReadyTrainer):
             have to be cast, those of a copy. Objectives sft and ce have no teacher.
         compute_metrics: receives logits (rows, tokens, vocabulary) and labels of the
             packed rows of eval_dataset.
+        peft_config: a `peft.LoraConfig`: train its adapters, of `args.dtype`, and keep
+            the model's weights, in the dtype in which they are. The teacher is the same
+            model without adapters and connectivity, so that there is no copy.
         launch: the position of this process among others; None: as accelerate or
             torchrun started it.
 
@@ -101,6 +107,7 @@ class FCSDTrainer(ReadyTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
+        peft_config: Any = None,
         launch: Launch | None = None,
     ):
         args = FCSDConfig.of(args)
@@ -112,7 +119,10 @@ class FCSDTrainer(ReadyTrainer):
         with self.at_work():
             sections = self.inputs.sections
             check_callbacks(callbacks, args)
-            check_optimizer(optimizers[0], model, launch)
+            self.inputs.check_adapters(peft_config)
+            check_optimizer(
+                optimizers[0], model, launch, adapts=peft_config is not None
+            )
             record = begin(args, sections, launch)
             data = (train_dataset, eval_dataset)
             measures = compute_metrics is not None
@@ -124,6 +134,7 @@ class FCSDTrainer(ReadyTrainer):
                 ready.student,
                 partial(self.inputs.fingerprints, ready.rows),
                 self.inputs.date,
+                self.inputs.adapter_settings,
             )
             # Read before the student is cast to the dtype of the training.
             self.saved_dtypes = launch.ranks.from_first(
@@ -308,20 +319,27 @@ class FCSDTrainer(ReadyTrainer):
         original dtype.
 
         The folder loads with `AutoModelForCausalLM.from_pretrained(…,
-        trust_remote_code=True)`, without fcsd.
+        trust_remote_code=True)`, without fcsd. With adapters these are its weights with
+        the adapters merged; the adapters alone are in `adapter`, in peft's format.
         """
         if self.checkpoint_writer.is_saving:
             super().save_model(output_dir, _internal_call)
             return
         folder = Path(str(output_dir or self.args.output_dir))
         with self.scored_weights():
+            model, adapters = self.plain_model, self.inputs.adapters
+            if adapters is not None and self.launch.first:
+                model = merged_copy(adapters)
             replace_model(
-                self.plain_model,
+                model,
                 folder,
                 tokenizer=self.processing_class,
                 dtypes=self.saved_dtypes,
                 launch=self.launch,
             )
+            if adapters is not None and self.launch.first:
+                with new_folder(folder / ADAPTER) as written:
+                    adapters.save_pretrained(written)
         self.launch.wait()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(

@@ -39,7 +39,7 @@ from fcsd.model.connectivity.checkpoint import (
 )
 from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import field_text
-from fcsd.model.dtypes import dtype_of, is_in_dtype
+from fcsd.model.dtypes import dtype_of, is_in_dtype, without_storage
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import (
     output_head,
@@ -77,6 +77,11 @@ from fcsd.training.teachers.check import (
     tell_of_untrained,
     tokenizer_of_model,
 )
+from fcsd.training.teachers.lora import (
+    AdapterOffTeacher,
+    add_adapters,
+    check_peft_config,
+)
 
 _SAMPLED = 1024  # values of a parameter in its fingerprint
 _ROWS_AT_ONCE = 1000
@@ -95,7 +100,7 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     if not isinstance(model, PreTrainedModel):
         hint = ""
         if type(model).__name__.startswith("Peft"):
-            hint = "; adapters are a recipe's `lora` section"
+            hint = "; give the model without adapters, and peft_config"
         if isinstance(model, tuple):
             hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
@@ -255,11 +260,11 @@ def teacher_of(
     return load_for_launch(checkpoint, launch, any_family=True)
 
 
-def _own_copy(teacher: PreTrainedModel, args: FCSDConfig) -> PreTrainedModel:
+def _own_copy(
+    teacher: PreTrainedModel, student_dtype: torch.dtype, bf16: bool
+) -> PreTrainedModel:
     """Return a copy of the caller's model if the training would cast it."""
-    dtype = computing_dtype(
-        teacher.dtype, dtype_of(args.dtype), bf16=args.bf16, shards=False
-    )
+    dtype = computing_dtype(teacher.dtype, student_dtype, bf16=bf16, shards=False)
     return teacher if is_in_dtype(teacher, dtype) else copy.deepcopy(teacher)
 
 
@@ -280,10 +285,15 @@ class TrainerInputs:
         # set for a model that is given by its path
         self._checkpoint: ModelFolder | None = None
         self._teacher: str | None = None
+        # set for a model in memory that gets adapters
+        self._model: str | None = None
         self.date: datetime | None = None
         """The date that the chat template writes into training rows; None: it writes no
         date.
         """
+        self._lora: Any = None
+        self.adapters: Any = None
+        """The `PeftModel` around the student, where it has adapters."""
         self.bad_rows = BadRows(args.on_bad_row, "on_bad_row")  # type: ignore[arg-type]
         self._tokenizer: Any = None
         self._vocab_size: int | None = None
@@ -350,6 +360,9 @@ class TrainerInputs:
             teacher_rows=self._teacher_rows(teacher),
             checkpointing=args.activation_checkpointing,
         )
+        if self._lora is not None:
+            trial = without_storage(unloaded)
+            add_adapters(trial, self._lora, args.seed, dtype_of(args.dtype))
         if writes_date(getattr(self._tokenizer, "chat_template", None)):
             folder = Path(str(args.output_dir))
             self.date = launch.ranks.from_first(lambda: _date_of_training(folder))
@@ -357,14 +370,59 @@ class TrainerInputs:
         heldout = self.heldout_rows(data[1])
         student = student if student is not None else student_of(model, args, launch)
         student.add_model_tags([*TAGS])
+        if self._lora is not None:
+            self._add_adapters(student)
+            if teacher is None and has_teacher:
+                teacher = AdapterOffTeacher(student)
         if has_teacher or teacher is not None:
             in_memory = isinstance(teacher, PreTrainedModel)
             teacher = teacher_of(teacher, student, args, launch)
             if in_memory and not launch.engine.shards:
-                teacher = _own_copy(teacher, args)
+                teacher = _own_copy(
+                    teacher,
+                    dtype_of(args.dtype) if self._lora is None else student.dtype,
+                    args.bf16,
+                )
             if isinstance(teacher, PreTrainedModel):
                 launch.ranks.from_first(lambda: self._note_teacher(teacher, student))
         return Ready(student, teacher, self._tokenizer, rows, heldout)
+
+    def check_adapters(self, config: Any) -> None:
+        """Take the settings of adapters; UserError if they cannot be trained here."""
+        if config is None:
+            return
+        check_peft_config(config)
+        if self.launch.engine.shards:
+            raise UserError(
+                "peft_config: adapters on weights that are sharded over ranks are not"
+                " supported; launch data parallel copies"
+            )
+        for name in ("freeze_embeddings_and_head", "freeze_routers"):
+            if getattr(self.args, name):
+                raise UserError(
+                    f"FCSDConfig: {name}: has no meaning with peft_config, which keeps"
+                    " all weights of the model; leave it out"
+                )
+        self._lora = config
+
+    @property
+    def adapter_settings(self) -> dict[str, Any] | None:
+        """The settings of the adapters, for a record; sets in a fixed order."""
+        if self._lora is None:
+            return None
+        return {
+            name: sorted(value) if isinstance(value, set) else value
+            for name, value in self._lora.to_dict().items()
+            if value is not None
+        }
+
+    def _add_adapters(self, student: PreTrainedModel) -> None:
+        # Checkpoints have the adapters alone.
+        if self._checkpoint is None and self.launch.first:
+            self._model = model_fingerprint(student)
+        self.adapters = add_adapters(
+            student, self._lora, self.args.seed, dtype_of(self.args.dtype)
+        )
 
     def _check_tokenizers(self, model: Any, teacher: Any) -> None:
         """Raise UserError where student or teacher have another tokenizer than the one
@@ -440,6 +498,8 @@ class TrainerInputs:
         fingerprints = {"train_dataset": rows_fingerprint(rows)}
         if self._checkpoint is not None:
             fingerprints["model"] = self._checkpoint.weights
+        elif self._model is not None:
+            fingerprints["model"] = self._model
         return fingerprints | (
             {"teacher": self._teacher} if self._teacher is not None else {}
         )
@@ -568,12 +628,19 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
-def check_optimizer(optimizer: Any, model: Any, launch: Launch) -> None:
+def check_optimizer(
+    optimizer: Any, model: Any, launch: Launch, *, adapts: bool
+) -> None:
     """Raise UserError for a given optimiser that would not train the model, which may
-    be a path.
+    be a path; adapts: only adapters are trained, which are made later.
     """
     if optimizer is None:
         return
+    if adapts:
+        raise UserError(
+            "optimizers: peft_config makes the parameters to train; set optim in"
+            " FCSDConfig, or give optimizer_cls_and_kwargs"
+        )
     if launch.engine.shards:
         raise UserError(
             "optimizers: sharding replaces the parameters of an optimizer; set optim in"

@@ -20,7 +20,7 @@ _RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
 _PACKING = "`FCSDConfig(packing=…)`"
 _TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
 _OWN_ANSWERS = "not supported: off-policy only"
-_LORA = "the `lora` section of a recipe (`fcsd.run_stage`)"
+_LORA = "`FCSDTrainer(peft_config=…)`"
 
 OTHER_NAMES = {
     # TRL: SFTConfig, GKDConfig and their trainers
@@ -42,7 +42,6 @@ OTHER_NAMES = {
     "save_safetensors": "not supported: weights are always saved as safetensors",
     "group_by_length": "not supported: all rows have the same length",
     "chat_template_path": "the `chat_template` of `processing_class`",
-    "peft_config": _LORA,
     "teacher_model": _TEACHER,
     "teacher_model_name_or_path": _TEACHER,
     "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
@@ -101,6 +100,10 @@ _ARGUMENTS = {
 _PHRASES = {
     "early_stopping.metric: heldout_kl": "eval_dataset: eval_kl",
     "`columns: {text: …}`": "columns={'text': …}",
+    "check lora.target_modules and lora.target_parameters": "check its target_modules",
+    "lora.target_modules: ": "peft_config: target_modules: ",
+    "lora: peft": "peft_config: peft",
+    ", or leave the section out": ", or leave it out",
     "set loss_on: all": "set loss_on='all'",
     "set on_bad_row: skip": "set on_bad_row='skip'",
     "Input should be": "must be",  # pydantic's

@@ -111,22 +111,26 @@ class TrainingRecord:
         self._connectivity: dict[str, Any] | None = None
         self._fingerprints: Callable[[], dict[str, str]] = dict
         self._date: dict[str, str] = {}
+        self._adapters: dict[str, Any] | None = None
 
     def complete(
         self,
         student: Any,
         fingerprints: Callable[[], dict[str, str]],
         date: datetime | None,
+        adapters: dict[str, Any] | None = None,
     ) -> None:
         """Add the facts that depend on the engine, the model and the data, once these
         are ready.
 
-        date: the day that the chat template wrote, if any.
+        date: the day that the chat template wrote, if any. adapters: their settings.
         """
         self._date = {} if date is None else {NOTED: date.isoformat()}
         self._fit = _given_settings(self.args)
         self._connectivity = getattr(student.config, "farskip", None)
         self._fingerprints = fingerprints
+        # as a record that was written to a file and read again
+        self._adapters = json.loads(json.dumps(adapters, default=str))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -146,7 +150,10 @@ class TrainingRecord:
             if current.get(name) != self._fit.get(name)
         }
         overrides = {name: current.get(name) for name in changed}
-        return self._given | overrides | cut | {"connectivity": self._connectivity}
+        settings = self._given | overrides | cut
+        if self._adapters is not None:
+            settings["peft_config"] = self._adapters
+        return settings | {"connectivity": self._connectivity}
 
     @cached_property
     def inputs(self) -> dict[str, str]:

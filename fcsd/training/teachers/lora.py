@@ -10,6 +10,7 @@ methods of peft than LoRA.
 """
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import UserError, check_kind, one_line
 from fcsd.data.batches import Batch, next_token_targets
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families.structure import has_adapters, is_adapter, output_head
@@ -27,12 +28,50 @@ from fcsd.training.losses.head import body_hidden
 from fcsd.training.teachers.base import LiveTeacher
 from fcsd.training.teachers.config import AdapterConfig
 
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian"),
+}
+"""Settings of peft's LoRA by which more than adapters would be trained, or by which
+fresh adapters would have an effect, and their values here.
+"""
+
+
+def check_peft_config(config: Any) -> None:
+    """Raise UserError unless `config` describes LoRA adapters that a model can be
+    trained with and, without them, is its own teacher.
+    """
+    import_peft()
+    import peft
+
+    check_kind("peft_config", config, peft.LoraConfig, "a peft.LoraConfig")
+    for name, allowed in _NEUTRAL.items():
+        if (value := getattr(config, name, allowed[0])) not in allowed:
+            raise UserError(
+                f"peft_config: {name}: is {value!r}; only adapters are trained, which"
+                f" begin without an effect: use {allowed[0]!r}"
+            )
+
+
+def import_peft() -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "lora: peft is not installed; pip install 'fcsd[lora]', or leave the"
+            " section out"
+        ) from None
+
 
 def add_adapters(
-    model: PreTrainedModel, lora: AdapterConfig, seed: int, dtype: torch.dtype
+    model: PreTrainedModel, lora: Any, seed: int, dtype: torch.dtype
 ) -> Any:
     """Freeze `model` and add fresh adapters of `dtype` to it in place; they have no
     effect until they are trained.
+
+    lora: an `AdapterConfig`, or peft's own that `check_peft_config` has accepted.
 
     Returns: the `PeftModel` around it, for `leave_adapters`.
 
@@ -40,17 +79,17 @@ def add_adapters(
         UserError: peft is not installed; names match nothing or cannot be adapted by
             peft; the head or the embeddings are among them.
     """
-    try:
-        import peft
-    except ImportError:
-        raise UserError(
-            "lora: peft is not installed; pip install 'fcsd[lora]', or leave the"
-            " section out"
-        ) from None
+    import_peft()
+    import peft
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     # Adapters start from random numbers: all ranks and restarts need the same ones.
-    config = peft.LoraConfig(**lora.model_dump(), task_type="CAUSAL_LM")
+    if isinstance(lora, AdapterConfig):
+        config = peft.LoraConfig(**lora.model_dump(), task_type="CAUSAL_LM")
+    else:
+        # peft writes into it; without a task it would not know how to generate
+        config = copy.deepcopy(lora)
+        config.task_type = config.task_type or "CAUSAL_LM"
     torch.manual_seed(seed)
     try:
         with warnings.catch_warnings():
@@ -96,6 +135,12 @@ def leave_adapters(adapted: Any, folder: Path) -> None:
     """
     adapted.save_pretrained(folder)
     adapted.merge_and_unload()
+
+
+def merged_copy(adapted: Any) -> PreTrainedModel:
+    """Return a copy of a LoRA student with its adapters merged into the weights."""
+    merged: PreTrainedModel = copy.deepcopy(adapted).merge_and_unload()
+    return merged
 
 
 class AdapterOffTeacher(LiveTeacher):
