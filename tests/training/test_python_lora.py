@@ -99,7 +99,7 @@ def test_adapters_go_on_from_a_checkpoint_to_the_same_weights_on_the_same_model(
     other = model()
     with torch.no_grad():
         other.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    with pytest.raises(UserError, match=r'made with other settings .*model: "'):
+    with pytest.raises(UserError, match=r"made with other settings \(model: "):
         trainer_of(bench, "rest", other, layers=None).train(checkpoint)
     wider = peft.LoraConfig(**LORA | {"r": 4})
     with pytest.raises(UserError, match=r"peft_config\.r: 2 -> 4"):
