@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import datasets
+import numpy as np
 
 from fcsd.base.errors import UserError, kind_of, one_line
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.batches import ROW_FEATURES
+from fcsd.data.batches import NO_LOSS, ROW_FEATURES
 from fcsd.data.columns import check_meanings, column_meanings, refuse_unread
 from fcsd.data.config import SourceConfig, TextConfig
 from fcsd.data.dates import TEMPLATE_DATE
@@ -298,19 +299,28 @@ def _packed(
 
 
 def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> None:
-    """Raise UserError for a row with a token that is not in the model's vocabulary."""
+    """Raise UserError for a row with a token that is not in the model's vocabulary, or
+    a label of another position.
+    """
     start = 0
     # In blocks, so that a large data set need not fit into memory.
     for block in (
         data.with_format("numpy")
-        .select_columns("input_ids")
+        .select_columns(["input_ids", "labels"])
         .iter(batch_size=_ROWS_AT_A_TIME)
     ):
-        for number, ids in enumerate(block["input_ids"], start + 1):
+        rows = zip(block["input_ids"], block["labels"], strict=True)
+        for number, (ids, labels) in enumerate(rows, start + 1):
             try:
                 token_ids(ids, vocab_size)
             except BadExample as error:
                 raise UserError(f"data set {name}, row {number}: {error}") from None
+            if not np.all((labels == ids) | (labels == NO_LOSS)):
+                raise UserError(
+                    f"data set {name}, row {number}: each label must be the token of"
+                    f" its own position, or {NO_LOSS} where there is no loss (they are"
+                    " shifted later)"
+                )
         start += len(block["input_ids"])
 
 

@@ -5,7 +5,7 @@ behind a server (`fcsd.evaluation.served`).
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
+from fcsd.base.hooks import first_tensor, hooked
 from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
@@ -158,6 +159,29 @@ class Batches:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
+@contextlib.contextmanager
+def known_tokens(model: PreTrainedModel) -> Iterator[None]:
+    """Raise UserError within the block where the model is given a token that it has no
+    embedding for; a device would fail without a reason.
+    """
+    embeddings = model.get_input_embeddings()
+    size = getattr(embeddings, "num_embeddings", None)
+
+    def check(args: Any, kwargs: Any) -> None:
+        ids = first_tensor(args)
+        if size is not None and ids is not None and ids.numel():
+            largest = int(ids.max())
+            if largest >= size:
+                raise UserError(
+                    f"the tokenizer gives the token id {largest}, but the model's"
+                    f" vocabulary has only {size} tokens; use the tokenizer that belongs"
+                    " to the model"
+                )
+
+    with hooked(before=[(embeddings, check)]):
+        yield
+
+
 class InMemoryBackend:
     """A model in memory, whole on every rank or sharded over them."""
 
@@ -187,6 +211,7 @@ class InMemoryBackend:
         with (
             preserved(self.model, self.tokenizer),
             gathered_once(self.model, self.ranks),
+            known_tokens(self.model),
         ):
             self.model.eval()
             yield

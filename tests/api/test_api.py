@@ -578,3 +578,30 @@ def test_a_tokenizer_may_be_a_path(original: Any, base_checkpoint: Path) -> None
         fcsd.calibrate(student, original, rows, tokenizer=tokenizer, max_length=32)
         == by_path
     )
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_one_line(
+    original: Any, tmp_path: Path
+) -> None:
+    tokenizer = tiny_tokenizer(original.config.vocab_size)
+    tokenizer.add_tokens(["zebra"])
+    (tmp_path / "choice").mkdir()
+    row = {"question": "zebra", "choices": ["1", "2", "3"], "answer": 0}
+    (tmp_path / "choice" / "test.jsonl").write_text(json.dumps(row) + "\n")
+    task = {
+        "task": "tiny_choice", "kind": "likelihood", "metric": "acc,none", "dataset": "choice",
+        "lm_eval_include": "tiny", "chat_template": True,
+    }  # fmt: skip
+    suite = SuiteConfig.model_validate({"name": "quick", "tasks": [task]})
+    size = original.config.vocab_size
+    with pytest.raises(
+        UserError,
+        match=rf"the tokenizer gives the token id \d+, but the model's .* only {size} ",
+    ):
+        fcsd.evaluate_model(
+            original,
+            suite,
+            tokenizer=tokenizer,
+            data_root=str(tmp_path),
+            progress=False,
+        )

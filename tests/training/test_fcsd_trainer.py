@@ -949,6 +949,8 @@ def test_two_ranks_train_what_one_process_trains(
         ({"compute_metrics": "acc"}, "compute_metrics: a str; a function of logits and labels is needed"),
         ({"train_dataset": ["a", "b"]}, "data set train_dataset, row 1: a str; an example is a mapping"),
         ({"train_dataset": [{"input_ids": [5, 999]}]}, "row 1: token id 999 at position 1 is.*set on_bad_row='skip'"),
+        ({"train_dataset": [{"input_ids": [5] * 32, "position_ids": [*range(32)], "labels": [999] * 32}] * 8},
+         "data set train_dataset, row 1: each label must be the token of its own position, or -100"),
         ({"eval_dataset": ["a", "b"]}, "data set eval_dataset, row 1: a str; an example is a mapping"),
         ({"eval_dataset": {"one": "a"}}, "data set eval_dataset 'one': a str; a datasets.Dataset"),
         ({"eval_dataset": [{"input_ids": [5, 999]}]}, "eval_dataset, row 1: token id 999 at position 1 is not in"),
