@@ -310,9 +310,9 @@ class Thoughts:
 
     def marked(self, text: str) -> bool:
         """Return whether a text has thoughts that nobody asked for: it opens them, or
-        ends them at the beginning of a line; elsewhere, prose may quote a marker.
+        ends them where a line begins or ends; elsewhere, prose may quote a marker.
         """
-        end = rf"^\s*(?:{self.markers.end})"
+        end = rf"^\s*(?:{self.markers.end})|(?:{self.markers.end})[ \t]*$"
         return self.opens(text) or re.search(end, text, re.M | re.S) is not None
 
     def markers_for(self, text: str) -> Markers:
@@ -338,7 +338,9 @@ class Thoughts:
         empty thought, as the template writes one, or the head of the answer; "" where
         the answer follows anyway.
         """
-        if not self.are_in(prompt, asked=False):
+        wrapper = re.escape(self.markers.wrapper[0]) if self.markers.wrapper else ""
+        ended = rf"(?:{self.markers.end})\s*(?:{wrapper})?\s*\Z"
+        if not self.are_in(prompt, asked=False) or re.search(ended, prompt, re.S):
             return ""
         if self.markers.answer:
             return self.markers.answer

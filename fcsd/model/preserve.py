@@ -81,3 +81,15 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             datasets.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Silence transformers' advice on settings, which is for those who run the model."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

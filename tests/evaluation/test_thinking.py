@@ -264,6 +264,21 @@ def test_thoughts_that_nobody_asked_for_are_removed_and_counted(
     assert asked["tasks"]["sums"]["answers_with_thoughts"] == 0
 
 
+@pytest.mark.parametrize("end", ["\n</think>\n\n", "</think>\n\n", "</think>"])
+def test_thoughts_after_an_empty_thought_in_the_prompt_are_removed_and_counted(
+    place: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    opening = "{% if add_generation_prompt %}<think>\n\n</think>\n\n{% endif %}"
+    monkeypatch.setitem(MARKERS, "empty", (opening, "", end, ()))
+    right = "" if end == "</think>" else "7"
+    # The stop string in them may cut thoughts that nothing opens.
+    said = {"right": f"So, 3 + 4.{end}{right}", "endless": "7", "long": "7"}
+    monkeypatch.setattr(f"{__name__}.replies", lambda *_: said)
+    result, samples = in_memory(place, "empty", thinking=False)
+    assert [sample["completion"].strip() for sample in samples] == [right, "7", "7"]
+    assert result["tasks"]["sums"]["answers_with_thoughts"] == 1
+
+
 def test_an_answer_that_quotes_a_mark_of_thoughts_has_none(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +317,9 @@ CLOSED = {
     "a wrapper": ("", "{# <think> <answer> #}", "<think>\n\n</think>\n\n<answer>\n"),
     "a switch": ("{% if enable_thinking %}<think>{% else %}<think></think>{% endif %}", "", ""),
     "no thoughts": ("", "", ""),
+    "an empty thought without a switch": ("<think>\n\n</think>\n\n", "", ""),
+    "an empty thought and a wrapper": ("<think></think>\n<answer>\n", "", ""),
+    "the head of a harmony answer": (HARMONY, "{# <|channel|>analysis<|message|> #}", ""),
 }  # fmt: skip
 
 

@@ -47,6 +47,7 @@ from fcsd.model.families import (
     family_of,
 )
 from fcsd.model.families.refused import REFUSED
+from fcsd.model.preserve import without_advice
 from fcsd.model.quantised.methods import (
     Quantisation,
     said_quantisation,
@@ -596,7 +597,8 @@ def check_generation(folder: Path) -> None:
     for missing, and the model's own end tokens with it.
 
     Raises:
-        UserError: it is there, and is no JSON object, or a setting has another type.
+        UserError: it is there, and is no JSON object, a setting has another type, or
+            transformers refuses it.
     """
     file = folder / GENERATION
     if not os.path.lexists(file):
@@ -626,6 +628,17 @@ def check_generation(folder: Path) -> None:
                 raise UserError(
                     f"{file}: {name} must be {words}, got {value!r:.80}; {again}"
                 )
+    from transformers import GenerationConfig
+
+    try:
+        with without_advice():
+            GenerationConfig.from_dict(settings)
+    # A setting of any other type fails wherever it is used first.
+    except Exception as error:
+        raise UserError(
+            f"{file}: transformers refuses its settings ({one_line(error)}); correct"
+            " the file, or fetch it again"
+        ) from None
 
 
 def check_carried(folder: Path) -> list[Path]:

@@ -2,9 +2,8 @@
 there are any.
 """
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint_json,
 )
 from fcsd.model.inspect.memory import BYTES
+from fcsd.model.preserve import without_advice
 from fcsd.model.quantised.methods import (
     MODELOPT,
     Quantisation,
@@ -215,15 +215,3 @@ def checkpoint_dtype(config: Mapping[str, Any]) -> str:
         if (dtype := section.get("dtype") or section.get("torch_dtype")) in BYTES:
             return str(dtype)
     return "bfloat16"
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Silence transformers' advice on a config, which is for those who run the model."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -30,9 +30,9 @@ from fcsd.model.inspect.checkpoint import (
     checkpoint_dtype,
     config_object,
     find_source,
-    without_advice,
 )
 from fcsd.model.inspect.memory import BYTES, CACHE_TOKENS, cache_bytes
+from fcsd.model.preserve import without_advice
 from fcsd.model.quantised.methods import why_not_trained
 
 SELECTIONS = (

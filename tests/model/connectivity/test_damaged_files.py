@@ -81,6 +81,23 @@ def test_a_generation_setting_of_another_type_is_named(
     )
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"early_stopping": "sometimes"}, {"suppress_tokens": 3}, {"watermarking_config": "x"},
+        {"num_return_sequences": 2}, {"cache_implementation": ["static"]},
+    ],
+)  # fmt: skip
+def test_generation_settings_that_transformers_refuses_are_one_line(
+    whole: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    content = json.dumps(settings).encode()
+    folder = damaged(whole, tmp_path, "generation_config.json", content)
+    refused_by_all(
+        folder, tmp_path / "out", r"generation_config\.json: transformers refuses its"
+    )
+
+
 def test_a_byte_order_mark_and_a_folder_are_no_generation_settings(
     whole: Path, tmp_path: Path
 ) -> None:
