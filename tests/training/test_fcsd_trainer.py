@@ -907,7 +907,7 @@ def test_two_ranks_train_what_one_process_trains(
         ({"train_dataset": {"train": [], "test": []}}, "holds several \\('train', 'test'\\); give one of them"),
         ({"columns": {"text": "words"}}, "no column 'words'; it has 'messages'; name the right ones under `columns`"),
         ({"batch_size_tokens": 100}, r"^batch_size_tokens: 100 is not a multiple of 64 \(per_.* 2 x max_length 32 x"),
-        ({"train_dataset": examples(3)}, "train_dataset: has 3 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"),
+        ({"train_dataset": examples(3)}, "has 3 rows of 32 tokens, but one batch of 128 tokens needs 4; use more data"),
         ({"train_dataset": examples(40), "max_length": 2}, "not one of 40 examples has a response token"),
         ({"objective": "kl2"}, "FCSDConfig: objective: must be 'kl', .* or 'ce', got 'kl2'"),
         ({"objective": "kl", "jsd_beta": 0.3}, "FCSDConfig: jsd_beta: no meaning for objective 'kl', only for jsd"),
