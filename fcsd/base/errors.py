@@ -18,15 +18,15 @@ _LOGIN = re.compile(rf"({_SCHEME})(?:{_NAME})", re.IGNORECASE)
 _ENCODED = re.compile(
     r"((?::|%3A)(?:%2F|%5C)+)(?:(?!%2F|%5C)[^\s/'\"])*(?=%40)", re.IGNORECASE
 )
-# Without a scheme: `//user:token@host`, `user:token@host`.
-_BARE = r"(?<![\w.])[\w.+-]+:[^\s/'\"@]+(?=@[\w\[])"
+# Without a scheme: `//user:token@host`, `user:token@host/…`; a path may have `a:b@c`.
+_BARE = r"(?<![\w.])(?!mailto:)[\w.+-]+:[^\s/\\'\"@]+(?=@(?:\[|localhost|[\w-]+[/:.]))"
 _NO_SCHEME = re.compile(rf"(?<=//)[^\s/'\"]*(?=@)|{_BARE}")
 _WORD_OF_NO_SCHEME = re.compile(rf"(?:(?:-*[\w.-]+=)?(?://)?){_BARE}")
 _QUERY = re.compile(
     rf"({_SCHEME}[^\s?#'\"]*[?#])[^\s'\")]*[^\s'\"),.:;]", re.IGNORECASE
 )
 _SECRET_VALUE = re.compile(
-    r"([?&#][\w-]*(?:token|key|secret|signature|sig|password|passwd|pwd|credential)=)"
+    r"([?&#][\w-]*(?:token|key|secret|signature|sig|password|passwd|pwd|credential|auth)=)"
     r"[^\s&'\"#…]+",
     re.IGNORECASE,
 )

@@ -293,6 +293,11 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers = implicit_values("float", "null", "merge", "value")
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        # An alias is a value of its own: `--set` of one key may not change another.
+        self.constructed_objects.pop(node, None)
+        return super().construct_object(node, deep)
+
 
 def _float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float | str:
     text = str(loader.construct_scalar(node))
@@ -524,7 +529,8 @@ def places_of(kind: Any, name: str, section: Sequence[str] = ()) -> list[str]:
 
     found = [parts for parts in keys if parts[-1] == name]
     least = min(map(distance, found), default=(0, 0))
-    return [".".join(parts) for parts in found if distance(parts) == least]
+    nearest = (".".join(parts) for parts in found if distance(parts) == least)
+    return [*dict.fromkeys(nearest)]
 
 
 def _as_section(dotted: str) -> str:

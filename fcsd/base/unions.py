@@ -157,6 +157,18 @@ def drop_foreign_keys(
     choice = choice_of(annotation)
     if choice is not None:
         kind = choice.member(raw)
+        if choice.else_default and isinstance(raw, dict) and kind is not None:
+            # Keys that only the default has choose it, too.
+            default = choice.members[choice.default or ""]
+            changed = {
+                name.removeprefix(prefix).partition(".")[0]
+                for name in changes
+                if name.startswith(prefix)
+            }
+            only_default = default.model_fields.keys() - kind.model_fields.keys()
+            if choice.key not in changed and changed & only_default:
+                del raw[choice.key]
+                kind = default
     else:
         if isinstance(annotation, FieldInfo):
             annotation = annotation.annotation

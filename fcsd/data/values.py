@@ -139,7 +139,8 @@ def _table(rows: list[dict[str, Any]], features: datasets.Features | None) -> pa
     if features is not None:
         if missing := [name for name in names if name not in features]:
             raise ValueError(
-                f"the first examples have no {missing[0]!r}, later ones do"
+                f"the first examples have no {missing[0]!r}, later ones do; write it,"
+                " or null, in the first, too"
             )
         names = dict.fromkeys(features)
     # A value of null is text, an absent one is none.

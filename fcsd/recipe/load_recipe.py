@@ -52,7 +52,7 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         set_dotted(raw, key, parse_yaml(text, where), where)
         files[key] = path
     try:
-        return check_recipe(raw, str(path))
+        return check_recipe(_beside(raw, path.parent), str(path))
     except UserError as error:
         raise UserError(_with_file(str(error), path, files)) from None
 
@@ -114,6 +114,9 @@ def _merged(
         if is_section and isinstance(old, dict) and isinstance(value, dict):
             value = _merged(old, value, f"{dotted}.")
         merged[key] = value
+        # A section is null where it is switched off; a variant is left out.
+        if value is None and key in base and f"{dotted}.".startswith("variants."):
+            del merged[key]
     return merged
 
 

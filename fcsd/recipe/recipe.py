@@ -312,7 +312,8 @@ class Recipe(Strict):
     """Everything a run depends on; the run lacks the stages whose sections are null."""
 
     elsewhere: ClassVar[dict[str, str]] = {
-        "extends": "only the file of a recipe can extend another one; load it first"
+        "extends": "only the file of a recipe can extend another one; load it first",
+        "extend": "unknown key; did you mean 'extends'?",
     }
 
     name: Name

@@ -27,9 +27,12 @@ ADDRESSES = [
     "s3://key:SECRET@bucket/x",
     "user:SECRET@h/r.yaml",
     "//user:SECRET@h/r.yaml",
+    "user:SECRET@h.org",
+    "user:SECRET@localhost",
     "https://h/r.yaml?token=SECRET",
     "https://h/r.yaml?a=b&X-Amz-Signature=SECRET&c=d",
     "h/r.yaml?access_token=SECRET",
+    "https://h/r.yaml?auth=SECRET",
     "hf_" + "SECRET" * 6,
     "github_pat_" + "SECRET" * 7,
 ]
@@ -55,6 +58,7 @@ def test_an_address_is_shown_without_its_password_also_where_a_path_was_made_of_
         "runs/me@x", "runs//me@x", "me/x@main", "hf://datasets/me/x@main", "http://localhost:8000", "http://h:8000/v1",
         "http://[::1]:8000/v1", "https://github.com/a/b@abc", "C:/Users/me@x/y", "train.learning_rate=4e-5",
         "{path: a/b, columns: {text: body}}", "first:8", "git@github.com:me/x",
+        r"C:\Users\me@work\x", "a:b@c", "output_dir=step:100@best", "2026-11-28T10:00@x", "mailto:me@example.org",
     ],
 )  # fmt: skip
 def test_ordinary_words_are_not_taken_for_secrets(word: str) -> None:

@@ -89,6 +89,29 @@ def test_null_switches_a_section_off_and_another_choice_leaves_its_keys_behind(
     assert recipe.sweep is None and recipe.teacher is None
 
 
+def test_a_null_leaves_a_variant_out(tmp_path: Path) -> None:
+    recipe = load_recipe(extending(tmp_path, {"variants": {"sft": None}}))
+    assert recipe.variants == {"v": {"train.max_steps": 3}}
+    assert not load_recipe(extending(tmp_path, {"variants": None})).variants
+
+
+@pytest.mark.parametrize("variant", [False, True])
+def test_keys_of_a_task_stop_by_it_in_place_of_a_kl(
+    tmp_path: Path, variant: bool
+) -> None:
+    data = BASE["data"] | {"heldout": {"path": "h.jsonl"}}
+    kl = {"metric": "heldout_kl", "patience": 3, "every_steps": 2}
+    write(tmp_path / "base.yaml", BASE | {"data": data, "early_stopping": kl})
+    task = {"task": "mbpp_plus", "suite": "paper11"}
+    changes: dict[str, Any] = {"early_stopping": task}
+    if variant:
+        dotted = {f"early_stopping.{key}": value for key, value in task.items()}
+        changes = {"variants": {"v": dotted}}
+    path = write(tmp_path / "new.yaml", {"extends": "base.yaml", **changes})
+    stopping: Any = load_recipe(path).chosen("v" if variant else None).early_stopping
+    assert (stopping.task, stopping.every_steps) == ("mbpp_plus", 2)
+
+
 def test_a_path_is_relative_to_its_file_and_a_shipped_recipe_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +139,9 @@ def test_a_suite_lies_beside_the_file_that_names_it(tmp_path: Path) -> None:
     path = write(tmp_path / "new.yaml", {"extends": "a/base.yaml"})
     suite = load_recipe(path).evaluation.suite
     assert suite == str(tmp_path / "a" / "mine.yaml")
+    write(tmp_path / "a" / "base.yaml", BASE)
+    of_base = load_recipe(tmp_path / "a" / "base.yaml", ["evaluation.suite=mine.yaml"])
+    assert of_base.evaluation.suite == suite
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,11 @@ WRONG = [
     ),
     ({"lr": 1}, r"x\.yaml: lr: unknown key; did you mean 'train\.learning_rate'"),
     ({"train": {"lr": 1}}, r"train\.lr: unknown key; did you mean 'learning_rate'\?"),
+    (
+        {"temperature": 2},
+        r"temperature: unknown key; did you mean 'objective\.temperature'\?",
+    ),
+    ({"extend": "x"}, r"extend: unknown key; did you mean 'extends'\?"),
     ({"learnin_rate": 1}, r"learnin_rate: unknown key; did you mean 'train\.learning_"),
     ({"layers": "all"}, r"layers: unknown key; did you mean 'connectivity\.layers'\?"),
     (
@@ -861,6 +866,15 @@ def test_an_alias_that_is_used_a_few_times_is_read(tmp_path: Path) -> None:
     text += "seed: &s 3\nvariants: {a: {data: *d, seed: *s}, b: {data: *d}}\n"
     recipe = load_recipe(write(tmp_path, text))
     assert recipe.variant("b").data == recipe.data and recipe.variant("a").seed == 3
+
+
+def test_set_of_a_key_does_not_change_its_alias(tmp_path: Path) -> None:
+    text = yaml.safe_dump(MINIMAL | {"data": None}).replace(
+        "data: null", "data: {train: [&s {path: d}, *s], heldout: *s}"
+    )
+    data = load_recipe(write(tmp_path, text), ["data.train.1.path=e"]).data
+    assert [source.path for source in data.train] == ["d", "e"]
+    assert data.heldout is not None and data.heldout.path == "d"
 
 
 def test_a_recipe_whose_name_is_too_long_for_a_file_is_one_line(tmp_path: Path) -> None:
