@@ -1155,7 +1155,7 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
             for module in adapted.modules():
                 if isinstance(module, BaseTunerLayer):
                     module.delete_adapter("default")
-        reason = r"has adapters, .* `lora` section trains; give a model without"
+        reason = r"has adapters of its own; give a model without"
         with pytest.raises(UserError, match=f"model: .* {reason}"):
             make(model=adapted, layers="all")
         with pytest.raises(UserError, match=f"student: .* {reason}"):

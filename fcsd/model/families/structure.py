@@ -109,9 +109,9 @@ def refuse_adapters(model: nn.Module, name: str) -> None:
     # A layer that PEFT has replaced stays so when its adapter is deleted.
     if any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise UserError(
-            f"{name}: {type(model).__name__} has adapters, which only a recipe's `lora`"
-            " section trains; give a model without them, or merged"
-            " (merge_and_unload)"
+            f"{name}: {type(model).__name__} has adapters of its own; give a model"
+            " without them, or merged (merge_and_unload); fcsd adds those that it trains"
+            " (peft_config in Python, `lora` in a recipe)"
         )
 
 
