@@ -80,9 +80,13 @@ class Case:
 
     def answers(self, *rows: dict[str, Any], **plan: Any) -> dict[str, dict[str, Any]]:
         """Return the completions of each task by their prompt."""
+        return self.answers_of(self.suite(*rows), **plan)
+
+    def answers_of(self, suite: SuiteConfig, **plan: Any) -> dict[str, dict[str, Any]]:
+        """Return the same of a suite, of which nothing is written."""
         options = {"data_root": str(self.place / "data"), "allow_weak_sandbox": True}
         _, samples = evaluate(
-            self.model, self.tokenizer, self.suite(*rows), progress=False,
+            self.model, self.tokenizer, suite, progress=False,
             **{**options, "batch_size": 1, **plan},
         )  # fmt: skip
         return by_prompt(samples)
@@ -210,14 +214,16 @@ def test_no_order_of_the_items_changes_an_answer(
     assert few_items["t_until"].items() < alone["t_until"].items()
 
 
-def _of_rank(rank: int, case: Case) -> Any:
-    return case.answers(GENERATION, CODE, batch_size=2, ranks=Ranks(rank, 2))
+def _of_rank(rank: int, case: Case, suite: SuiteConfig) -> Any:
+    return case.answers_of(suite, batch_size=2, ranks=Ranks(rank, 2))
 
 
 def test_no_number_of_ranks_changes_an_answer(
     case: Case, alone: dict[str, dict[str, str]]
 ) -> None:
-    assert run_ranks(_of_rank, 2, case) == [alone, alone]
+    # Written before the ranks begin: one could read what another has only opened.
+    suite = case.suite(GENERATION, CODE)
+    assert run_ranks(_of_rank, 2, case, suite) == [alone, alone]
 
 
 SAMPLED = CODE | {"task": "t_code", "num_samples": 2, "temperature": 1.0, "top_p": 0.9}
