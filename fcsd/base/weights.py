@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ _NOT_FINITE = {
 """Dtype in the words of safetensors -> integers of its width, and the bits that are all
 set in NaN and infinity.
 """
+_ADDED_TO_SCORES = re.compile(r"mask\w*|alibi\w*|\w*correction_bias|expert_bias")
 
 
 @dataclass(frozen=True)
@@ -344,7 +346,7 @@ def _read(file: Path) -> _Scan:
                 if not block:
                     break
                 digest.update(block)
-                count += _count_not_finite(block, dtype)
+                count += _count_not_finite(block, dtype, is_added_to_scores(name))
                 remaining -= len(block)
             if count:
                 width = int(_NOT_FINITE[dtype][0][-1])
@@ -356,7 +358,14 @@ def _read(file: Path) -> _Scan:
     return _Scan(digest.hexdigest(), not_finite)
 
 
-def _count_not_finite(block: bytes, dtype: str) -> int:
+def is_added_to_scores(name: str) -> bool:
+    """Tell whether a tensor is a mask or a bias of scores, in which minus infinity means
+    "never": a key that is not looked at, an expert that is not chosen.
+    """
+    return bool(_ADDED_TO_SCORES.fullmatch(name.rpartition(".")[2]))
+
+
+def _count_not_finite(block: bytes, dtype: str, may_be_minus_infinite: bool) -> int:
     """Count the values of a block that are NaN or infinite; 0 for integers and for
     dtypes without such values.
     """
@@ -368,4 +377,7 @@ def _count_not_finite(block: bytes, dtype: str) -> int:
     integers, bits = _NOT_FINITE[dtype]
     width = int(integers[-1])
     values = np.frombuffer(block, integers, len(block) // width)
-    return int(np.count_nonzero((values & np.array(bits, integers)) == bits))
+    found = (values & np.array(bits, integers)) == bits
+    if may_be_minus_infinite:
+        found &= values != np.array(bits | 1 << (8 * width - 1), integers)
+    return int(np.count_nonzero(found))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fcsd.base.weights import not_finite
+from fcsd.base.weights import is_added_to_scores, not_finite
 from fcsd.model.dtypes import real_tensors
 
 _CHUNK_VALUES = 1 << 24
@@ -22,7 +22,8 @@ def refuse_not_finite(model: nn.Module, name: str | Path) -> None:
     infinite, and name the first ones.
 
     It reads each tensor once, as fast as memory allows. A rank looks at its own shards;
-    tensors without storage pass.
+    tensors without storage pass, and so does minus infinity in buffers (masks) and
+    where `is_added_to_scores`.
 
     name: of the model in the error.
     """
@@ -33,7 +34,10 @@ def refuse_not_finite(model: nn.Module, name: str | Path) -> None:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        if count := sum(map(_count, _parts(tensor.detach()))):
+        is_weight = isinstance(tensor, nn.Parameter) and not is_added_to_scores(
+            tensor_name
+        )
+        if count := sum(_count(part, is_weight) for part in _parts(tensor.detach())):
             counts[tensor_name] = count, tensor.numel()
     if counts:
         raise not_finite(name, counts)
@@ -52,8 +56,10 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
 
 
-def _count(tensor: Tensor) -> int:
-    """Count the values that are NaN or infinite."""
+def _count(tensor: Tensor, is_weight: bool) -> int:
+    """Count the values that are NaN or infinite; outside of weights, without minus
+    infinity.
+    """
     # Least and largest value tell, many times faster than `isfinite`, which makes a
     # tensor of its own; torch has neither for float8.
     if tensor.dtype.itemsize == 1:
@@ -61,4 +67,5 @@ def _count(tensor: Tensor) -> int:
         return sum(int((~chunk.float().isfinite()).sum()) for chunk in values)
     if all(bool(value.isfinite()) for value in torch.aminmax(tensor)):
         return 0
-    return int((~tensor.isfinite()).sum())
+    found = ~tensor.isfinite()
+    return int((found if is_weight else found & ~tensor.isneginf()).sum())

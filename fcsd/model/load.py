@@ -21,7 +21,7 @@ from fcsd.model.connectivity.checkpoint import (
     read_checkpoint,
     read_checkpoint_json,
 )
-from fcsd.model.connectivity.load import load_config, load_model
+from fcsd.model.connectivity.load import check_config, load_config, load_model
 from fcsd.model.connectivity.modeling import register
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import FAMILIES, PREFIX, base_model_type
@@ -249,6 +249,9 @@ def load_tokenizer(
     # A tokenizer's own code and its files raise anything: an import that this version of
     # transformers has moved, for example.
     except Exception as error:
+        # transformers reads the config, too, for a tokenizer.
+        if (folder / CONFIG).exists():
+            check_config(folder)
         hint = ""
         if not trust_remote_code and _brings_code(folder):
             hint = (

@@ -53,7 +53,7 @@ def damaged(folder: Path, family: str, name: str, value: float, **sizes: Any) ->
     return folder
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", PLACES)
 def test_one_value_that_is_no_number_is_found_wherever_it_stands(
     name: str, value: float, tmp_path: Path
@@ -66,6 +66,38 @@ def test_one_value_that_is_no_number_is_found_wherever_it_stands(
             UserError, match=rf"NaN or infinite in 1 tensors: '{found}' \(1 of \d+\)"
         ):
             fcsd.load(folder, layers=layers)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_minus_infinity_is_a_fault_in_weights_and_in_a_routers_bias_an_expert_that_is_never_chosen(
+    name: str, tmp_path: Path
+) -> None:
+    folder = damaged(tmp_path / "model", "deepseek_v3", name, -math.inf, vocab_size=512)
+    convert_checkpoint(folder, tmp_path / "far", Connectivity("all"))
+    push = ["push", str(tmp_path / "far"), "me/x", "--dry-run"]
+    if not name.endswith("bias"):
+        with pytest.raises(UserError, match="NaN or infinite in 1 tensors"):
+            fcsd.load(folder)
+        assert main(push) == 2
+        return
+    model, _ = fcsd.load(folder)
+    chosen: list[int] = []
+    model.model.layers[2].mlp.experts.register_forward_hook(
+        lambda module, inputs, output: chosen.extend(inputs[1].flatten().tolist())
+    )
+    assert model(X).logits.isfinite().all()
+    assert chosen and model.config.n_routed_experts - 1 not in chosen
+    assert main(push) == 0
+
+
+def test_masks_of_minus_infinity_are_no_fault_and_nan_in_them_is() -> None:
+    model = nn.Linear(4, 4)
+    mask = torch.full((8, 8), -math.inf).triu(1)
+    model.register_buffer("causal", mask)
+    refuse_not_finite(model, "this")
+    mask[0, 0] = math.nan
+    with pytest.raises(UserError, match=r"'causal' \(1 of 64\)"):
+        refuse_not_finite(model, "this")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import (
     check_regular,
+    decoded_floats,
     encoded_floats,
     file_state,
     home,
@@ -322,17 +323,13 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
             ):
                 check_file(folder / entry, folder)
-                if entry.suffix in (".json", ".safetensors"):
-                    _refuse_folder(folder / entry)
+                if entry.suffix and (folder / entry).is_dir():
+                    raise UserError(
+                        f"{folder / entry}: is a folder, a file is needed; fetch it"
+                        " again, or remove it"
+                    )
                 files.append(folder / entry)
     return sorted(file for file in files if file.is_file())
-
-
-def _refuse_folder(file: Path) -> None:
-    if file.is_dir():
-        raise UserError(
-            f"{file}: is a folder, a file is needed; fetch it again, or remove it"
-        )
 
 
 def all_files(folder: Path) -> list[Path]:
@@ -366,11 +363,11 @@ def check_file(file: Path, folder: Path) -> None:
                 f"{file}: is a link to {target}, which is not a file of this"
                 " checkpoint; replace the link by a copy, or remove it"
             )
-        if not target.exists():
-            raise UserError(
-                f"{file}: is a link to {target}, which does not exist; fetch the file"
-                " again"
-            )
+    # A link to itself leads nowhere, too.
+    if os.path.lexists(file) and not target.exists():
+        raise UserError(
+            f"{file}: is a link to {target}, which does not exist; fetch the file again"
+        )
     check_regular(file, "fetch it again, or remove it")
 
 
@@ -485,7 +482,7 @@ def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
             safetensors, a file that is truncated or damaged, a tensor that is not where
             the index says, or is in two shards.
     """
-    checkpoint = _of_config(folder, any_family)
+    checkpoint = of_config(folder, any_family)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:
         # The usual reasons for a folder without safetensors have separate messages:
@@ -534,7 +531,7 @@ def read_without_weights(folder: Path) -> Checkpoint:
     Raises:
         UserError: as `read_config`.
     """
-    checkpoint = _of_config(folder)
+    checkpoint = of_config(folder)
     try:
         weights = read_checkpoint(folder)
     except UserError:  # no weights, some of them, or Git LFS pointers
@@ -554,7 +551,7 @@ def read_without_weights(folder: Path) -> Checkpoint:
     )
 
 
-def _of_config(folder: Path, any_family: bool = False) -> Checkpoint:
+def of_config(folder: Path, any_family: bool = False) -> Checkpoint:
     """Return the facts about a checkpoint in its folder's config. Raises UserError as
     `read_config`.
     """
@@ -571,8 +568,11 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     count.
     """
     quantisation = said_quantisation(checkpoint.config, checkpoint.folder)
-    folder = checkpoint.folder
-    if quantisation is None or not is_left_over(quantisation, checkpoint.dtypes):
+    folder, plain = checkpoint.folder, without_quantisation(checkpoint.config)
+    if quantisation is None:
+        # An empty field says nothing, but transformers asks it for its method.
+        return replace(checkpoint, config=plain, leftover=plain != checkpoint.config)
+    if not is_left_over(quantisation, checkpoint.dtypes):
         return replace(checkpoint, quantisation=quantisation)
     # Whoever dequantises weights often leaves the fields; only the tensors can tell.
     dtypes = ", ".join(sorted(set(checkpoint.dtypes.values())))
@@ -580,9 +580,7 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
         f"{folder}: {quantisation.place} says {quantisation.words}, but no tensor is"
         f" quantised ({dtypes}): it is left over, so fcsd ignores it"
     )
-    return replace(
-        checkpoint, config=without_quantisation(checkpoint.config), leftover=True
-    )
+    return replace(checkpoint, config=plain, leftover=True)
 
 
 _TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
@@ -603,7 +601,7 @@ def check_generation(folder: Path) -> None:
     file = folder / GENERATION
     if not os.path.lexists(file):
         return
-    settings = read_checkpoint_json(file)
+    settings = decoded_floats(read_checkpoint_json(file))
     again = "fetch the file again"
     for name in _TOKENS:
         ids = settings.get(name)

@@ -16,6 +16,7 @@ from fcsd.model.connectivity.checkpoint import (
     Checkpoint,
     Shapes,
     find_folder,
+    of_config,
     read_checkpoint,
     read_checkpoint_json,
 )
@@ -404,11 +405,29 @@ def load_config(checkpoint: Checkpoint) -> Any:
         raise UserError(
             f"{checkpoint.folder / CONFIG}: transformers refuses it: {reason}"
         ) from None
+    dtype = getattr(config, "dtype", None)
+    if not isinstance(dtype, torch.dtype | str | dict | None):
+        raise UserError(
+            f"{checkpoint.folder / CONFIG}: dtype must be the name of a torch dtype such"
+            f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
+        )
     try:
         family_of(config)
     except UserError as error:
         raise UserError(f"{checkpoint.folder}: {error}") from None
     return config
+
+
+def check_config(folder: Path) -> None:
+    """Refuse a folder's config that is damaged or, of a known family, that transformers
+    refuses; nothing else is read.
+
+    Raises:
+        UserError: as `read_config` and `load_config`.
+    """
+    checkpoint = of_config(folder, any_family=True)
+    if checkpoint.family is not None:
+        load_config(checkpoint)
 
 
 def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, one_line
 from fcsd.model.families.folding import USUAL, Folding
 
 
@@ -282,8 +282,22 @@ def moe_mask(config: Any, family: Family) -> list[bool]:
     """Return which decoder layers are MoE layers.
 
     config: a config object, with upstream's defaults filled in.
+
+    Raises:
+        UserError: its fields say nothing that a model can have (an interval of 0).
     """
-    return MOE_LAYERS[family.moe_layers][1](text_config(config, family))
+    fields, layers_of = MOE_LAYERS[family.moe_layers]
+    decoder_config = text_config(config, family)
+    try:
+        return layers_of(decoder_config)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        values = ", ".join(
+            f"{name}: {getattr(decoder_config, name, None)!r:.80}" for name in fields
+        )
+        raise UserError(
+            f"model type '{config.model_type}': {values} do not say which layers are"
+            f" MoE layers ({one_line(error)}); fetch the config again"
+        ) from None
 
 
 def text_config(config: Any, family: Family) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
@@ -96,6 +97,60 @@ def test_generation_settings_that_transformers_refuses_are_one_line(
     refused_by_all(
         folder, tmp_path / "out", r"generation_config\.json: transformers refuses its"
     )
+
+
+@pytest.mark.parametrize(
+    ("field", "match"),
+    [
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step: 0, .* which layers are MoE"),
+        ({"dtype": 3}, r"config\.json: dtype must be the name of a torch dtype .* got 3;"),
+        ({"hidden_size": "32"}, r"config\.json: transformers refuses it: .*hidden_size"),
+        ({"quantization_config": 3}, r"config\.json: transformers refuses it"),
+    ],
+)  # fmt: skip
+def test_a_field_of_the_config_that_no_model_can_have_is_not_called_a_fault_of_the_tokenizer(
+    whole: Path, tmp_path: Path, field: dict[str, Any], match: str
+) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    content = json.dumps(config | field).encode()
+    folder = damaged(whole, tmp_path, "config.json", content)
+    with pytest.raises(UserError, match=match):
+        fcsd.load(folder)
+    with pytest.raises(UserError, match=match):
+        convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+
+
+def test_an_empty_quantisation_field_says_nothing(whole: Path, tmp_path: Path) -> None:
+    config = json.loads((whole / "config.json").read_text())
+    content = json.dumps(config | {"quantization_config": {}}).encode()
+    folder = damaged(whole, tmp_path, "config.json", content)
+    convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
+    expected = load_model(whole).state_dict()
+    for model in (fcsd.load(folder)[0], fcsd.load(tmp_path / "out")[0]):
+        for name, tensor in model.state_dict().items():
+            assert tensor.equal(expected[name])
+
+
+@pytest.mark.parametrize("harm", ["a folder", "a link to itself"])
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template.jinja", "tokenizer.model", "merges.txt", "tokenizer_config.json"],
+)
+def test_what_is_no_file_is_not_taken_for_missing(
+    whole: Path, tmp_path: Path, name: str, harm: str
+) -> None:
+    folder = damaged(whole, tmp_path, name, b"{}")
+    (folder / name).unlink()
+    if harm == "a folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to(name)
+    for attempt in (
+        lambda: fcsd.load(folder),
+        lambda: convert_checkpoint(folder, tmp_path / "out", Connectivity("all")),
+    ):
+        with pytest.raises(UserError, match=rf"{name}: is a (folder|link to .* exist)"):
+            attempt()
 
 
 def test_a_byte_order_mark_and_a_folder_are_no_generation_settings(
