@@ -555,14 +555,13 @@ def test_a_models_thoughts_are_cut_off_before_an_answer_is_graded(
     )
     rows = [row.model_dump(mode="json", exclude_unset=True) | how for row in chosen]
     suite = SuiteConfig.model_validate({"name": "own", "tasks": rows})
-    _, samples = evaluate(
+    result, samples = evaluate(
         model, tokenizer, suite, data_root=root, batch_size=2, limit=1, progress=False
     )
-    assert [samples[task][0]["score"] for task in ("gsm8k", "mbpp_plus")] == [
-        bool(thinking)
-    ] * 2
     for task in ("gsm8k", "mbpp_plus"):
-        completion = samples[task][0]["completion"]
-        assert ("99" not in completion and completion.startswith("#### 3")) is bool(
-            thinking
-        )
+        (sample,) = samples[task]
+        assert sample["score"] == 1 and "99" not in sample["completion"]
+        assert sample["completion"].startswith("#### 3")
+        # Those that nobody asked for are counted.
+        unasked = result["tasks"][task].get("answers_with_thoughts", 0)
+        assert unasked == (0 if thinking else 1)
