@@ -323,7 +323,8 @@ def load(
     for name, instead in _NOT_OPTIONS.items():
         if options.get(name):
             raise UserError(f"fcsd.load: {name}: {instead}")
-    checkpoint = find_model(ModelConfig(path=str(path), revision=revision))
+    source = {"path": str(path), "revision": revision}
+    checkpoint = find_model(ModelConfig.from_plain(source, "fcsd.load"))
     tokenizer = load_tokenizer(checkpoint.folder, trust_remote_code=trust_remote_code)
     connectivity = connectivity_of(layers, attention, mlp)
     try:

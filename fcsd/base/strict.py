@@ -505,10 +505,13 @@ def _with_place(message: str, keys: list[str], kind: Any) -> str:
     *section, name = keys
     if "did you mean" in message:
         return message
-    if name in places(kind):
+    if "." in name and name in places(kind):
         return f"unknown key; write it as a section: {_as_section(name)}"
     found = places_of(kind, name, section)
-    meant = " or ".join(map(repr, found[:3]))
+    meant = " or ".join(
+        repr(place) if "." in place else f"{place!r}, outside {section[0]!r}"
+        for place in found[:3]
+    )
     return f"unknown key; did you mean {meant}?" if found else message
 
 

@@ -68,7 +68,7 @@ class Candidate:
 
     @property
     def folder(self) -> str:
-        return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate:g}"
+        return f"batch_size_tokens={self.batch_size_tokens},learning_rate={self.learning_rate}"
 
     def train(self, base: TrainConfig, sweep: SweepConfig) -> TrainConfig:
         """Return the training section of this candidate: `base` with its batch size and

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import fcsd
 from fcsd.base.errors import UserError, holds_credentials, without_credentials
 from fcsd.base.files import check_path, read_text
 from fcsd.base.strict import validate
@@ -112,6 +113,12 @@ def test_no_record_takes_a_password_and_the_key_is_named(address: str) -> None:
             UserError, match=f"^x: {key}: holds a name or pass"
         ) as wrong:
             validate(record, value, "x")
+        assert "SECRET" not in str(wrong.value)
+    for door in (fcsd.load, fcsd.evaluate_model):
+        with pytest.raises(
+            UserError, match=r"^fcsd\.load: path: holds a name"
+        ) as wrong:
+            door(address)  # type: ignore[operator]
         assert "SECRET" not in str(wrong.value)
 
 

@@ -338,6 +338,10 @@ WRONG = [
         {"temperature": 2},
         r"temperature: unknown key; did you mean 'objective\.temperature'\?",
     ),
+    (
+        {"train": {"seed": 3}},
+        r"train\.seed: unknown key; did you mean 'seed', outside 'train'\?",
+    ),
     ({"extend": "x"}, r"extend: unknown key; did you mean 'extends'\?"),
     ({"learnin_rate": 1}, r"learnin_rate: unknown key; did you mean 'train\.learning_"),
     ({"layers": "all"}, r"layers: unknown key; did you mean 'connectivity\.layers'\?"),

@@ -114,6 +114,16 @@ def test_it_chooses_batch_size_then_learning_rate_by_the_mean_of_the_last_steps(
     )
 
 
+def test_rates_that_differ_in_their_eighth_digit_are_two_candidates(
+    tmp_path: Path,
+) -> None:
+    rates = [1.0000001e-3, 1.0000002e-3]
+    losses = {(128, rate): [9, 1, rate] for rate in rates}
+    result = swept(recipe(learning_rate=rates), tmp_path, Runner(LOSSES | losses))
+    assert result["learning_rate"] == min(rates)
+    assert len({row["loss"] for row in result["candidates"][-2:]}) == 2
+
+
 @pytest.mark.parametrize("rates", [[2e-3, 4e-3], [2e-3], [5e-4, 2e-3]])
 def test_a_rate_of_the_first_stage_that_is_better_than_all_of_the_second_is_chosen(
     tmp_path: Path, rates: list[float]

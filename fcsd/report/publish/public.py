@@ -105,7 +105,7 @@ def refuse_secrets(file: Path, original: Path) -> None:
                 )
 
 
-_ESCAPE = re.compile(r"\\(?:u00|x)([0-7][0-9A-Fa-f])")
+_ESCAPE = re.compile(r"\\(?:u00|U000000|x)([0-7][0-9A-Fa-f])")
 
 
 def _texts(file: Path) -> list[str]:

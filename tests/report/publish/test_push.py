@@ -172,6 +172,7 @@ def test_a_token_is_found_in_every_encoding_of_a_text(
     [
         ("LICENSE", r"key: \u0068f_{}"),
         ("LICENSE", r'key: "\x68\x66\u005F{}"'),
+        ("LICENSE", r'key: "\U00000068f_{}"'),
         ("deltas.png", "PNG tEXt\0hf_{}"),
     ],
 )
