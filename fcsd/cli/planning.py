@@ -129,7 +129,12 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
 
         check_file_place(arguments.figure, check_figure)
     rows = sweep_plans(values, routing=arguments.routing)
-    facts = {"swept": name, "phase": arguments.phase or "train", "rows": rows}
+    facts = {
+        "swept": name,
+        "phase": arguments.phase or "train",
+        "assumptions": options.get("assumptions") or {},
+        "rows": rows,
+    }
     if arguments.figure is not None:
         from fcsd.report.study_plots import plot_sweep
 
@@ -162,7 +167,9 @@ def _plan_options(parser: ArgumentParser) -> None:
         metavar="FILE",
         help=(
             "YAML with gpu, nodes, gpus_per_node, network_gb_s and assumptions, instead"
-            " of the next four options"
+            " of the next four options; first replace the assumptions on which a"
+            " server's gain hangs: {all_reduce_us: X, side_us: X}, your microseconds of"
+            " an all-reduce by the engine, and by NCCL on a side stream"
         ),
     )
     field_options(parser, PlanSettings, *_MACHINE, default=None)

@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fcsd.planning.cost.collectives import Way
+
 
 @dataclass(frozen=True)
 class Assumption:
@@ -48,14 +50,14 @@ ASSUMPTIONS = {
                       f"{_MI300X}: 81 % at large arrays; scalarlm.com, memcpy on MI300X: 40 to 60 %", most=1.0),
     "link": Assumption(0.85, 0.60, 1.00, "share of what a link within a node can carry", _CHOSEN, most=1.0),
     "nic": Assumption(0.80, 0.50, 0.95, "share of a network interface", _CHOSEN, most=1.0),
-    "all_reduce_us": Assumption(11, 8.3, 18.7, "microseconds of an engine's own all-reduce of the plan's tokens, within"
-                                " a node, in line", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
+    "all_reduce_us": Assumption(11, 8.3, 18.7, "microseconds of an engine's own all-reduce of the plan's tokens, in"
+                                " line", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
                                 most=100_000),
     "side_us": Assumption(24, 20.7, 34, "microseconds of the same by NCCL or RCCL on a side stream, which FarSkip's"
                           " plugins overlap", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
                           most=100_000),
-    "latency_us": Assumption(20, 12, 47, "fixed microseconds of another exchange, in addition to its bytes; twice that"
-                             " between nodes",
+    "latency_us": Assumption(20, 12, 47, "fixed microseconds of an exchange without published times, in addition to its"
+                             " bytes; twice that between nodes",
                              "within a node: pegainfer 568 (8 H200, DeepEP V2, one token: 12 and 30 to 47),"
                              " TensorRT-LLM tech blog 18 (GB200, 18 and 31), ROCm/mori (8 MI300X, 128 tokens: 35 and"
                              " 47); between nodes: DeepEP's legacy page (16 ranks: 118 for 73 of bytes)",
@@ -100,8 +102,10 @@ prefill. vLLM uses AITER only with VLLM_ROCM_USE_AITER=1 (vllm-project/vllm issu
 Values = Mapping[str, float]
 
 
-OF_A_PLAN = ("all_reduce_us", "side_us")
-"""Assumptions whose value and range depend on what is sent (`Planned.ranges`)."""
+ALL_REDUCES: dict[str, Way] = {"all_reduce_us": "engine", "side_us": "side"}
+"""Assumptions whose value and range depend on what is sent (`Planned.ranges`), and who
+sends it.
+"""
 
 
 def default_values() -> dict[str, float]:
@@ -109,5 +113,5 @@ def default_values() -> dict[str, float]:
     return {
         name: assumption.value
         for name, assumption in ASSUMPTIONS.items()
-        if name not in OF_A_PLAN
+        if name not in ALL_REDUCES
     }

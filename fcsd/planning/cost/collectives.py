@@ -69,16 +69,18 @@ _HOPPER_8 = Table(
 )  # fmt: skip
 _HOPPER_8_NCCL = Table(
     "ByteDance-Seed/Triton-distributed 57, vllm-project/vllm 42324 (8 H100);"
-    " yifuwang/symm-mem-recipes 3; most: NVIDIA/nccl 2094, without a graph",
+    " yifuwang/symm-mem-recipes 3; most: NVIDIA/nccl 2094, without a"
+    " graph, Triton-distributed 57, stas00/ml-engineering (8 H200), between them by bytes",
     (
         (8, 20.7, 22, 33), (16, 20.7, 22, 33), (32, 22.7, 23, 34), (64, 23, 23.7, 34), (128, 23.7, 24, 34),
-        (256, 24.4, 24.6, 34), (512, 24, 24.6, 34), (1024, 25, 27, 34), (2048, 37, 37, 40), (4096, 50, 50, 59.4),
-        (8192, 76, 76, 90), (16384, 121, 121, 136), (32768, 195, 195, 220), (65536, 316, 316, 339),
+        (256, 24.4, 24.6, 34), (512, 24, 24.6, 34), (1024, 25, 27, 34), (2048, 37, 37, 42.5), (4096, 50, 50, 59.4),
+        (8192, 76, 76, 84.9), (16384, 121, 121, 136), (32768, 195, 195, 204), (65536, 316, 316, 339),
     ),
 )  # fmt: skip
 _HOPPER_4 = Table(
-    "vllm-project/vllm 24111, 24532 (512 KiB and more; smaller ones as at 512 KiB)",
-    ((512, 8, 10, 16), (1024, 14, 14.5, 18), (2048, 21, 22, 27), (4096, 28, 33, 43)),
+    "vllm-project/vllm 24111, 24532 (512 KiB and more; smaller ones as at 512 KiB);"
+    " least: sgl-project/sglang 30959",
+    ((512, 8.3, 10, 17), (1024, 14, 14.5, 18), (2048, 21, 22, 27), (4096, 28, 33, 43)),
 )
 _HOPPER_4_NCCL = Table(
     "waynehacking8/nccl-collectives-bench 38c093e (4 of 8 H100, CUDA graph)",
@@ -97,7 +99,7 @@ _BLACKWELL_8 = Table(
     " sgl-project/sglang 7621 (8 B200)",
     (
         (8, 4.8, 8, 13.5), (64, 5.2, 8, 13.5), (128, 6, 8, 15), (256, 7.6, 9, 15), (512, 8.3, 11, 17),
-        (1024, 9.9, 17, 18), (2048, 22, 22, 26), (4096, 29, 29, 45), (16384, 72, 72, 136), (65536, 271, 271, 488),
+        (1024, 9.9, 17, 18), (2048, 12.2, 22, 26), (4096, 18.4, 29, 45), (16384, 72, 72, 136), (65536, 271, 271, 488),
     ),
 )  # fmt: skip
 _BLACKWELL_8_NCCL = Table(
@@ -107,11 +109,16 @@ _BLACKWELL_8_NCCL = Table(
         (4096, 46, 46, 50), (16384, 83, 83, 90), (65536, 219, 219, 241),
     ),
 )  # fmt: skip
+_BLACKWELL_2_NCCL = Table(
+    "vllm-project/vllm 42324 (2 B200; smaller ones as at 512 KiB)",
+    ((512, 13, 13, 33), (1024, 17, 17, 33)),
+)
 _MI355X_8 = Table(
-    "vllm-project/vllm 39080 (8 MI355X; least: its tuned kernels)",
+    "vllm-project/vllm 39080 (8 MI355X; least: its tuned kernels; most: those of twice the"
+    " size, the last assumed)",
     (
         (24, 6.3, 6.3, 6.7), (48, 6.7, 6.7, 7.6), (96, 6.8, 7.6, 10), (192, 7, 10, 13.1), (384, 7.5, 13.1, 16),
-        (768, 9.6, 16, 20), (1536, 12.9, 24.2, 28),
+        (768, 9.6, 16, 24.2), (1536, 12.9, 24.2, 28),
     ),
 )  # fmt: skip
 _MI300X_8 = Table(
@@ -123,10 +130,10 @@ _MI300X_8 = Table(
         (4297, 52.7, 52.7, 78.7),
     ),
 )  # fmt: skip
-# Nobody published RCCL's times between 6 KiB and 2.6 MB: these rows join both ends, and
-# their most is assumed.
+# Nobody published RCCL's times between 6 KiB and 2.6 MB: these rows join both ends.
 _AMD_8_RCCL = Table(
-    "pytorch/FBGEMM 4072 (6 KiB and 2.6 MB; the rest between them, most: assumed)",
+    "pytorch/FBGEMM 4072 (6 KiB and 2.6 MB; the rest between them; most, and"
+    " least of the largest: assumed)",
     (
         (6, 26.3, 26.7, 37), (64, 26.3, 27.6, 38), (256, 26.3, 30.7, 43), (512, 26.3, 34.8, 49),
         (1024, 26.3, 43.1, 67.6), (2539, 60, 67.6, 80), (4297, 75, 81.5, 95),
@@ -143,7 +150,7 @@ TABLES: dict[Way, dict[str, dict[int, Table]]] = {
     },
     "side": {
         "NVIDIA H": {4: _HOPPER_4_NCCL, 8: _HOPPER_8_NCCL},
-        "NVIDIA B": {8: _BLACKWELL_8_NCCL},
+        "NVIDIA B": {2: _BLACKWELL_2_NCCL, 8: _BLACKWELL_8_NCCL},
         "AMD Instinct MI3": {8: _AMD_8_RCCL},
     },
 }

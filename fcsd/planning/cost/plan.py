@@ -44,6 +44,9 @@ MI300X, 2.5 on 16 H100 with one request; gpt-oss-120b 1.2 to 1.3 on 8 H100, 1.5 
 MI300X.
 """
 
+PRINTED = 5e-4
+"""The least change of a gain that its printed digits show."""
+
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times as many GPUs are tried for a plan that does not fit."""
 
@@ -61,10 +64,12 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
-        if name not in machine.values:
+        if name in planned.ranges:
+            low, value, high = planned.ranges[name]
+        elif name in machine.values:
+            low, value, high = assumption.low, machine.values[name], assumption.high
+        else:
             continue
-        value = machine.values[name]
-        low, high = planned.ranges.get(name, (assumption.low, assumption.high))
         # A given value may lie outside the table's range, which then extends to it.
         ends = [min(low, value), max(high, value)]
         at = [compared(planned.assuming(**{name: end}), kept) for end in ends]
@@ -129,24 +134,27 @@ def expected_gain(
     tokens, a step may take up to the largest of `STEP_RATIO` times as long as planned,
     and hides as many seconds as planned.
     """
-    ends = [times[over] - 1, *(end - 1 for row in sensitivity for end in row[over])]
+    # Each gain with the one over regular blocks of the same plan.
+    planned = [(times[over], times["speed_up"])]
+    for row in sensitivity:
+        planned += zip(row[over], row["speed_up"], strict=True)
+    ends = [gain - 1 for gain, _ in planned]
     if settings.phase == "prefill" and not settings.without_aiter:
         _, most = OVER_PREDICTION[True]
         ends.append((times[over] - 1) / most)
-    if settings.phase != "decode":
-        return [min(ends), max(ends)]
-    slower = []
-    for end in ends:
+    if settings.phase == "decode":
         # As shares of the planned regular step: the overlapped one, and what it gains.
-        speed_up = 1 + end if over == "speed_up" else times["speed_up"]
-        gained = end / speed_up
-        slower += [gained / (ratio - 1 + 1 / speed_up) for ratio in (1, STEP_RATIO[1])]
-    return [min(slower), max(slower)]
+        ends = [
+            (gain - 1) / speed_up / (ratio - 1 + 1 / speed_up)
+            for gain, speed_up in planned
+            for ratio in (1, STEP_RATIO[1])
+        ]
+    return [min(ends), max(ends)]
 
 
 def hangs_on(sensitivity: Sequence[Mapping[str, Any]]) -> str | None:
     """Return the name of the assumption that moves the gain over regular blocks most;
-    None if none moves it.
+    None if none moves it by as much as is printed.
     """
 
     def moved(row: Mapping[str, Any]) -> float:
@@ -154,7 +162,7 @@ def hangs_on(sensitivity: Sequence[Mapping[str, Any]]) -> str | None:
         return float(high - low)
 
     most = max(sensitivity, key=moved, default=None)
-    return most["name"] if most is not None and moved(most) > 0 else None
+    return most["name"] if most is not None and moved(most) >= PRINTED else None
 
 
 def reach(planned: float, ends: Iterable[float]) -> list[float]:

@@ -20,8 +20,7 @@ from fcsd.model.inspect.memory import attention_windows, layer_cache_bytes
 from fcsd.model.quantised.methods import FIELD
 from fcsd.parallel.overlap.schedule import LayerFacts, layer_facts
 from fcsd.parallel.overlap.support import kept_inside
-from fcsd.planning.cost.assumptions import WITHOUT_AITER
-from fcsd.planning.cost.collectives import Way
+from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
 from fcsd.planning.cost.machine import Cluster, Machine, make_machine
 from fcsd.planning.cost.memory import Layout
 from fcsd.planning.cost.operations import ModelWork, as_run, trace_layers
@@ -136,8 +135,8 @@ class Planned:
     """A planned model: its work, and the ranks that share it.
 
     inside: the layers keep their own combine (docs/scale.md). cached: bytes of keys and
-    values on a rank, in serving. ranges: least and most of the assumptions that depend
-    on what is sent.
+    values on a rank, in serving. ranges: least, typical and most of the assumptions
+    that depend on what is sent.
     """
 
     settings: PlanSettings
@@ -151,7 +150,7 @@ class Planned:
     tensor_parallel: int
     micro_batches: int
     cached: float = 0.0
-    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    ranges: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
 
     def rewired(self) -> list[bool]:
         """Return True for each rewired layer."""
@@ -328,26 +327,24 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
 
 
 def _with_all_reduces(planned: Planned) -> Planned:
-    """Return a plan of tensor-parallel ranks with the published times of an all-reduce
-    of its tokens, unless the cluster's file has its own.
+    """Return a plan of tensor-parallel ranks with the ranges of an all-reduce of its
+    tokens: published, unless the cluster's file has its own time.
     """
-    ways: dict[str, Way] = {"all_reduce_us": "engine", "side_us": "side"}
-    given = planned.machine.values
-    if planned.settings.phase == "train" or planned.tensor_parallel == 1:
-        if unused := [name for name in ways if name in given]:
+    given, ranges = planned.machine.values, {}
+    for name, way in ALL_REDUCES.items():
+        if planned.settings.phase != "train" and planned.tensor_parallel > 1:
+            low, typical, high = planned.roofline.published_us(planned.work, way)
+            # Published times of other machines say nothing about a measured one.
+            if name in given:
+                low = typical = high = given[name]
+            if name in given or low < high:
+                ranges[name] = (low, typical, high)
+        elif name in given:
             raise UserError(
-                f"assumptions.{unused[0]}: only tensor-parallel ranks of a server (--tp"
-                " 2 or more) all-reduce; leave it out"
+                f"assumptions.{name}: only tensor-parallel ranks of a server (--tp 2 or"
+                " more) all-reduce; leave it out"
             )
-        return planned
-    ranges, values = {}, {}
-    for name, way in ways.items():
-        low, typical, high = planned.roofline.published_us(planned.work, way)
-        # Without published times, latency and rates are the assumptions.
-        if name in given or low < high:
-            ranges[name] = (low, high)
-            values[name] = given.get(name, typical)
-    return replace(planned.assuming(**values), ranges=ranges)
+    return replace(planned, ranges=ranges)
 
 
 def _without_aiter(planned: Planned) -> Planned:

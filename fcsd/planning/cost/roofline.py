@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from fcsd.planning.cost.assumptions import ALL_REDUCES, ASSUMPTIONS
 from fcsd.planning.cost.collectives import Way, published
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
@@ -415,7 +416,7 @@ class Roofline:
         """
         if self.tensor_parallel == 1:
             return 0.0
-        name = {"engine": "all_reduce_us", "side": "side_us"}[way]
+        (name,) = (key for key, sender in ALL_REDUCES.items() if sender == way)
         seconds = self.published_us(model, way)[1] / 1e6
         if self.reduced is None or name not in self.values:
             return seconds
@@ -442,7 +443,12 @@ class Roofline:
         both_us = sent_us(
             num_bytes, latency_us if is_near else self.values["node_us"] / 4
         )
-        return both_us, both_us, both_us
+        least_us = both_us
+        if known and way == "engine":
+            # An engine may have a kernel that is as fast as the published ones.
+            fixed_us = min(latency_us, ASSUMPTIONS["all_reduce_us"].low / 2)
+            least_us = sent_us(num_bytes, fixed_us)
+        return least_us, both_us, both_us
 
 
 def captured(seconds: dict[str, float], least_s: float) -> dict[str, float]:

@@ -6,8 +6,8 @@ from typing import Any
 
 from fcsd.base.text import markdown, nats, size
 from fcsd.model.inspect.table import ranges
-from fcsd.planning.cost.assumptions import WITHOUT_AITER
-from fcsd.planning.cost.plan import MORE_GPUS
+from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
+from fcsd.planning.cost.plan import MORE_GPUS, PRINTED
 
 
 def _joined(parts: Iterable[list[str]]) -> str:
@@ -248,10 +248,10 @@ def plan_table(facts: Mapping[str, Any]) -> str:
 
 def sweep_table(facts: Mapping[str, Any]) -> str:
     """Format the result of `fcsd.pipeline.plan.sweep_plans` for `fcsd plan --sweep`."""
-    rows, refused = [], []
+    rows, notes = [], []
     for row in facts["rows"]:
         if "refused" in row:
-            refused.append(f"{facts['swept']} {row['value']}: {row['refused']}")
+            notes.append(f"{facts['swept']} {row['value']}: {row['refused']}")
             continue
         times, rates = row["times"], row["tokens_per_second_per_gpu"]
         hours, memory = row["gpu_hours_per_billion_tokens"], row["memory"]
@@ -271,6 +271,14 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
                 *(_number(hours[name]) for name in ("regular", "overlapped")),
             ]
         )
+    # Measured for one number of tokens, which a sweep may change.
+    given = [
+        name
+        for name in ALL_REDUCES
+        if name in facts["assumptions"] and facts["swept"] in ("batch", "length", "tp")
+    ]
+    if given:
+        notes.append(f"every row has the same {' and '.join(given)}, as given")
     seconds = f"{_DURATIONS[facts['phase']]}, ms"
     table = markdown(
         [
@@ -281,7 +289,7 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
         ],
         rows,
     )  # fmt: skip
-    return "\n".join([table, *refused])
+    return "\n".join([table, *notes])
 
 
 _DURATIONS = {
@@ -451,7 +459,35 @@ def _mostly(facts: Mapping[str, Any]) -> str:
     """Name the assumption on which the gain hangs most, with its range."""
     row = next(r for r in facts["sensitivity"] if r["name"] == facts["hangs_on"])
     low, high = row["range"]
-    return f"{row['name']}, {low:g} to {high:g}: {row['what']}"
+    return f"{row['name']}, {_value(low)} to {_value(high)}: {row['what']}"
+
+
+def _all_reduces(facts: Mapping[str, Any], ideal: float) -> str:
+    """Say what a server's all-reduces take and where that is from.
+
+    ideal: gain over regular blocks if the engine's own ran beside computation.
+    """
+    engine, side = (
+        _value(1e6 * facts["times"]["exchange_s"][name])
+        for name in ("all_reduce", "side")
+    )
+    published = any(row["name"] == "side_us" for row in facts["sensitivity"])
+    if engine == side and not published:
+        taken = (
+            f"{engine} µs, from latency and rates: nobody published times of these"
+            " GPUs, or between nodes. If the engine's own kernel is faster than NCCL's,"
+            " the gain is smaller"
+        )
+    else:
+        taken = (
+            f"the engine's own in line {engine} µs, NCCL's on a side stream {side}. If"
+            f" the engine's own ran beside computation (AMD's fork): {ideal:.3f} times"
+            " as fast as regular blocks"
+        )
+    return (
+        f"ALL-REDUCES: {taken}. Measure yours first: `assumptions: {{all_reduce_us: …,"
+        " side_us: …}` in the file of --cluster"
+    )
 
 
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
@@ -464,14 +500,7 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         f"{name} {share:.1%}" for name, share in times["overlap"].items()
     )
     if (ideal_s := times.get("engine_beside_s")) is not None:
-        exchange = times["exchange_s"]
-        yield (
-            f"ALL-REDUCES: the engine's own in line {1e6 * exchange['all_reduce']:.3g} µs,"
-            f" NCCL's on a side stream {1e6 * exchange['side']:.3g}. If the engine's own"
-            f" ran beside computation (AMD's fork): {times['regular_s'] / ideal_s:.3f}"
-            " times as fast as regular blocks. Measure yours first: `assumptions:"
-            " {all_reduce_us: …, side_us: …}` in the file of --cluster"
-        )
+        yield _all_reduces(facts, times["regular_s"] / ideal_s)
     if kernels := _kernels(facts):
         yield f"KERNELS: {kernels}"
     if rates := facts.get("tokens_per_second_per_gpu"):
@@ -486,7 +515,9 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
         yield "GPU hours per billion tokens: " + ", ".join(
             f"{name} {_number(number)}" for name, number in hours.items()
         )
-    if facts["upper_bound"] and facts["over_prediction"] is None:
+    if facts["upper_bound"] and facts["hangs_on"] is None:
+        pass  # nothing is hidden
+    elif facts["upper_bound"] and facts["over_prediction"] is None:
         (least, most), (low, high) = facts["expected_gain"], facts["step_ratio"]
         yield (
             "EXPECTED GAIN: published times between tokens (DeepSeek-V3, gpt-oss-120b)"
@@ -607,16 +638,17 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         return float(max(abs(row[key][1] - row[key][0]) for key in shown))
 
     # Assumptions that move the result by less than its last printed digit are only
-    # listed.
+    # listed, but for those that the cluster's file gives.
     ordered = sorted(
-        (row for row in rows if reach(row) >= 5e-4), key=lambda row: -reach(row)
+        (row for row in rows if reach(row) >= PRINTED or _is_given(row)),
+        key=lambda row: -reach(row),
     )
-    without = ", ".join(row["name"] for row in rows if reach(row) < 5e-4)
+    without = ", ".join(row["name"] for row in rows if row not in ordered)
     cells = [
         [
             row["name"],
-            f"{row['value']:g}",
-            f"{row['range'][0]:g} to {row['range'][1]:g}",
+            _value(row["value"]),
+            "given" if _is_given(row) else " to ".join(map(_value, row["range"])),
             *(f"{row[key][0]:.3f} to {row[key][1]:.3f}" for key in shown),
         ]
         for row in ordered
@@ -627,14 +659,23 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         "range",
         *(f"times as fast {kinds[key]}" for key in shown),
     ]
-    table = markdown(header, cells)
+    table = f"{markdown(header, cells)}\n" if cells else ""
     none = f"no effect on it: {without}\n" if without else ""
     return (
-        f"{table}\n{none}gains: the smallest and the largest at the planned value and"
+        f"{table}{none}gains: the smallest and the largest at the planned value and"
         " both ends; a gain is largest where an exchange just fills its window, so more load"
         f" can raise or lower it\nfor the meaning and source of each assumption: --json, or"
         " fcsd/planning/cost/assumptions.py"
     )
+
+
+def _is_given(row: Mapping[str, Any]) -> bool:
+    low, high = row["range"]
+    return bool(low == high)
+
+
+def _value(value: float) -> str:
+    return f"{value:.4g}" if value < 1e4 else f"{value:,.0f}"
 
 
 def _ms(seconds: float) -> str:

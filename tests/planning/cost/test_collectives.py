@@ -3,16 +3,19 @@ those that a cluster file gives.
 """
 
 import math
+import re
 from typing import Any
 
 import pytest
 
 from benchmarks.plan import planned
 from fcsd.base.errors import UserError
+from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.collectives import TABLES, published
 from fcsd.planning.cost.hardware import GPUS
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
 
 QWEN: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 64, "length": 4096}
@@ -78,14 +81,21 @@ def test_smaller_groups_have_their_own_times_and_other_gpus_latency_and_rates() 
     assert of(two)["all_reduce"] == pytest.approx(50 + sent)
 
 
-def test_own_times_replace_the_published_and_set_the_range() -> None:
+def test_own_times_replace_the_published_and_their_range() -> None:
     own = planned(
         "Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30, "side_us": 9}}
     )
     assert of(own) == pytest.approx({"all_reduce": 30, "side": 9})
-    rows = {row["name"]: row for row in plan(own, advise=False)["sensitivity"]}
-    assert rows["all_reduce_us"]["range"] == [10, 30]
-    assert rows["side_us"]["range"] == [9, 34]
+    facts = plan(own, advise=False)
+    rows = {row["name"]: row for row in facts["sensitivity"]}
+    assert rows["all_reduce_us"]["range"] == [30, 30]
+    assert rows["side_us"]["range"] == [9, 9]
+    assert "mostly by imbalance" in plan_table(facts)
+    assert re.search(r"\| all_reduce_us +\| +30 +\| +given ", plan_table(facts))
+    # One of them leaves the other as published.
+    one = planned("Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30}})
+    rows = {row["name"]: row for row in plan(one, advise=False)["sensitivity"]}
+    assert rows["side_us"]["range"] == [24.4, 34]
     with pytest.raises(UserError, match=r"all_reduce_us: only tensor-parallel ranks"):
         planned("Qwen3-30B-A3B", {}, {"assumptions": {"all_reduce_us": 30}})
 
@@ -117,3 +127,65 @@ def test_a_captured_step_takes_its_kernels_and_its_gap() -> None:
     }  # fmt: skip
     head = one.roofline.head(one.work)
     assert times["compute_s"] == pytest.approx(48 * 38e-6 + head + 600e-6, rel=1e-3)
+
+
+def test_a_large_all_reduce_hangs_on_its_links_and_is_printed_in_whole_microseconds() -> (
+    None
+):
+    """268 MB of prompts, of which 201 MB go at the rate of the links."""
+    facts = plan(
+        planned(
+            "Qwen3-235B-A22B",
+            {},
+            {"gpu": "h200", "phase": "prefill", "batch": 16, "length": 2048},
+        ),
+        advise=False,
+    )
+    rows = {row["name"]: row for row in facts["sensitivity"]}
+    least, most = rows["link"]["speed_up"]
+    assert most - least > 0.02
+    assert "the engine's own in line 1241 µs" in plan_table(facts)
+
+
+@pytest.mark.parametrize("settings", [{"tensor_parallel": 1}, {"layers": "none"}])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_server_that_hides_nothing_has_a_plan_without_an_expected_gain(
+    phase: str, settings: dict[str, Any]
+) -> None:
+    settings = dict(settings)
+    if "layers" in settings:
+        settings = {"connectivity": Connectivity(layers=settings["layers"])}
+    facts = plan(
+        planned("OLMoE-1B-7B-0924", {}, {"gpu": "h200", "phase": phase} | settings),
+        advise=False,
+    )
+    assert facts["hangs_on"] is None
+    assert facts["expected_gain"] == pytest.approx([0, 0])
+    assert "EXPECTED GAIN" not in plan_table(facts)
+
+
+def test_ranks_without_published_times_say_so_and_expect_an_engines_faster_kernel() -> (
+    None
+):
+    a100 = planned("Qwen3-30B-A3B", {}, QWEN | {"gpu": "a100"})
+    facts = plan(a100, advise=False)
+    assert "ALL-REDUCES: 41.8 µs, from latency and rates" in plan_table(facts)
+    rows = {row["name"]: row for row in facts["sensitivity"]}
+    sent = 2e6 * 7 / 8 * 64 * 2048 * 2 / (300e9 * 0.85)
+    assert rows["all_reduce_us"]["range"] == pytest.approx([8.3 + sent, 40 + sent])
+    # As its own kernel and NCCL may, so may both be faster or slower.
+    assert rows["latency_us"]["speed_up"][1] > facts["times"]["speed_up"] + 0.05
+    least, _ = facts["expected_gain"]
+    given = QWEN | {"gpu": "a100", "assumptions": {"all_reduce_us": 12}}
+    assert least < plan_times(planned("Qwen3-30B-A3B", {}, given))["speed_up"] - 1
+
+
+def test_a_gain_over_no_exact_schedule_is_the_expected_one_over_regular_blocks() -> (
+    None
+):
+    facts = plan(
+        planned("Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30}}),
+        advise=False,
+    )
+    assert facts["times"]["best_exact"] == "regular"
+    assert facts["expected_over_exact"] == facts["expected_gain"]
