@@ -56,8 +56,8 @@ ASSUMPTIONS = {
     "side_us": Assumption(24, 20.7, 34, "microseconds of the same by NCCL or RCCL on a side stream, which FarSkip's"
                           " plugins overlap", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
                           most=100_000),
-    "latency_us": Assumption(20, 12, 47, "fixed microseconds of an exchange without published times, in addition to its"
-                             " bytes; twice that between nodes",
+    "latency_us": Assumption(20, 12, 47, "fixed microseconds of another exchange, or of an all-reduce without published"
+                             " times, in addition to its bytes; twice that between nodes",
                              "within a node: pegainfer 568 (8 H200, DeepEP V2, one token: 12 and 30 to 47),"
                              " TensorRT-LLM tech blog 18 (GB200, 18 and 31), ROCm/mori (8 MI300X, 128 tokens: 35 and"
                              " 47); between nodes: DeepEP's legacy page (16 ranks: 118 for 73 of bytes)",

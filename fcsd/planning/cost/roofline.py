@@ -438,17 +438,14 @@ class Roofline:
         # A training's are NCCL's of large tensors, which take as long as their bytes.
         known = self.served and is_near
         table = published(way, machine.gpu, ranks) if known else None
-        if table is not None:
+        if table:
             return table.at(num_bytes, lambda more: sent_us(more, 0.0))
-        both_us = sent_us(
-            num_bytes, latency_us if is_near else self.values["node_us"] / 4
-        )
-        least_us = both_us
-        if known and way == "engine":
-            # An engine may have a kernel that is as fast as the published ones.
-            fixed_us = min(latency_us, ASSUMPTIONS["all_reduce_us"].low / 2)
-            least_us = sent_us(num_bytes, fixed_us)
-        return least_us, both_us, both_us
+        fixed_us = latency_us if is_near else self.values["node_us"] / 4
+        # An engine may have a kernel that is as fast as the published ones.
+        known_us = ASSUMPTIONS["all_reduce_us"].low / 2 if known else fixed_us
+        least_us = min(fixed_us, known_us) if way == "engine" else fixed_us
+        both_us = sent_us(num_bytes, fixed_us)
+        return sent_us(num_bytes, least_us), both_us, both_us
 
 
 def captured(seconds: dict[str, float], least_s: float) -> dict[str, float]:
