@@ -192,6 +192,7 @@ def _served(times: Times, planned: Planned, slowdown: float) -> dict[str, Any]:
     # The roofline gives the windows and the split of the communication; the seconds are
     # measured.
     estimate = plan_times(planned)
+    estimate.pop("engine_beside_s", None)  # cannot be compared with a measured step
     share = times.communication_s / times.step_s
     if times.overlap is None:
         # The roofline's seconds as shares of its communication; hidden seconds slow the

@@ -237,6 +237,8 @@ def test_of_a_server_the_gain_follows_from_its_exposed_share() -> None:
     assert unknown["overlapped_s"] == pytest.approx(
         1 - 0.16 * (1 - exposed - 0.15 * (sent - exposed))
     )
+    # Nothing of the roofline is set against a measured step.
+    assert "engine_beside_s" in plan and "engine_beside_s" not in unknown
 
 
 @pytest.mark.parametrize(

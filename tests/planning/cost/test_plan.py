@@ -521,6 +521,12 @@ def test_a_sweep_has_a_row_for_each_value_that_is_that_values_plan(
     assert main(["plan", folder, *served, "--sweep", "batch=8,16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "time between tokens, ms" in lines[0] and len(lines) == 4
+    cluster = tmp_path / "c.yaml"
+    cluster.write_text("{gpu: h200, assumptions: {all_reduce_us: 12}}")
+    own = ["--sweep", "batch=8,16", "--cluster", str(cluster)]
+    assert main(["plan", folder, *served, *own]) == 0
+    same = "every row has the same all_reduce_us, as given"
+    assert capsys.readouterr().out.splitlines()[-1] == same
     figure = tmp_path / "sweep.png"
     assert (
         main(["plan", folder, *served, "--sweep", "batch=8,16", f"--figure={figure}"])
