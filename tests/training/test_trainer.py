@@ -496,7 +496,7 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
 def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any) -> None:
     with pytest.raises(
         UserError,
-        match=r"has 3 rows of 16 tokens, but one batch .* 64 needs 4; use more data",
+        match=r"has 3 rows of 16 tokens, but one batch of 64 tokens needs 4; use more data",
     ):
         train(make(tmp_path, teacher, rows=Rows(3)))
     assert not (tmp_path / "model").exists()
