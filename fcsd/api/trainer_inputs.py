@@ -81,6 +81,7 @@ from fcsd.training.teachers.lora import (
     AdapterOffTeacher,
     add_adapters,
     check_peft_config,
+    try_adapters,
 )
 
 _SAMPLED = 1024  # values of a parameter in its fingerprint
@@ -362,7 +363,7 @@ class TrainerInputs:
         )
         if self._lora is not None:
             trial = without_storage(unloaded)
-            add_adapters(trial, self._lora, args.seed, dtype_of(args.dtype))
+            try_adapters(trial, self._lora, args.seed, dtype_of(args.dtype))
         if writes_date(getattr(self._tokenizer, "chat_template", None)):
             folder = Path(str(args.output_dir))
             self.date = launch.ranks.from_first(lambda: _date_of_training(folder))

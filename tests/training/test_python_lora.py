@@ -116,6 +116,12 @@ def test_adapters_go_on_from_a_checkpoint_to_the_same_weights_on_the_same_model(
         ({"modules_to_save": ["lm_head"]}, {}, "^peft_config: modules_to_save: is .'lm_head'.; only adapters"),
         ({"bias": "all"}, {}, "^peft_config: bias: is 'all'; .*: use 'none'"),
         ({"init_lora_weights": "pissa"}, {}, "^peft_config: init_lora_weights: is 'pissa'"),
+        ({"layer_replication": [(0, 2), (1, 2)]}, {}, "^peft_config: layer_replication: is"),
+        (
+            {"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"},
+            {},
+            "^peft_config: peft cannot merge .*aLoRA does not",
+        ),
         (3, {}, "^peft_config: an int; a peft.LoraConfig is needed"),
         ({}, {"freeze_routers": True}, "^FCSDConfig: freeze_routers: has no meaning with peft_config"),
         (

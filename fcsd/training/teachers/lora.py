@@ -33,6 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "trainable_token_indices": (None, []),
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
+    "layer_replication": (None,),
+    "monteclora_config": (None,),
 }
 """Settings of peft's LoRA by which more than adapters would be trained, or by which
 fresh adapters would have an effect, and their values here.
@@ -127,6 +129,19 @@ def add_adapters(
         if is_adapter(name):
             parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def try_adapters(model: PreTrainedModel, *options: Any) -> None:
+    """Add adapters to a model without storage, and merge them; UserError where peft
+    cannot, before anything is trained. options: as of `add_adapters`.
+    """
+    try:
+        add_adapters(model, *options).merge_and_unload()
+    except (NotImplementedError, RuntimeError) as error:
+        raise UserError(
+            "peft_config: peft cannot merge such adapters into the model, which is"
+            f" saved so: {one_line(error)}; leave this setting out"
+        ) from error
 
 
 def leave_adapters(adapted: Any, folder: Path) -> None:
