@@ -1,9 +1,10 @@
 """The times of `fcsd plan` against an event simulation that knows dependencies only
 (`tests/reference/events.py`): regular blocks, FarSkip and the exact schedules.
 
-Both get the seconds of each part of a layer. The slowdown of computation beside an
-exchange is left out: a plan charges it for all hidden seconds, also where computation
-waits for the link anyway, so that it is a little slower than the simulation.
+Both get the seconds of each part of a layer. Most tests leave out the slowdown of
+computation beside an exchange: a plan charges it for all hidden seconds, also where
+computation waits for the link anyway, so that it is up to 6 % slower than the
+simulation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ import pytest
 from benchmarks.plan import planned
 from fcsd.planning.cost.exact import HALVES, PAIRS, RECOMPUTED_PAIRS, SHARED, compared
 from fcsd.planning.cost.planned import Planned
-from fcsd.planning.cost.times import slowest_step
+from fcsd.planning.cost.times import plan_times, slowest_step
 from tests.reference.events import (
     Pass,
     farskip_backward,
@@ -112,6 +113,10 @@ def test_a_training_takes_as_long_as_its_events(name: str) -> None:
     # wait for each other; a plan does neither.
     bound = 0.03 if recomputes else 0.003
     assert planned_s == pytest.approx(number * rewired_s + outside_s, rel=bound)
+    slowed = plan_times(plan.assuming(slowdown=0.15))
+    slowed_s = slowed["overlapped_s"] - slowed["sharding_s"][1]
+    events_s = simulate([farskip(parts, recomputes=recomputes).work], slowdown=0.15)
+    assert -0.001 < slowed_s / (number * events_s + outside_s) - 1 < 0.06
     # Two micro-batches in turn: alone at both ends, beside each other in between.
     rows = {row["name"]: row for row in times["exact"]}
     for row, again in ((RECOMPUTED_PAIRS, True), (PAIRS, False)):
