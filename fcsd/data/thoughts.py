@@ -310,10 +310,12 @@ class Thoughts:
 
     def marked(self, text: str) -> bool:
         """Return whether a text has thoughts that nobody asked for: it opens them, or
-        ends them where a line begins or ends; elsewhere, prose may quote a marker.
+        ends them at the beginning of a line, or at the end of one without an opening;
+        elsewhere, prose may quote a marker.
         """
-        end = rf"^\s*(?:{self.markers.end})|(?:{self.markers.end})[ \t]*$"
-        return self.opens(text) or re.search(end, text, re.M | re.S) is not None
+        begin, end = re.escape(self.markers.begin), self.markers.end
+        ended = rf"^\s*(?:{end})|\A(?:(?!{begin}).)*(?:{end})[ \t]*$"
+        return self.opens(text) or re.search(ended, text, re.M | re.S) is not None
 
     def markers_for(self, text: str) -> Markers:
         """Return the markers of an answer: the family's, unless it begins with others."""

@@ -308,6 +308,33 @@ def test_a_setting_of_a_task_that_is_not_known_is_one_line(
         (case.place / "mine/t_until.yaml").write_text(yaml.safe_dump(TASK))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"until": [3]}, r"until \[3\] and 12 new tokens; until must"),
+        ({"max_gen_toks": 0}, ".* and 0 new tokens; .* one token or more"),
+        ({"until": None}, None),
+        ({"do_sample": True, "temperature": 1.0, "top_k": -1}, None),
+    ],
+)
+def test_values_of_a_task_that_are_none_are_refused_and_empty_ones_are_not(
+    case: Case, settings: dict[str, Any], message: str | None
+) -> None:
+    kwargs = {**TASK["generation_kwargs"], **settings}  # type: ignore[dict-item]
+    (case.place / "mine/t_until.yaml").write_text(
+        yaml.safe_dump({**TASK, "generation_kwargs": kwargs})
+    )
+    row = {**GENERATION, "stop": None}
+    try:
+        if message is None:
+            assert len(case.answers(row)["t_until"]) == len(QUESTIONS)
+            return
+        with pytest.raises(UserError, match=f"task t_until: the task sets {message}"):
+            case.answers(row)
+    finally:
+        (case.place / "mine/t_until.yaml").write_text(yaml.safe_dump(TASK))
+
+
 def served(
     case: Case, folder: Path, suite: SuiteConfig, ids: bool, model: Path
 ) -> tuple[dict[str, Any], Any]:

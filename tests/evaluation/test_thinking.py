@@ -282,11 +282,12 @@ def test_thoughts_after_an_empty_thought_in_the_prompt_are_removed_and_counted(
 def test_an_answer_that_quotes_a_mark_of_thoughts_has_none(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    quoted = "7, of which `</think>` and <think> are no part"
-    said = {"right": f"{quoted}\n\nQuestion: more", "endless": "x", "long": "y"}
+    quoted = "7, of which `</seed:think>` and <seed:think> are no part"
+    listing = "as in\n```\n<seed:think>x</seed:think>\n```"
+    said = {"right": f"{quoted}\n\nQuestion: more", "endless": listing, "long": "y"}
     monkeypatch.setattr(f"{__name__}.replies", lambda *_: said)
     result, samples = in_memory(place, "seed", thinking=False)
-    assert samples[0]["completion"] == quoted
+    assert [sample["completion"] for sample in samples] == [quoted, listing, "y"]
     assert result["tasks"]["sums"]["answers_with_thoughts"] == 0
 
 

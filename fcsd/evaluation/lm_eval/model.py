@@ -92,15 +92,24 @@ class LanguageModel(HFLM):
         self.unasked: set[tuple[str, int]] = set()
 
     def reader(self, request: Any) -> Reader:
-        """Return what reads the answer to a request."""
+        """Return what reads the answer to a request; UserError for stop strings that
+        are none, and for no token.
+        """
         context, settings = request.args
         normal = normalize_gen_kwargs(settings, self.max_gen_toks)
+        until, limit = normal["until"], int(normal["max_gen_toks"])
+        until = [word for word in until if word is not None]
+        if limit < 1 or not all(isinstance(word, str) for word in until):
+            raise UserError(
+                f"the task sets until {until!r:.80} and {limit} new tokens; until must"
+                " be a text or a list of texts, and an answer has one token or more"
+            )
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         return Reader(
             self.thoughts,
             context,
-            handle_stop_sequences(normal["until"], eos=eos),
-            int(normal["max_gen_toks"]),
+            handle_stop_sequences(until, eos=eos),
+            limit,
             self.ends,
             self.chats,
             self.thinking,
@@ -120,6 +129,7 @@ class LanguageModel(HFLM):
             name: default if (value := settings.pop(name, None)) is None else value
             for name, default in values.items()
         }
+        chosen["top_k"] = max(0, chosen["top_k"])  # vLLM writes no limit as -1
         drawn = settings.pop("do_sample", False) and chosen["temperature"] > 0
         if unknown := [name for name in settings if name not in TASK_SETTINGS]:
             raise UserError(

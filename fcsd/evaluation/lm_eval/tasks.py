@@ -422,18 +422,20 @@ def run_task(
 
 def _prediction(task: Any, item: dict[str, Any], metric: str) -> int | str | None:
     """Return the answer that was scored: the number of a choice, counted from 0, or the
-    text that the task's filter found; None where the metric chooses none.
+    text that the task's filter found; None where the metric chooses none, or the task
+    has a rule of its own (the second choice set of TruthfulQA).
     """
     if task.OUTPUT_TYPE == "generate_until":
         found = item["filtered_resps"][0]
         return found if isinstance(found, str) else None
-    if task.OUTPUT_TYPE != "multiple_choice" or metric not in ("acc", "acc_norm"):
+    own_rule = task.OUTPUT_TYPE != "multiple_choice" or task.config.process_results
+    if own_rule or metric not in ("acc", "acc_norm"):
         return None
     choices = task.doc_to_choice(item["doc"])
     values = [float(response[0][0]) for response in item["resps"]][: len(choices)]
     if metric == "acc_norm":
         values = [
-            value / max(1, len(choice))
+            value / len(choice) if choice else -math.inf
             for value, choice in zip(values, choices, strict=True)
         ]
     return max(range(len(values)), key=values.__getitem__)

@@ -557,6 +557,8 @@ def of_config(folder: Path, any_family: bool = False) -> Checkpoint:
     """
     config, family, connectivity = read_config(folder, any_family)
     check_generation(folder)
+    # Without that file, transformers takes the end tokens from here.
+    _check_tokens(config, folder / CONFIG)
     foreign = family is not None and has_other_names(
         read_checkpoint_json(folder / CONFIG)
     )
@@ -602,18 +604,7 @@ def check_generation(folder: Path) -> None:
     if not os.path.lexists(file):
         return
     settings = decoded_floats(read_checkpoint_json(file))
-    again = "fetch the file again"
-    for name in _TOKENS:
-        ids = settings.get(name)
-        if not all(
-            isinstance(token, int) and not isinstance(token, bool)
-            for token in (ids if isinstance(ids, list) else [ids])
-            if ids is not None
-        ):
-            raise UserError(
-                f"{file}: {name} must be the number of a token, or a list of them, got"
-                f" {ids!r:.80}; {again}"
-            )
+    _check_tokens(settings, file)
     for names, kind, words in (
         (_NUMBERS, (int, float), "a number"),
         (("do_sample",), bool, "true or false"),
@@ -624,7 +615,8 @@ def check_generation(folder: Path) -> None:
                 not isinstance(value, kind) or (kind is not bool and value is True)
             ):
                 raise UserError(
-                    f"{file}: {name} must be {words}, got {value!r:.80}; {again}"
+                    f"{file}: {name} must be {words}, got {value!r:.80}; fetch the file"
+                    " again"
                 )
     from transformers import GenerationConfig
 
@@ -637,6 +629,20 @@ def check_generation(folder: Path) -> None:
             f"{file}: transformers refuses its settings ({one_line(error)}); correct"
             " the file, or fetch it again"
         ) from None
+
+
+def _check_tokens(settings: Mapping[str, Any], file: Path) -> None:
+    for name in _TOKENS:
+        ids = settings.get(name)
+        if not all(
+            isinstance(token, int) and not isinstance(token, bool)
+            for token in (ids if isinstance(ids, list) else [ids])
+            if ids is not None
+        ):
+            raise UserError(
+                f"{file}: {name} must be the number of a token, or a list of them, got"
+                f" {ids!r:.80}; fetch the file again"
+            )
 
 
 def check_carried(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, changed_suite, load_suite
 from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.lm_eval.tasks import load_task, tasks_folder
+from fcsd.evaluation.lm_eval.tasks import _prediction, load_task, tasks_folder
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
 from tests.support import few
 
@@ -206,6 +207,18 @@ def test_ones_own_task_runs_beside_one_of_lm_eval(
     assert "has no meaning without --tasks" in error_of(
         [*given, "--include-path", str(folder)], capsys
     )
+
+
+def test_a_rule_of_the_task_chooses_no_answer_and_an_empty_choice_is_none() -> None:
+    item = {"doc": {}, "resps": [[(-9.0, False)], [(-8.0, False)]]}
+    task = SimpleNamespace(
+        OUTPUT_TYPE="multiple_choice",
+        config=SimpleNamespace(process_results=None),
+        doc_to_choice=lambda doc: ["yes", ""],
+    )
+    assert [_prediction(task, item, metric) for metric in ("acc", "acc_norm")] == [1, 0]
+    task.config.process_results = lambda doc, results: {"acc": 0.5}
+    assert _prediction(task, item, "acc") is None
 
 
 def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(

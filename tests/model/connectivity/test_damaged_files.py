@@ -82,6 +82,21 @@ def test_a_generation_setting_of_another_type_is_named(
     )
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
+def test_end_tokens_of_another_type_in_a_config_are_named(
+    tmp_path: Path, family: str
+) -> None:
+    """Without generation settings, "12" would be the tokens 1 and 2."""
+    folder = tmp_path / "model"
+    tiny_model(family, vocab_size=512).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": "12"}))
+    refused_by_all(
+        folder, tmp_path / "out", r"/config\.json: eos_token_id must be .*; fetch"
+    )
+
+
 @pytest.mark.parametrize(
     "settings",
     [
