@@ -106,26 +106,25 @@ class _DispatchFinish:
         return parcels[of_rows[row]], weights, ids, row, lengths
 
 
-class _CombineStart:
+class _Weighting:
     """Weights the outputs at the expert, where autograd has the gradient of the
     weights.
     """
 
     @staticmethod
     def apply(
-        outputs: Any,
-        weights: torch.Tensor,
-        row: torch.Tensor,
-        lengths: Any,
-        exchange: Any,
-    ) -> Any:
+        outputs: Any, weights: torch.Tensor, row: torch.Tensor, lengths: Any
+    ) -> torch.Tensor:
         weighed = outputs * weights.unsqueeze(-1)
-        return _start(
-            weighed.new_zeros(len(lengths), weighed.shape[1]).index_add(
-                0, row, weighed
-            ),
-            exchange,
+        return weighed.new_zeros(len(lengths), weighed.shape[1]).index_add(
+            0, row, weighed
         )
+
+
+class _CombineStart:
+    @staticmethod
+    def apply(rows: torch.Tensor, exchange: Any) -> Any:
+        return _start(rows, exchange)
 
 
 class _CombineFinish:
@@ -151,6 +150,7 @@ def one_node() -> Iterator[None]:
 _NODES = {
     "DispatchStart": _DispatchStart,
     "DispatchFinish": _DispatchFinish,
+    "Weighting": _Weighting,
     "CombineStart": _CombineStart,
     "CombineFinish": _CombineFinish,
 }
