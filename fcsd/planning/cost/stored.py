@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from fcsd.base.errors import UserError
 from fcsd.model.quantised.methods import FIELD
 from fcsd.planning.cost.roofline import Precision
 
@@ -47,6 +48,16 @@ def stored_weights(config: Mapping[str, Any], *, has_fp8: bool) -> Stored:
     weights are read in FP8 and multiplied in bfloat16.
     """
     quantisation = config.get(FIELD) or config.get("text_config", {}).get(FIELD) or {}
+    try:
+        return _stored(quantisation, has_fp8)
+    except (AttributeError, TypeError, ValueError):  # a field of another type
+        raise UserError(
+            f"config.json: {FIELD}: {quantisation!r:.200}: cannot be read; correct it, or"
+            " plan with --dtype bfloat16"
+        ) from None
+
+
+def _stored(quantisation: Mapping[str, Any], has_fp8: bool) -> Stored:
     method = str(quantisation.get("quant_method", ""))
     if not method:
         return BFLOAT16

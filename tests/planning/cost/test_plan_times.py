@@ -9,10 +9,12 @@ import pytest
 
 from benchmarks.plan import V3
 from benchmarks.plan import planned as published
+from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import ALL2ALL, Planned, PlanSettings, prepare
+from fcsd.planning.cost.stored import stored_weights
 from fcsd.planning.cost.times import plan_times
 from tests.planning.cost.plans import (
     BARE,
@@ -741,3 +743,19 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
     }
     assert moved == set(ASSUMPTIONS)
     assert all(row["source"] and row["what"] for row in by_phase[0]["sensitivity"])
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        ["gptq"],
+        {"quant_method": "gptq", "bits": "four"},
+        {"quant_method": "gptq", "bits": 4, "group_size": None},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": None}},
+    ],
+)
+def test_a_damaged_quantisation_is_one_line_that_says_how_to_plan_without_it(
+    damaged: Any,
+) -> None:
+    with pytest.raises(UserError, match=r"quantization_config: .*--dtype bfloat16"):
+        stored_weights({"quantization_config": damaged}, has_fp8=True)
