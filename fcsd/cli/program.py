@@ -235,8 +235,7 @@ def _path(text: str) -> Path:
         raise ArgumentTypeError("a path is needed, got ''")
     if is_address(text):
         raise ArgumentTypeError(
-            f"a path is needed, got the address {text}; fetch the file, and give its"
-            " path"
+            f"a path of this machine is needed, got the address {text}"
         )
     return Path(text)
 

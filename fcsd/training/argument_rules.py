@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
 from fcsd.training.optimizer import learning_rate_schedule
 
 REENTRANT = (
@@ -116,9 +116,12 @@ def _default(name: str) -> Any:
 
 
 def refuse_meaningless(args: TrainingArguments) -> None:
-    """Raise UserError for an argument of `REFUSED` that is set; call it before
-    transformers acts on the arguments.
+    """Raise UserError for an argument of `REFUSED` that is set, or that holds
+    credentials; call it before transformers acts on the arguments.
     """
+    for name, value in vars(args).items():
+        if name != "hub_token" and isinstance(value, str) and holds_credentials(value):
+            raise UserError(f"FCSDConfig: {name}: {CREDENTIALS}")
     for name, (neutral, instead) in REFUSED.items():
         if getattr(args, name, neutral[0]) not in neutral:
             raise UserError(f"FCSDConfig: {name}: has no meaning here; {instead}")

@@ -94,7 +94,10 @@ def test_an_address_is_no_path_even_without_a_password(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
         main(["tiny-data", "s3://bucket/x"])
-    assert "got the address s3://bucket/x; fetch the file" in capsys.readouterr().err
+    assert (
+        "path of this machine is needed, got the address s3://bucket/x"
+        in capsys.readouterr().err
+    )
     for path in ("https:/h/x", "s3:/bucket"):
         with pytest.raises(UserError, match="is an address; give a path of this mach"):
             check_path(Path(path))
@@ -113,6 +116,12 @@ def test_no_record_takes_a_password_and_the_key_is_named(address: str) -> None:
             UserError, match=f"^x: {key}: holds a name or pass"
         ) as wrong:
             validate(record, value, "x")
+        assert "SECRET" not in str(wrong.value)
+    for name in ("output_dir", "run_name", "hub_model_id"):
+        with pytest.raises(
+            UserError, match=f"^FCSDConfig: {name}: holds a name"
+        ) as wrong:
+            fcsd.FCSDConfig(**{"output_dir": "x", name: address})
         assert "SECRET" not in str(wrong.value)
     for door in (fcsd.load, fcsd.evaluate_model):
         with pytest.raises(
