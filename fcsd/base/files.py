@@ -93,6 +93,14 @@ def check_regular(path: Path, hint: str = "") -> None:
         )
 
 
+def check_is_file(path: Path) -> None:
+    """Raise UserError where a path is not that of a regular file."""
+    check_regular(path)
+    if not path.is_file():
+        problem = "is a folder, a file is needed" if path.is_dir() else "no such file"
+        raise UserError(f"{path}: {problem}")
+
+
 def read_json(
     path: Path, hint: str = _OURS, keys: Collection[str] | None = None
 ) -> Any:

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, file_sha256, is_empty, read_json
+from fcsd.base.files import (
+    check_folder_place,
+    check_is_file,
+    file_sha256,
+    is_empty,
+    read_json,
+)
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.code.ready import programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -49,8 +55,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     """
     if scoring.timeout_s is not None and scoring.timeout_s <= 0:
         raise UserError(f"--timeout-s: must be above 0, got {scoring.timeout_s:g}")
-    if not scoring.samples.is_file():  # before a data set is fetched
-        raise UserError(f"{scoring.samples}: no such file")
+    check_is_file(scoring.samples)  # before a data set is fetched
     if scoring.output is not None:
         _refuse_foreign(scoring.output)
     rows, suite = _rows(scoring)

@@ -3,6 +3,7 @@ by a stand-in for EvalPlus.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,15 @@ def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> Non
                 samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root
             )
         )
+    for place, problem in (("folder", "is a folder"), ("pipe", "is a named pipe")):
+        if place == "pipe":
+            os.mkfifo(tmp_path / place)
+        else:
+            (tmp_path / place).mkdir()
+        with pytest.raises(UserError, match=f"{place}: {problem}, a"):
+            score_file(
+                Scoring(samples=tmp_path / place, dataset="mbpp_plus", data_root=root)
+            )
     with pytest.raises(
         UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"
     ):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.errors import UserError
+from fcsd.base.files import check_is_file
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.code.evalplus import grading, num_base_inputs
 from fcsd.evaluation.config import CodeTaskConfig
@@ -144,8 +145,7 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
     local = Path(path)
     options: dict[str, Any] = {"path": path, "name": name, "revision": revision}
     if local.suffix in (".jsonl", ".json", ".parquet"):
-        if not local.is_file():
-            raise UserError(f"{path}: no such file")
+        check_is_file(local)
         if not local.stat().st_size:
             raise UserError(f"{path}: the file is empty")
         # A single file has no layout that names its split.

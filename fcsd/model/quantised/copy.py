@@ -290,6 +290,15 @@ def _check_result(folder: Path) -> None:
         check_tensors(checkpoint, *config_and_class(checkpoint))
 
 
+def check_rows(rows: Tensor, where: str | Path, name: str) -> None:
+    """Raise UserError where a part of a tensor has values that are NaN or infinite."""
+    if not rows.isfinite().all():
+        raise UserError(
+            f"{where}: tensor '{name}': has values that are NaN or infinite; fetch the"
+            " checkpoint again, or use an earlier one"
+        )
+
+
 def write_rows(rows: Tensor, target: BinaryIO) -> None:
     """Write the bytes of a tensor in memory."""
     target.write(rows.contiguous().view(torch.uint8).numpy().data)

@@ -22,6 +22,7 @@ from fcsd.model.quantised.copy import (
     Copy,
     Source,
     check_destination,
+    check_rows,
     write_copy,
     write_rows,
 )
@@ -45,8 +46,8 @@ def dequantize_checkpoint(
     family.
 
     Raises:
-        UserError: as in `read_contents` and `write_copy`; `destination` exists
-            and is not an empty folder.
+        UserError: as in `read_contents` and `write_copy`; a weight is NaN or infinite;
+            `destination` exists and is not an empty folder.
     """
     destination = Path(destination)
     check_destination(destination)
@@ -67,6 +68,7 @@ def dequantize_checkpoint(
             return
         parts = {part: files.rows(tensor) for part, tensor in weight.parts.items()}
         for rows in _decoded(weight, shapes[name], parts, contents.block):
+            check_rows(rows, files.folder, name)
             write_rows(rows, target)
 
     copy = Copy(

@@ -37,6 +37,7 @@ from fcsd.model.quantised.copy import (
     Rows,
     Source,
     check_destination,
+    check_rows,
     write_copy,
     write_rows,
 )
@@ -208,10 +209,6 @@ def _quantised(
     for begin in range(0, num_rows, step):
         rows = weight[begin : begin + step]
         # The scale is the largest value of a block: one infinity would spoil them all.
-        if not rows.isfinite().all():
-            raise UserError(
-                f"{weight.file}: tensor '{name}': has values that are NaN or infinite;"
-                " fetch the checkpoint again, or use an earlier one"
-            )
+        check_rows(rows, weight.file, name)
         quantised: Mapping[str, Tensor] = operation.convert({"weight": rows})
         yield quantised["weight"], quantised["weight_scale_inv"]

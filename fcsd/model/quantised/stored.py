@@ -293,7 +293,7 @@ def _check_fits(
             and stored.shape[-1] == scale[-1] * _GROUPS[stored.decode]
         )
     elif stored.decode is packed_integers:
-        fits = len(scale) == 2 and scale[0] == weight[0]
+        fits = len(scale) == 2 and scale[0] == weight[0] and shapes["shape"] == [2]
     elif len(scale) < 2 or math.prod(scale) == 1:
         fits = math.prod(scale) in (1, weight[0])
     else:

@@ -504,6 +504,38 @@ def test_methods_that_are_not_taken_back_are_named(method: str, tmp_path: Path) 
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scale_that_makes_a_weight_nan_is_named_and_nothing_is_written(
+    layout: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "q", *LAYOUTS[layout])
+    file = next((tmp_path / "q").glob("*.safetensors"))
+    tensors = load_file(file)
+    module = "model.layers.0.self_attn.q_proj"
+    scale = next(
+        tensor
+        for name, tensor in tensors.items()
+        if name.startswith(module) and "scale" in name and "input" not in name
+    )
+    # All bits are NaN in every dtype that scales have.
+    scale.view(-1).view(torch.uint8).fill_(255)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match=rf"'{module}\.weight': has values .* NaN"):
+        dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_tensor_whose_shape_is_no_pair_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "q", *LAYOUTS["packed int4"])
+    file = next((tmp_path / "q").glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("_shape"))
+    tensors[name] = torch.ones(2, 2, dtype=torch.int64)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="do not fit"):
+        dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
+
+
 def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) -> None:
     write(tmp_path / "q", *LAYOUTS["block fp8"])
     config = json.loads((tmp_path / "q" / "config.json").read_text())
