@@ -103,6 +103,14 @@ def evaluate_model(
         ScorerError: the scorer of the code tasks failed, which never counts as a score
             of 0.
     """
+    _check_kinds(suite, launch)
+    suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
+    if tasks is not None:
+        wanted = 'a list of names, such as ["arc_easy"],'
+        check_kind("tasks", tasks, list, wanted)
+        if not tasks or not all(isinstance(task, str) for task in tasks):
+            raise UserError(f"tasks: {tasks!r:.80}; {wanted} is needed")
+        suite = chosen_suite(tasks, suite)
     if isinstance(model, str | Path):
         from fcsd.api.models import load
 
@@ -122,15 +130,10 @@ def evaluate_model(
             " model was trained with"
         )
     tokenizer = tokenizer_of(tokenizer, "tokenizer")
-    _check_kinds(suite, launch)
     if launch is None:
         launch = join_launch()
         stop_watching()  # a script may have more to do after the evaluation
     start = time.monotonic()
-    suite = suite if isinstance(suite, SuiteConfig) else load_suite(suite)
-    if tasks is not None:
-        check_kind("tasks", tasks, list, 'a list of names, such as ["arc_easy"],')
-        suite = chosen_suite(tasks, suite)
     config = EvaluationConfig.from_plain(
         {
             "data_root": None if data_root is None else str(data_root),

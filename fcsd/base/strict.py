@@ -587,7 +587,8 @@ def did_you_mean(word: str, allowed: list[str]) -> str:
     similar.
     """
     word = GUESSED_NAMES.get(word, word)
-    near = difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
+    near = [name for name in allowed if name.lower() == word.lower()]
+    near += difflib.get_close_matches(word, allowed, n=1, cutoff=0.6)
     if near:
         return f"; did you mean '{near[0]}'?"
     return f"; allowed: {', '.join(sorted(allowed))}" if allowed else ""

@@ -296,10 +296,11 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
         model, suite(), tasks=["tiny_choice"], tokenizer=tokenizer, **options
     )
     assert named["tasks"] == after["tasks"] and named["suite"] == "quick-tasks"
-    with pytest.raises(UserError, match=r"tasks: .* a list of names"):
-        fcsd.evaluate_model(
-            model, suite(), tasks="tiny_choice", tokenizer=tokenizer, **options
-        )
+    wrong: Any
+    for wrong in ("tiny_choice", [], [None]):
+        with pytest.raises(UserError, match=r"^tasks: .* a list of names"):
+            # before the model is looked for
+            fcsd.evaluate_model("nowhere", suite(), tasks=wrong)
     comparison = fcsd.compare(before, after)
     assert comparison["tasks"]["tiny_choice"][
         "num_items"

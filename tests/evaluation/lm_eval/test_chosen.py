@@ -84,11 +84,12 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
     ) as error:
         chosen_suite(["xyzzy!"], load_suite("paper11"))
     assert len(str(error.value)) < 200
-    with pytest.raises(
-        UserError,
-        match=r"^task helaswag: lm-eval has no such task; did you mean 'hellaswag'",
-    ):
-        chosen_suite(["helaswag"], load_suite("pretrain9"))
+    for name in ("helaswag", "HELLASWAG"):
+        with pytest.raises(
+            UserError,
+            match=rf"^task {name}: lm-eval has no such task; did you mean 'hellaswag'",
+        ):
+            chosen_suite([name], load_suite("pretrain9"))
 
 
 @pytest.fixture
