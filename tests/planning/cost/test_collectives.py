@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.plan import planned
 from fcsd.base.errors import UserError
+from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.collectives import TABLES, published
 from fcsd.planning.cost.hardware import GPUS
@@ -189,3 +190,13 @@ def test_a_gain_over_no_exact_schedule_is_the_expected_one_over_regular_blocks()
     )
     assert facts["times"]["best_exact"] == "regular"
     assert facts["expected_over_exact"] == facts["expected_gain"]
+
+
+def test_the_help_names_the_assumptions_to_replace_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "first replace the assumptions on which a server's gain hangs" in words
+    assert "{all_reduce_us: X, side_us: X}" in words
