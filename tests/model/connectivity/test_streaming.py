@@ -66,7 +66,7 @@ def synthetic_checkpoint(folder, num_layers=LAYERS, shard_bytes=SHARD_BYTES):
             )
         weight_map |= dict.fromkeys(tensors, file.name)
     (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": weight_map})
+        json.dumps({"metadata": {}, "weight_map": weight_map})
     )
     return sorted(folder.glob("*.safetensors"))
 
