@@ -199,7 +199,7 @@ def translate_instella(
         # import. A field that upstream would fill in is missing here, so the rule for
         # MoE layers may fail.
         mask = moe_mask(SimpleNamespace(**config), family)
-    except (AttributeError, TypeError):
+    except (AttributeError, UserError):
         fields = ", ".join(("num_hidden_layers", *MOE_LAYERS[family.moe_layers][0]))
         raise UserError(
             f"{where}: farskip: fcsd cannot tell which layers are MoE; add the fields"
