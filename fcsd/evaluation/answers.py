@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fcsd.data.thoughts import Thoughts, answer_after
+from fcsd.training.generation import HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-HEAD = 24
-"""Tokens at the beginning of an answer in which thoughts may open."""
 
 
 class Answer(NamedTuple):
@@ -39,20 +37,6 @@ def first_stop(text: str, stop: Sequence[str]) -> int:
     )
 
 
-def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Return the tokens that end a sequence, of the tokenizer and of the model's own
-    generation settings.
-    """
-    model_ends = getattr(generation, "eos_token_id", None)
-    if model_ends is None:
-        ends = []
-    else:
-        ends = [model_ends] if isinstance(model_ends, int) else list(model_ends)
-    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
-        ends.append(tokenizer.eos_token_id)
-    return [int(end) for end in ends]
-
-
 @dataclass(frozen=True)
 class Reader:
     """Reads the answer to one prompt.
@@ -72,6 +56,10 @@ class Reader:
     chats: bool
     thinking: bool
     clean_up: bool | None = None
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        return self.thoughts.tokenizer
 
     @functools.cached_property
     def may_think(self) -> bool:

@@ -17,22 +17,23 @@ from fcsd.base.hooks import first_tensor, hooked
 from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.answers import Answer, Reader
 from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.generation import (
-    SAMPLING_SEED,
-    Decoding,
-    Sampling,
-    batches_of,
-    generate,
-    set_aside,
-)
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.gathered import gathered_once
 from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.training.generation import (
+    SAMPLING_SEED,
+    Decoding,
+    Sampling,
+    batches_of,
+    end_tokens,
+    generate,
+    set_aside,
+)
 
 BatchSize = int | Literal["auto"]
 Result = TypeVar("Result")

@@ -20,18 +20,23 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.answers import Answer, Reader
 from fcsd.evaluation.backend import noted
 from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
-from fcsd.evaluation.generation import SAMPLING_SEED, Sampling, set_aside
 from fcsd.evaluation.identity import check_identity
 from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
 from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
+from fcsd.training.generation import (
+    SAMPLING_SEED,
+    Sampling,
+    end_tokens,
+    set_aside,
+)
 
 
 class ServedBackend:

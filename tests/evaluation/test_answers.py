@@ -19,7 +19,6 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
-from fcsd.evaluation.generation import _KEPT, _UNTOLD, set_aside
 from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
@@ -30,6 +29,7 @@ from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.training.generation import _KEPT, _UNTOLD, set_aside
 from tests.evaluation.test_runner import CHOICE, write_rows
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.float64 import BOUND, in_float64
@@ -251,7 +251,7 @@ def test_a_task_of_lm_eval_that_samples_gives_the_same_samples_in_any_batch(
 
 def test_draws_follow_the_distribution() -> None:
     """Compared with the probabilities, computed by hand."""
-    from fcsd.evaluation.generation import Sampling, _Draw
+    from fcsd.training.generation import Sampling, _Draw
 
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
     seeds = list(range(4000))

@@ -24,12 +24,12 @@ from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import END_OF_PROMPT, Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors
 from fcsd.evaluation.chat.terminal import GAP, ending, printable, side_by_side
-from fcsd.evaluation.generation import TOKEN_BY_TOKEN
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.model.positions import num_positions
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
+from fcsd.training.generation import TOKEN_BY_TOKEN
 
 _HELP = """\
 /reset   forget the conversation

@@ -27,16 +27,17 @@ from fcsd.base.text import draws_foreign_bars
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.answers import Answer, Reader, end_tokens
+from fcsd.evaluation.answers import Answer, Reader
 from fcsd.evaluation.config import LMEvalTaskConfig
-from fcsd.evaluation.generation import (
+from fcsd.parallel.ranks import input_device
+from fcsd.training.generation import (
     OVERFLOW,
     SAMPLING_SEED,
     Decoding,
     Sampling,
     batches_of,
+    end_tokens,
 )
-from fcsd.parallel.ranks import input_device
 
 # A batch is a list of sequences, a sequence the (number, request) that it answers.
 _Batches = Iterable[list[list[tuple[int, Any]]]]

@@ -1,6 +1,7 @@
-"""Generate answers with a model in memory; each depends on its own prompt alone.
+"""Generate answers with a model in memory; each depends on its own prompt alone. The
+evaluation and the training on a student's own text generate with it.
 
-- Rows of a batch end, are drawn and are read one by one (`fcsd.evaluation.answers`).
+- Rows of a batch end and are drawn one by one.
 - The model's own generation settings (`generation_config.json`) give the tokens that
   end a sequence, and nothing else: transformers would fill with them whatever a task
   leaves open.
@@ -13,7 +14,7 @@ Not covered: the rounding of a batch's shape, which may turn a tie between two t
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -28,9 +29,14 @@ from transformers import (
 )
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.answers import HEAD, Reader
 from fcsd.model.families import family_of
 from fcsd.parallel.ranks import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+HEAD = 24
+"""Tokens at the beginning of an answer in which thoughts may open."""
 
 SAMPLING_SEED = 1234
 # A config or generation_config.json may ask for MTP layers: they draft for one sequence
@@ -57,12 +63,15 @@ _UNTOLD = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. top_k: 0 for no limit."""
+    """How tokens are drawn. top_k: 0 for no limit. vocab_size: rows of a padded head
+    that are tokens; None: all.
+    """
 
     temperature: float
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    vocab_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,42 @@ class Decoding:
             return family_of(config).padding == "counts"
         except UserError:  # a model that fcsd does not know
             return False
+
+
+class Ending(Protocol):
+    """Tells where the answer to one prompt ends.
+
+    limit: tokens that are allowed. ends: tokens that end a sequence, equal for the
+    prompts of a batch. look_back: the number of last tokens that `ended` needs.
+    """
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
+    @property
+    def limit(self) -> int: ...
+    @property
+    def ends(self) -> Sequence[int]: ...
+    @property
+    def look_back(self) -> int: ...
+
+    def ended(self, head: Sequence[int], tail: Sequence[int]) -> bool:
+        """Return whether an answer is complete that begins with the tokens `head` and
+        ends with `tail` (`HEAD` and `look_back` tokens, or all of a shorter answer).
+        """
+
+
+def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the tokens that end a sequence, of the tokenizer and of the model's own
+    generation settings.
+    """
+    model_ends = getattr(generation, "eos_token_id", None)
+    if model_ends is None:
+        ends = []
+    else:
+        ends = [model_ends] if isinstance(model_ends, int) else list(model_ends)
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        ends.append(tokenizer.eos_token_id)
+    return [int(end) for end in ends]
 
 
 def set_aside(generation: Any) -> dict[str, Any]:
@@ -120,7 +165,7 @@ def batches_of(
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    readers: Sequence[Reader],
+    readers: Sequence[Ending],
     seeds: Sequence[int],
     decoding: Decoding,
     *,
@@ -132,7 +177,7 @@ def generate(
     forward passes.
     """
     ends = readers[0].ends
-    pad = readers[0].thoughts.tokenizer.pad_token_id
+    pad = readers[0].tokenizer.pad_token_id
     if pad is None:
         # The mask hides padding, so any token will do.
         pad = ends[0] if ends else 0
@@ -146,7 +191,7 @@ def generate(
         max_new_tokens=max(reader.limit for reader in readers),
         eos_token_id=list(ends) or None,
         pad_token_id=pad,
-        bos_token_id=readers[0].thoughts.tokenizer.bos_token_id,
+        bos_token_id=readers[0].tokenizer.bos_token_id,
         use_cache=True,
         **TOKEN_BY_TOKEN,
     )
@@ -175,7 +220,7 @@ def generate(
 class _Ended:
     """Ends the sequences whose answers are complete."""
 
-    def __init__(self, readers: Sequence[Reader], prompt_length: int):
+    def __init__(self, readers: Sequence[Ending], prompt_length: int):
         self.readers, self.prompt_length = readers, prompt_length
         self.look_back = max(reader.look_back for reader in readers)
         self.rows: torch.Tensor | None = None
@@ -187,7 +232,8 @@ class _Ended:
         beams = len(heads) // len(self.readers)
         rows = torch.tensor(
             [
-                self.readers[number // beams].ended(head, tail)
+                (reader := self.readers[number // beams]).ended(head, tail)
+                or new.shape[1] >= reader.limit
                 for number, (head, tail) in enumerate(zip(heads, tails, strict=True))
             ],
             device=input_ids.device,
@@ -222,6 +268,7 @@ class _Draw:
     """
 
     def __init__(self, sampling: Sampling, seeds: Sequence[int]):
+        self.vocab_size = sampling.vocab_size
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
         if sampling.top_k:
@@ -237,6 +284,8 @@ class _Draw:
         likeliest.
         """
         warped = self.warpers(input_ids, scores.float())  # type: ignore[arg-type]
+        if self.vocab_size is not None:
+            warped[:, self.vocab_size :] = -torch.inf
         steps = warped.double().softmax(-1).cumsum(-1)
         drawn = torch.tensor(
             [torch.rand((), generator=g, dtype=torch.double) for g in self.generators],
