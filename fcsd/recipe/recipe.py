@@ -393,6 +393,12 @@ class Recipe(Strict):
                 " compares those of every layer; use sharded"
                 + (" or adapter_off" if self.lora is not None else "")
             )
+        elif teacher.backend == "cache" and self.objective.own_text is not None:
+            raise ValueError(
+                "teacher.backend cache holds hidden states of the data's text, but"
+                " objective.own_text writes new text in every step; use sharded"
+                + (" or adapter_off" if self.lora is not None else "")
+            )
         if (
             teacher is not None
             and teacher.backend == "adapter_off"

@@ -76,6 +76,14 @@ def refuse_what_cannot_be_sharded(
             "early_stopping.metric: heldout_kl does not work with kl+l2 under"
             " ZeRO-3; use FSDP2, or pass@1"
         )
+    if objective.own_text is not None and (
+        engine.uses_deepspeed or engine.spreads_experts
+    ):
+        kind = "ZeRO-3" if engine.uses_deepspeed else "expert parallelism"
+        raise UserError(
+            f"objective.own_text: a student under {kind} cannot write; launch FSDP2"
+            " (configs/fsdp2_8.yaml) or data parallel copies, or leave the key out"
+        )
 
 
 def check_reporters(names: Sequence[str]) -> None:

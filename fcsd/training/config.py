@@ -274,9 +274,11 @@ MAY_CHANGE = (
     "train.save_steps",
     "train.save_total_limit",
     "train.report_to",
+    "objective.own_text_sample_steps",
     # how a step fits into memory
     "train.per_device_train_batch_size",
     "train.gradient_checkpointing",
+    "objective.own_text_batch_size",
     "data.on_bad_row",
 )
 """Settings that may change when a training is continued: the result does not depend on

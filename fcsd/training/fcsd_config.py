@@ -170,7 +170,9 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
         objective: "kl" (forward KL to the teacher), "reverse_kl", "jsd", "kl+l2", "sft"
             or "ce". Its settings are `temperature`, `jsd_beta`, `l2_coefficient`,
             `l2_relative`, `l2_until`, `vocab_size`, `freeze_embeddings_and_head` and
-            `freeze_routers` (`fcsd.training.losses.objectives`).
+            `freeze_routers` (`fcsd.training.losses.objectives`); `own_text` is the
+            share of rows that the student writes (`fcsd.training.own_text`), with
+            `own_text_tokens`, `own_text_batch_size` and `own_text_sample_steps`.
         layers: the layers to rewire in a model that is not converted yet, for example
             "last:90%"; None: the model is converted already. `attention` and `mlp` are
             the sides (`fcsd.Connectivity`).

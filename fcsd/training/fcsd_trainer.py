@@ -16,6 +16,7 @@ from typing import Any
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import TrainOutput
 
+from fcsd.base.errors import UserError
 from fcsd.model.autocast import computing_dtype, float32_routers
 from fcsd.model.dtypes import dtype_of
 from fcsd.parallel.engine import finish_zero_settings
@@ -24,6 +25,7 @@ from fcsd.training.checkpoints import restore_if_complete
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
+from fcsd.training.own_text import OwnText
 from fcsd.training.prepare import (
     Ready,
     check_student,
@@ -90,6 +92,15 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
     ):
         objective, train = sections.objective, sections.train
         student, shards = ready.student, launch.engine.shards
+        if (
+            objective.own_text is not None
+            and getattr(ready.teacher, "ahead", None) is not None
+        ):
+            raise UserError(
+                f"own_text: {type(ready.teacher).__name__} knows only the rows of the"
+                " data set, and cannot score what the student writes; give a model as"
+                " the teacher"
+            )
         # A teacher in shards is cast before it is sharded, any other one like the
         # student on its device.
         dtype = None
@@ -126,6 +137,10 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
             data_collator=collator(args, self.compared),
             **kwargs,
         )
+        if objective.own_text is not None:
+            self.own_text = OwnText(
+                objective, ready.tokenizer, launch.ranks, args.seed, self.meters
+            )
         if not launch.engine.shards:
             # outside training and evaluation the model is the user's
             detach_loss_head(student)

@@ -68,6 +68,10 @@ class Meters:
         load_max_over_mean          of an expert's tokens since the last log, mean of MoE layers
         dead_experts                that had none of them, in all MoE layers
         dropped_share               of the pairs of token and expert, with train.capacity_factor
+        own_rows                    their number, of rows with own text (`fcsd.training.own_text`)
+        own_ended, own_cut          texts in them that the student has ended, and that their limit has
+        own_mean_tokens             their mean length
+        own_time_share              share of the time that writing them took, mean of the ranks
         tokens_per_second           all tokens, of all ranks
     Divergence and entropy are taken at objective.temperature.
 
@@ -85,6 +89,7 @@ class Meters:
         # of all ranks: tokens of each expert, [layers, experts]
         self._loads: Tensor | None = None
         self._pairs: Tensor | None = None  # this rank's pairs: dropped, and all
+        self._written: list[float] | None = None  # this rank's own text
         self.num_tokens = 0  # of all ranks
         self._since = time.perf_counter()
 
@@ -151,6 +156,35 @@ class Meters:
         if pairs is not None:
             added = torch.stack(pairs)
             self._pairs = added if self._pairs is None else self._pairs + added
+
+    def add_written(
+        self, *, rows: int, texts: int, ended: int, tokens: int, seconds: float
+    ) -> None:
+        """Add the own text of a step: rows that hold it, texts, those among them that
+        the student has ended, their tokens, and the time that it took.
+        """
+        added = [rows, texts, ended, tokens, seconds]
+        sums = self._written or [0.0] * len(added)
+        self._written = [a + b for a, b in zip(sums, added, strict=True)]
+
+    def written(self) -> dict[str, float]:
+        """Return the figures of own text since the last log. All ranks call this."""
+        if self._written is None:
+            return {}
+        share = self._written[-1] / (time.perf_counter() - self._since)
+        sums = torch.tensor(
+            [*self._written[:-1], share, 1.0],
+            dtype=torch.float64,
+            device=self.accelerator.device,
+        )
+        rows, texts, ended, tokens, shares, ranks = self._of_all(sums, "sum").tolist()
+        return {
+            "own_rows": rows,
+            "own_ended": ended,
+            "own_cut": texts - ended,
+            "own_mean_tokens": tokens / max(texts, 1),
+            "own_time_share": round(shares / ranks, 4),
+        }
 
     def _dropped(self) -> dict[str, float]:
         if self._pairs is None:

@@ -44,6 +44,7 @@ from fcsd.training.optimizer import (
     note_parts,
     take_rate_of_schedule,
 )
+from fcsd.training.own_text import OwnText
 from fcsd.training.record import RECORD_FILE, TrainingRecord
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
@@ -132,6 +133,7 @@ class DistillTrainer(Trainer):
         # `fcsd.training.early_stopping.EarlyStopper`, where a run stops by its scores
         self.stopper: Any = None
         self.settings = sections.train
+        self.own_text: OwnText | None = None  # where the student writes, too
         self.average: WeightAverage | None = None
         if (decay := self.settings.ema_decay) is not None:
             self.average = WeightAverage(
@@ -166,6 +168,10 @@ class DistillTrainer(Trainer):
     def _get_num_items_in_batch(
         self, batch_samples: list, device: torch.device
     ) -> Tensor | None:
+        # Before the kept tokens are counted, and before the teacher sees the rows.
+        if self.own_text is not None:
+            step = self.state.global_step
+            self.own_text.write(self.plain_model, batch_samples, step)
         return self.step_loss.num_kept(batch_samples, device)
 
     def compute_loss(
@@ -206,10 +212,22 @@ class DistillTrainer(Trainer):
         """
         if "loss" in logs:
             logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
+            logs.update(self.meters.written())
             logs["tokens_per_second"] = self.meters.tokens_per_second()
             logs.update(self.guard.report())
             self.guarded.reset_meters()
         super().log(logs, start_time)
+        if "loss" in logs and self.own_text is not None:
+            self._show_sample(self.own_text.due_sample(self.state.global_step))
+
+    def _show_sample(self, sample: str | None) -> None:
+        """Print a sample of own text, and put it into the history alone: reporters take
+        numbers.
+        """
+        if sample is not None:
+            self.guarded.say(f"own text, step {self.state.global_step}: {sample}")
+            entry: dict[str, Any] = self.state.log_history[-1]
+            entry["own_text"] = sample
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # The score before the first step may have ended the run.

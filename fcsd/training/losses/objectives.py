@@ -169,6 +169,19 @@ class DivergenceObjectiveConfig(ObjectiveBase):
     """A divergence between the distributions of teacher and student."""
 
     temperature: float = option(1.0, "of both softmaxes", gt=0, allow_inf_nan=False)
+    # `fcsd.training.own_text`; TRL's lmbda
+    own_text: float | None = option(
+        None, "share of rows whose answers the student writes itself", gt=0, le=1
+    )
+    own_text_tokens: int | None = option(
+        None, "tokens of an answer of its own, if its row has room for more", gt=0
+    )
+    own_text_batch_size: int = option(
+        32, "answers that it writes at once on a rank", gt=0
+    )
+    own_text_sample_steps: int = option(
+        100, "steps between two samples of them in the log", gt=0
+    )
 
     has_teacher = True
 
@@ -222,6 +235,7 @@ class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
     name: Literal["sft", "ce"]
 
     has_teacher = False
+    own_text: ClassVar[None] = None  # no teacher would score it
     trained: ClassVar[dict[str, str]] = {
         "sft": "Fine-tuned on the answers of the data (SFT)",
         "ce": "Trained from scratch with cross-entropy",
