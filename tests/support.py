@@ -407,6 +407,7 @@ def evaluate(
     name: str = "model",
     ranks: Ranks = ALONE,
     progress: bool = True,
+    original: Any = None,
     **plan: Any,
 ) -> Any:
     """Return result and samples of one model. plan: keys of a recipe's `evaluation`."""
@@ -416,6 +417,7 @@ def evaluate(
         EvaluationConfig.model_construct(**plan),
         ranks=ranks,
         progress=progress,
+        original=original,
     )
     with preserved(model, tokenizer), prepared as ask:
         return ask(model, name)

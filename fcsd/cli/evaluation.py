@@ -60,12 +60,19 @@ def _evaluate(arguments: Namespace) -> None:
     check_device_map(arguments.device_map, launch)
     checkpoint = find_model(model)
     check_overlap_of(checkpoint, launch)
+    original = None
+    if arguments.original is not None:
+        original = EvaluatedFolder(
+            find_model(model.model_copy(update={"path": arguments.original})),
+            arguments.device_map,
+        )
     evaluation = Evaluation(
         name=arguments.model,
         model=EvaluatedFolder(checkpoint, arguments.device_map),
         suite=suite,
         config=config,
         server_check=not arguments.no_server_check,
+        original=original,
     )
     run_evaluation(evaluation, arguments.output, launch)
     if not launch.first:
@@ -247,6 +254,14 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         help=(
             "let a hybrid model think before it answers (allow enough tokens for it);"
             " with --samples: remove the thoughts before an answer"
+        ),
+    )
+    parser.add_argument(
+        "--original",
+        metavar="MODEL",
+        help=(
+            "for tasks of kind own_text: the model that MODEL was converted from, with"
+            " which they compare what it writes"
         ),
     )
     field_options(parser, EvaluationConfig, "data_root", type=Path)

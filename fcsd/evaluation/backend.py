@@ -61,7 +61,7 @@ class BatchSizer:
     """
 
     def __init__(self, size: BatchSize, model: PreTrainedModel):
-        self.automatic = size == "auto"
+        self.given, self.automatic = size, size == "auto"
         self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
         self.size: int = size if isinstance(size, int) else self._first
 
@@ -281,35 +281,63 @@ class InMemoryBackend:
                 chat template.
         """
         tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
-        ends = end_tokens(self.model.generation_config, self.tokenizer)
-        reading = readers(self.thoughts, row, tokens, ends)
+        reading = readers(self.thoughts, row, tokens, self.ends)
         decoding = Decoding(
             Sampling(row.temperature, row.top_p) if row.temperature else None
         )
-        # Longest first: if memory is too small, the first batch fails.
-        order = sorted(range(len(problems)), key=lambda index: -len(tokens[index]))
         samples = [
-            index * row.num_samples + number
-            for index in order
-            for number in range(row.num_samples)
+            index for index in range(len(problems)) for _ in range(row.num_samples)
         ]
-        self.batch.begin(len(samples), self.ranks)
-        lengths = [len(prompt) for prompt in tokens for _ in range(row.num_samples)]
+        by_sample = self.continued(
+            [tokens[index] for index in samples],
+            [reading[index] for index in samples],
+            [SAMPLING_SEED + number for number in range(len(samples))],
+            decoding,
+        )
+        completions: dict[str, list[Answer]] = {}
+        for index, new in zip(samples, by_sample, strict=True):
+            completions.setdefault(problems[index].task_id, []).append(
+                reading[index].tokens(new)
+            )
+        self.at_limit, self.unasked = noted(completions)
+        return {
+            task_id: [answer.text for answer in of_problem]
+            for task_id, of_problem in completions.items()
+        }
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """The tokens that end a sequence."""
+        return end_tokens(self.model.generation_config, self.tokenizer)
+
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        seeds: Sequence[int],
+        decoding: Decoding,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt, and what follows its end in the batch,
+        in the order of the prompts, on all ranks.
+        """
+        # Longest first: if memory is too small, the first batch fails.
+        lengths = [len(prompt) for prompt in prompts]
+        order = sorted(range(len(prompts)), key=lambda number: -lengths[number])
+        self.batch.begin(len(prompts), self.ranks)
         batches = list(
             batches_of(
-                samples,
+                order,
                 lengths,
                 self.batch.size,
                 decoding.needs_one_length(self.model.config),
             )
         )
 
-        def generate_batch(batch: list[int], size: int) -> list[Answer]:
-            prompts = [sample // row.num_samples for sample in batch]
-            return self.answers(
-                [tokens[index] for index in prompts],
-                [reading[index] for index in prompts],
-                [SAMPLING_SEED + sample for sample in batch],
+        def generate_batch(batch: list[int], size: int) -> list[list[int]]:
+            return self.new_tokens(
+                [prompts[number] for number in batch],
+                [reading[number] for number in batch],
+                [seeds[number] for number in batch],
                 decoding,
                 size,
             )
@@ -326,17 +354,9 @@ class InMemoryBackend:
         }
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            answers = self.in_batches(batches, generate_batch, idle, **bar)
-        by_sample = dict(zip(samples, answers, strict=True))
-        completions: dict[str, list[Answer]] = {}
-        for sample in sorted(by_sample):
-            task_id = problems[sample // row.num_samples].task_id
-            completions.setdefault(task_id, []).append(by_sample[sample])
-        self.at_limit, self.unasked = noted(completions)
-        return {
-            task_id: [answer.text for answer in of_problem]
-            for task_id, of_problem in completions.items()
-        }
+            texts = self.in_batches(batches, generate_batch, idle, **bar)
+        by_number = dict(zip(order, texts, strict=True))
+        return [by_number[number] for number in range(len(prompts))]
 
     def answers(
         self,
@@ -347,11 +367,25 @@ class InMemoryBackend:
         size: int,
     ) -> list[Answer]:
         """Return the answers to the prompts of a batch, `size` at a time."""
-        answers: list[Answer] = []
+        texts = self.new_tokens(prompts, reading, seeds, decoding, size)
+        return [
+            reader.tokens(tokens) for reader, tokens in zip(reading, texts, strict=True)
+        ]
+
+    def new_tokens(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        seeds: Sequence[int],
+        decoding: Decoding,
+        size: int,
+    ) -> list[list[int]]:
+        """Return what `generate` gives for the prompts of a batch, `size` at a time."""
+        texts: list[list[int]] = []
         for start in range(0, len(prompts), size):
             piece = slice(start, start + size)
             # Ranks that share the weights must make the same number of forward passes.
-            new = generate(
+            texts += generate(
                 self.model,
                 prompts[piece],
                 reading[piece],
@@ -359,11 +393,7 @@ class InMemoryBackend:
                 decoding,
                 lockstep=self.ranks.lockstep,
             )
-            answers += [
-                reader.tokens(tokens)
-                for reader, tokens in zip(reading[piece], new, strict=True)
-            ]
-        return answers
+        return texts
 
     def idle(self, reader: Reader) -> None:
         """Make the cheapest pass in which this rank takes part in the others'

@@ -5,7 +5,7 @@ recipe's `evaluation`, and of `fcsd evaluate --samples`.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -23,6 +23,8 @@ from fcsd.base.strict import (
     validate,
 )
 from fcsd.base.unions import one_of
+from fcsd.data.columns import Column as Meaning
+from fcsd.data.columns import check_meanings
 from fcsd.model.config import check_capacity
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
@@ -163,10 +165,45 @@ class CodeTaskConfig(TaskBase):
         return self
 
 
+class OwnTextTaskConfig(TaskBase):
+    """Continue prompts by the model's own samples, and compare the two next-token
+    distributions of model and original at each token (`fcsd.evaluation.own_text`).
+
+    The data set has conversations, which the model answers through its template, or
+    documents, whose beginnings it continues.
+    """
+
+    kind: Literal["own_text"]
+    metric: Literal["own_text_kl"] = "own_text_kl"
+    # Nats, of which less is better, have no place in a mean of scores.
+    headline: Literal[False] = False
+    split: str = "train"
+    columns: dict[Meaning, str] | None = None  # null: inferred from their names
+    num_prompts: int = Field(256, gt=0)  # the first of the data set
+    prompt_tokens: int = Field(32, gt=0)  # of a document, its beginning
+    max_new_tokens: int = Field(256, gt=0)
+    temperature: float = Field(1.0, ge=0)  # 0: greedy
+    seed: int = Field(0, ge=0)  # of the samples
+
+    num_fewshot: ClassVar[int] = 0
+
+    @model_validator(mode="after")
+    def _columns_make_a_prompt(self) -> "OwnTextTaskConfig":
+        if self.columns is not None:
+            check_meanings(self.columns)
+        return self
+
+
 # One row of a suite.
 TaskConfig = Annotated[
-    LikelihoodTaskConfig | GenerationTaskConfig | CodeTaskConfig,
-    one_of("kind", LikelihoodTaskConfig, GenerationTaskConfig, CodeTaskConfig),
+    LikelihoodTaskConfig | GenerationTaskConfig | CodeTaskConfig | OwnTextTaskConfig,
+    one_of(
+        "kind",
+        LikelihoodTaskConfig,
+        GenerationTaskConfig,
+        CodeTaskConfig,
+        OwnTextTaskConfig,
+    ),
 ]
 
 
@@ -225,7 +262,8 @@ class SuiteConfig(Strict, strict=True):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
-        if not any(row.headline for row in self.tasks):
+        own_text = all(row.kind == "own_text" for row in self.tasks)
+        if not own_text and not any(row.headline for row in self.tasks):
             raise ValueError("tasks: at least one must have headline: true")
         if unknown_tasks := sorted(self.columns.keys() - set(names)):
             raise ValueError(
@@ -285,7 +323,12 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
                 f" {suite.name}{did_you_mean(task, list(rows))}"
             )
     # A task that is named on its own counts, whether or not it does in its suite.
-    chosen = [rows[task].model_copy(update={"headline": True}) for task in tasks]
+    chosen = [
+        row
+        if (row := rows[task]).kind == "own_text"
+        else row.model_copy(update={"headline": True})
+        for task in tasks
+    ]
     return suite.model_copy(update={"tasks": chosen})
 
 

@@ -15,6 +15,7 @@ from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
+from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.suites import chat_text, dataset_location, hub_advice
 
 _GENERATED = ("test",)
@@ -27,6 +28,9 @@ def suite_items(
     code without generated tests.
     """
     for row in suite.tasks:
+        # Prompts have no answers that a training could have seen.
+        if row.kind == "own_text":
+            continue
         yield from (
             _code_items(row, data_root)
             if row.kind == "code"
@@ -81,6 +85,10 @@ def suite_prompts(
     """
     token_rows: list[list[int]] = []
     for row in suite.tasks:
+        if row.kind == "own_text":
+            own_prompts = load_prompts(row, data_root, tokenizer)[:limit]
+            token_rows += [list(prompt.tokens) for prompt in own_prompts]
+            continue
         if row.kind == "code":
             texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
         else:

@@ -64,7 +64,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     for row, lines in rows:
         if row.kind == "code":
             graded[row.task] = _code(scoring, row, lines)
-        else:
+        elif row.kind != "own_text":  # which `_rows` has refused
             graded[row.task] = _answers(scoring, suite, row, lines)
         tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
     samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
@@ -117,10 +117,12 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
         by_task.setdefault(name, []).append((where, line))
     chosen = chosen_suite(list(by_task), suite, scoring.include_path)
     for row in chosen.tasks:
-        if row.kind == "likelihood":
+        if row.kind in ("likelihood", "own_text"):
+            measured = "scored by likelihood"
+            if row.kind == "own_text":
+                measured = "measured on what the model itself writes"
             raise UserError(
-                f"task {row.task}: is scored by likelihood, which a file of answers"
-                " does not hold"
+                f"task {row.task}: is {measured}, which a file of answers does not hold"
             )
     rows: list[tuple[TaskConfig, Lines]] = []
     for row in chosen.tasks:

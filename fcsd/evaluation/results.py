@@ -9,7 +9,8 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,8 @@ def task_result(
     }
     if row.kind == "code":
         result |= code_numbers(samples)
+    elif row.kind == "own_text":
+        result["own_text"] = own_text_numbers(samples)
     else:
         result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
     return result
@@ -276,6 +279,32 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return numbers
 
 
+def own_text_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the figures of own text beside its metric, means over prompts."""
+
+    def mean(figure: Callable[[Mapping[str, Any]], float]) -> dict[str, Any]:
+        return mean_of([float(figure(sample)) for sample in samples])
+
+    names = (
+        "forward_kl", "nats", "original_nats", "repeated_4grams", "greedy_repeated_4grams", "ended",
+    )  # fmt: skip
+    return {
+        "by_length": {
+            length: {
+                name: mean_of([sample["by_length"][length][name] for sample in samples])
+                for name in ("own_text_kl", "forward_kl")
+            }
+            for length in samples[0]["by_length"]
+        },
+        **{name: mean(operator.itemgetter(name)) for name in names},
+        # Paired: what is hard to say for both does not count.
+        "nats_above": mean(lambda s: s["nats"] - s["original_nats"]),
+        "num_tokens": mean(lambda s: len(s["tokens"])),
+        "greedy_equal_tokens": mean(operator.itemgetter("greedy_equal")),
+        "greedy_equal": mean(lambda s: s["greedy_equal"] / s["greedy_longest"]),
+    }
+
+
 def whole_result(
     suite: str,
     model: str,
@@ -287,9 +316,11 @@ def whole_result(
 
     sandbox: the layers that generated code ran in; None for none.
     """
-    mean, error = plain_mean(
-        [(task["value"], task["stderr"]) for task in tasks.values() if task["headline"]]
-    )
+    counted = [
+        (task["value"], task["stderr"]) for task in tasks.values() if task["headline"]
+    ]
+    # A suite of own text alone has no mean.
+    mean, error = plain_mean(counted) if counted else (None, None)
     return {
         "schema_version": SCHEMA_VERSION,
         "suite": suite,

@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +29,13 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
     CodeTaskConfig,
     EvaluationConfig,
+    OwnTextTaskConfig,
     SuiteConfig,
     TaskConfig,
 )
 from fcsd.evaluation.lm_eval import tasks as likelihood
+from fcsd.evaluation.own_text.measure import Original, at_limit, own_text
+from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.results import (
     Samples,
@@ -68,6 +71,7 @@ def prepare_evaluation(
     ranks: Ranks = ALONE,
     progress: bool = True,
     any_direction: bool = False,
+    original: Original | None = None,
 ) -> Iterator["PreparedEvaluation"]:
     """Prepare data and sandbox once, to evaluate one model after another; yield a
     function of a model and its name.
@@ -78,10 +82,11 @@ def prepare_evaluation(
     where the first rank keeps finished tasks and looks for them. ranks: those that
     share the work; by default this process does all of it. any_direction: also accept
     metrics for which less is better, if scores are not compared between models.
+    original: the model that tasks of kind own_text compare with.
 
     Raises:
-        UserError: a task, data set, metric or chat template that does not exist; a
-            sandbox that is too weak.
+        UserError: a task, data set, metric, chat template or original that does not
+            exist; a sandbox that is too weak.
         ScorerError: the scorer of the code tasks failed; never a score of 0.
     """
     check_batch_size(config.batch_size, ranks)
@@ -95,6 +100,7 @@ def prepare_evaluation(
         }
     )
     missing = [row for row in suite.tasks if row.task not in stored]
+    check_original(missing, original)
     prepared: dict[str, Any] = {}
     facts = {task: task_facts for task, (_, task_facts) in stored.items()}
     for row in missing:
@@ -102,7 +108,8 @@ def prepare_evaluation(
             row, suite, data_root, tokenizer, config.limit
         )
         facts[row.task] = task_facts
-        if not (task_facts["higher_is_better"] or any_direction):
+        compared = task_facts["higher_is_better"] or row.kind == "own_text"
+        if not (compared or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; fcsd compares"
                 " models only by metrics where higher is better: choose one of those,"
@@ -138,7 +145,18 @@ def prepare_evaluation(
             store,
             ranks,
             progress,
+            original,
         )
+
+
+def check_original(rows: Iterable[TaskConfig], original: Any) -> None:
+    """Raise UserError where a task needs an original and none is named."""
+    for row in rows:
+        if row.kind == "own_text" and original is None:
+            raise UserError(
+                f"task {row.task}: compares what the model writes with its original;"
+                " name that with --original MODEL (in Python: original=)"
+            )
 
 
 @contextlib.contextmanager
@@ -170,6 +188,12 @@ def _prepare_task(
     """Return the items of a task, and the facts of its result that are known before a
     model runs.
     """
+    if row.kind == "own_text":
+        own_prompts = load_prompts(row, data_root, tokenizer)
+        return own_prompts[:limit], {
+            "num_items_total": len(own_prompts),
+            "higher_is_better": False,
+        }
     if row.kind == "code":
         problems = load_problems(row, data_root)
         # Only for its errors, before a model runs: for example, a missing chat
@@ -207,6 +231,7 @@ class PreparedEvaluation:
     store: TaskStore | None
     ranks: Ranks
     progress: bool
+    original: Original | None = None
 
     def __call__(
         self,
@@ -260,6 +285,8 @@ class PreparedEvaluation:
                 try:
                     if row.kind == "code":
                         samples[row.task] = self._run_code(backend, row)
+                    elif row.kind == "own_text":
+                        samples[row.task] = self._run_own_text(backend, row)
                     else:
                         samples[row.task] = likelihood.run_task(
                             backend.language_model,
@@ -278,7 +305,9 @@ class PreparedEvaluation:
                     raise kind(
                         f"{error} (the {count_text} kept; run again to continue)"
                     ) from error
-                if row.kind != "likelihood":
+                if row.kind == "own_text":
+                    facts[row.task] |= at_limit(samples[row.task])
+                elif row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
                     facts[row.task]["answers_with_thoughts"] = len(source.unasked)
@@ -308,11 +337,25 @@ class PreparedEvaluation:
 
     def _work(self, row: TaskConfig) -> Work:
         items = self.prepared[row.task]
+        if row.kind == "own_text":
+            return Work(len(items), "tokens", 2 * len(items) * row.max_new_tokens)
         if row.kind == "code":
             return Work(
                 len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens
             )
         return likelihood.work(row, items, self.config.limit)
+
+    def _run_own_text(
+        self, backend: Backend, row: OwnTextTaskConfig
+    ) -> list[dict[str, Any]]:
+        assert self.original is not None
+        if not isinstance(backend, InMemoryBackend):
+            raise UserError(
+                f"task {row.task}: needs a model in memory; evaluate it without --server"
+            )
+        return own_text(
+            backend, row, self.prepared[row.task], self.original, self.facts[row.task]
+        )
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one

@@ -9,9 +9,10 @@ its measurements other than scores (`fcsd.pipeline.reference`).
 """
 
 import contextlib
+import dataclasses
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,12 +22,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
+from fcsd.base.fingerprints import content_fingerprint
 from fcsd.base.memory import free_memory
 from fcsd.evaluation.backend import Served, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
-from fcsd.evaluation.runner import TASK_FACTS, Dropping, prepare_evaluation
+from fcsd.evaluation.runner import (
+    TASK_FACTS,
+    Dropping,
+    check_original,
+    prepare_evaluation,
+)
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
@@ -89,7 +97,7 @@ class Evaluation:
 
     name: the model's name in the result. config: batch size, limit, data root, cache,
     server and sandbox. reference: of a model of a recipe. server_check: first check
-    which model is served.
+    which model is served. original: what tasks of kind own_text compare with.
     """
 
     name: str
@@ -98,6 +106,12 @@ class Evaluation:
     config: EvaluationConfig
     reference: Reference | None = None
     server_check: bool = True
+    original: EvaluatedModel | None = None
+
+    @property
+    def writes_own_text(self) -> bool:
+        """Whether a task compares the model with its original."""
+        return any(row.kind == "own_text" for row in self.suite.tasks)
 
     @property
     def data_root(self) -> Path | None:
@@ -130,17 +144,29 @@ class Evaluation:
             **self.answered_by,
         }
 
-    def inputs(self) -> dict[str, Any]:
-        """Return the fingerprints of all inputs, without paths."""
+    @property
+    def loading(self) -> dict[str, Any]:
+        """How the model is loaded: in another precision, or with other kernels."""
+        keys = {"dtype", "attn_implementation", "experts_implementation"}
+        return self.model.config.model_dump(include=keys)
+
+    def model_inputs(self) -> dict[str, Any]:
+        """Return the fingerprints of the model, without paths."""
         # Weights do not show it: a converted checkpoint has the same as its original.
-        fingerprints = {
+        return {
             **self.model.fingerprints("model"),
             "connectivity": str(
                 read_json(self.model.folder / "config.json").get("farskip", "regular")
             ),
         }
+
+    def inputs(self) -> dict[str, Any]:
+        """Return the fingerprints of all inputs, without paths."""
+        fingerprints = self.model_inputs()
         if self.reference is not None:
             fingerprints |= self.reference.inputs()
+        if self.writes_own_text and self.original is not None:
+            fingerprints |= self.original.fingerprints("original")
         return fingerprints | test_set_fingerprints(self.suite, self.data_root)
 
 
@@ -160,6 +186,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     launch = launch.for_evaluation()
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.model
+    check_original(evaluation.suite.tasks, evaluation.original)
     # The folder belongs to these settings and inputs; with others it is refused.
     stage = Stage(
         folder,
@@ -175,10 +202,15 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     backend = None  # the model is in memory
     if config.server is not None:
         backend = model.served(config.server, tokenizer)
-    store = _store(evaluation, stage, backend)
+    store = _store(evaluation, stage, stage.inputs, backend)
     # A mistake in tasks or data shows before the weights are read.
     with prepare_evaluation(
-        tokenizer, evaluation.suite, config, store=store, ranks=launch.ranks
+        tokenizer,
+        evaluation.suite,
+        config,
+        store=store,
+        ranks=launch.ranks,
+        original=_original(evaluation, stage, launch),
     ) as prepared:
         measure = None
         if backend is not None:
@@ -201,6 +233,29 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     return stage
 
 
+def _original(evaluation: Evaluation, stage: Stage, launch: Launch) -> Original | None:
+    """Return the original of an evaluation whose tasks need one; its own samples are
+    kept beside the finished tasks, as those of its own evaluation.
+    """
+    original = evaluation.original
+    if original is None or not evaluation.writes_own_text:
+        return None
+
+    @contextlib.contextmanager
+    def loaded() -> Iterator[PreTrainedModel]:
+        yield original.load(launch)
+        free_memory()
+
+    of_original = dataclasses.replace(evaluation, model=original)
+    model, inputs = launch.ranks.from_first(
+        lambda: (evaluation.model_inputs(), of_original.model_inputs())
+    )
+    same = model == inputs and evaluation.loading == of_original.loading
+    return Original(
+        loaded, itself=same, store=_store(of_original, stage, stage.inputs | inputs)
+    )
+
+
 def check_server(server: ServerConfig | None, launch: Launch) -> None:
     """Raise UserError when several processes would ask one server the same."""
     if server is not None and launch.ranks.size > 1:
@@ -212,25 +267,27 @@ def check_server(server: ServerConfig | None, launch: Launch) -> None:
 
 
 def _store(
-    evaluation: Evaluation, stage: Stage, backend: Served | None = None
+    evaluation: Evaluation,
+    stage: Stage,
+    inputs: Mapping[str, Any],
+    backend: Served | None = None,
 ) -> TaskStore:
     """Return the store of finished tasks, keyed by the fingerprints of the model and
     its settings, never by a path.
 
-    backend: the server that answers for the model, if any.
+    inputs: fingerprints of the stage's inputs. backend: the server that answers for the
+    model, if any.
     """
     config, loading = evaluation.config, dict[str, Any]()
     if evaluation.reference is not None:
-        # A recipe may load its models in another precision or with other kernels.
-        loading_keys = {"dtype", "attn_implementation", "experts_implementation"}
-        loading = evaluation.model.config.model_dump(include=loading_keys)
+        loading = evaluation.loading
     if backend:
         # Another engine, or another configuration of it, rounds differently.
         served = {"server": {**backend.facts, "checked": evaluation.server_check}}
     else:
         served = {}
     identity = {
-        **{name: stage.inputs[name] for name in ("model", "connectivity")},
+        **{name: inputs[name] for name in ("model", "connectivity")},
         "configuration": configuration_fingerprint(evaluation.model.folder),
         "loading": loading,
         **served,
@@ -244,9 +301,12 @@ def _store(
     }
     # A kept answer counts as long as the items and their prompts are the same.
     data = {}
+    original = [inputs[name] for name in sorted(inputs) if name.startswith("original")]
     for row in evaluation.suite.tasks:
-        items = stage.inputs.get(f"task {row.task}", "")
-        data[row.task] = items + stage.inputs.get(f"task {row.task}{DEFINITION}", "")
+        items = inputs.get(f"task {row.task}", "")
+        data[row.task] = items + inputs.get(f"task {row.task}{DEFINITION}", "")
+        if row.kind == "own_text":
+            data[row.task] += content_fingerprint(original)
     return TaskStore(
         Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS,
         identity,
@@ -276,7 +336,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
 
 
 def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
-    store = _store(evaluation, stage)
+    store = _store(evaluation, stage, stage.inputs)
     # Other versions of the packages might give other scores.
     own_versions = read_manifest(stage.folder).get("versions")
     # results.json is the damaged one
@@ -290,7 +350,7 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
             facts = {name: score[name] for name in names if name in score}
             if row.kind == "code":
                 facts["sandbox"] = result["sandbox"]
-            else:
+            elif row.kind != "own_text":
                 facts["generation"] = recorded[row.task]
             with contextlib.suppress(UserError):
                 store.put(row, read_samples(stage.folder, row.task, score), facts)

@@ -124,17 +124,20 @@ def chat_text(
     thinking: bool,
     turns: list[dict[str, str]],
     add_generation_prompt: bool = True,
+    **given: Any,
 ) -> str:
     """Render turns as text, as lm-eval's model in memory does; without a generation
     prompt the last turn is left open.
 
     thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
+    given: options of the template, and tools, that the data have.
     """
     options = {
         **dated_options(tokenizer),
         **thinking_options(tokenizer, thinking),
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": not add_generation_prompt,
+        **given,
     }
     with template_errors(tokenizer_name(tokenizer), "a prompt"):
         return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
@@ -292,7 +295,7 @@ def test_set_fingerprints(
         location = dataset_location(row, data_root)
         fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
         folder = None
-        if suite is not None and row.kind != "code":
+        if suite is not None and isinstance(row, LMEvalTaskConfig):
             folder = definition_folder(row, suite)
         if folder is not None:
             fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))

@@ -251,10 +251,13 @@ def evaluate_models(run: Run) -> None:
         load_suite(config.suite),
         Reference(run.original, run.recipe.data),
     )
+    original = EvaluatedFolder(run.original)
     for name in run.models():
         run.begin(evaluation(name))
         model = EvaluatedFolder(run.model(name))
-        model_evaluation = Evaluation(name, model, suite, config, reference)
+        model_evaluation = Evaluation(
+            name, model, suite, config, reference, original=original
+        )
         folder = run.layout.evaluation(name)
         run_evaluation(model_evaluation, folder, run.launch)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.text import markdown, metric_words, nats
+from fcsd.base.text import markdown, metric_words, nats, plus_minus
 from fcsd.evaluation.results import read_result
 from fcsd.report.verdict import (
     interval_text,
@@ -27,6 +27,15 @@ def with_error(value: str, stderr: float | None) -> str:
     return f"{value} ± {'–' if stderr is None else f'{100 * stderr:.1f}'}"
 
 
+def figure_text(row: Mapping[str, Any], value: float, stderr: float | None) -> str:
+    """Format a task's figure with its error: a score in per cent, a divergence in
+    nats.
+    """
+    if row["kind"] != "own_text":
+        return with_error(percent(value), stderr)
+    return f"{plus_minus(value, stderr)} nats"
+
+
 def models_table(
     models: Mapping[str, Mapping[str, Any]], columns: int | None = None
 ) -> str:
@@ -45,7 +54,7 @@ def models_table(
         result = model["result"]
         kl = (result.get("kl_to_original") or {}).get("kl")
         scores = [
-            with_error(percent(row["value"]), row["stderr"])
+            figure_text(row, row["value"], row["stderr"])
             for row in result["tasks"].values()
         ]
         ends = [percent(result["mean"]), "-" if kl is None else nats(kl)]
@@ -94,12 +103,39 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
         row.get("answers_at_limit"),
         row.get("answers_with_thoughts"),
     )
+    if "own_text" in row:
+        # A text may end at the limit: it is told beside the others.
+        notes = [f"{name}: {own_text_note(row['own_text'])}."]
     if text := row.get("thoughts_closed_by"):
         notes.append(
             f"{name}: the model thinks unasked; fcsd added {text!r} to its prompts, so"
             " that the likelihoods are those of answers."
         )
     return notes
+
+
+def own_text_note(figures: Mapping[str, Any]) -> str:
+    """Say the figures of own text beside its metric."""
+
+    def of(name: str, *, sign: str = "", figures: Any = figures) -> str:
+        return plus_minus(figures[name]["value"], figures[name]["stderr"], sign=sign)
+
+    def share(name: str) -> str:
+        return f"{percent(figures[name]['value'])} %"
+
+    lengths = "".join(
+        f"; of the first {length} tokens {of('own_text_kl', figures=of_length)}"
+        for length, of_length in figures["by_length"].items()
+    )
+    return (
+        f"KL(original || model) {of('forward_kl')}{lengths}; nats under the original"
+        f" {of('nats')}, {of('nats_above', sign='+')} over the original's own; repeated"
+        f" 4-grams {share('repeated_4grams')}, greedy {share('greedy_repeated_4grams')};"
+        f" {share('ended')} end by themselves, after"
+        f" {figures['num_tokens']['value']:.1f} tokens on average; greedy text equal to"
+        f" the original's for {figures['greedy_equal_tokens']['value']:.1f} tokens"
+        f" ({share('greedy_equal')})"
+    )
 
 
 def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
@@ -209,6 +245,8 @@ def result_table(folder: Path) -> str:
     """Format the results in one folder of `fcsd evaluate`."""
     result, _ = read_result(folder)
     table = score_table(result)
+    if result["mean"] is None:
+        return table
     mean = f"mean {with_error(percent(result['mean']), result['mean_stderr'])}"
     head, _, note = table.partition("\n\n")
     return f"{head}\n{mean}" + (f"\n{note}" if note else "")
@@ -226,7 +264,7 @@ def score_table(result: Mapping[str, Any]) -> str:
             if total == row["num_items"]
             else f"{row['num_items']} of {total}"
         )
-        score = with_error(percent(row["value"]), row["stderr"])
+        score = figure_text(row, row["value"], row["stderr"])
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
         if "base" in row:
             base = with_error(percent(row["base"]["value"]), row["base"]["stderr"])

@@ -95,7 +95,7 @@ def test_an_unknown_suite_lists_what_exists() -> None:
         ),
         (
             "{task: a, dataset: x/y}",
-            "tasks.0.kind: is required: 'likelihood', 'generation' or 'code'",
+            "tasks.0.kind: is required: 'likelihood', 'generation', 'code' or 'own_text'",
         ),
         (
             "{task: a, dataset: x/y, kind: likelihood}",

@@ -56,6 +56,8 @@ def write_lm_eval(
     # lm-eval has one file of samples for each member of a group, and a score for the
     # group.
     for task, row in result["tasks"].items():
+        if row["kind"] == "own_text":  # which lm-eval does not know
+            continue
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
         )

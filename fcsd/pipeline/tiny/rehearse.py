@@ -32,7 +32,13 @@ from fcsd.data.config import (
     TrainingDataConfig,
 )
 from fcsd.data.local import making_of
-from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite, suite_names
+from fcsd.evaluation.config import (
+    LMEvalTaskConfig,
+    SuiteConfig,
+    TaskConfig,
+    load_suite,
+    suite_names,
+)
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.model.config import ModelConfig
@@ -338,18 +344,24 @@ def _write_data(
     for path, benchmarks in sorted(inventable.items()):
         files = repositories.setdefault(inside(rehearsal / "hub", path), {})
         for row, suite in benchmarks:
-            make = (
-                CODE[path]
-                if row.kind == "code"
-                else partial(benchmark_row, columns_of(row.task, suite))
-            )
+            if row.kind == "own_text":
+                columns = row.columns or {"messages": "messages"}
+                if row.columns is None and not row.chat_template:
+                    columns = {"text": "text"}
+                make: Any = partial(training_row, path, columns)
+            elif row.kind == "code":
+                make = CODE[path]
+            else:
+                make = partial(benchmark_row, columns_of(row.task, suite))
             rows = [
                 make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
             ]
             declared: set[tuple[str, Any]] = {
                 (row.dataset_name or "default", row.split)
             }
-            splits = declared if row.kind == "code" else named_splits(row, suite)
+            splits = declared
+            if isinstance(row, LMEvalTaskConfig):
+                splits = named_splits(row, suite)
             files |= {
                 config_and_split: rows
                 for config_and_split in sorted(splits)
@@ -397,11 +409,12 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
     by_dataset: dict[str, dict[str, Benchmark]] = {}
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
         for row in suite.tasks:
-            if (
-                row.dataset in CODE
-                if row.kind == "code"
-                else columns_of(row.task, suite)
-            ):
+            known: Any = columns_of(row.task, suite)
+            if row.kind == "code":
+                known = row.dataset in CODE
+            if row.kind == "own_text":
+                known = not _is_file(row.dataset)
+            if known:
                 by_dataset.setdefault(row.dataset, {}).setdefault(
                     row.task, (row, suite)
                 )

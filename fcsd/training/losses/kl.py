@@ -213,7 +213,7 @@ def read_original(
     def prepare(batch: Batch) -> None:
         batch["teacher_hidden"] = batch_hidden(original, batch)
 
-    with _evaluating(original):
+    with evaluating(original):
         batches = read_rows(
             parts,
             prepare,
@@ -269,7 +269,7 @@ def kl_by_row(
 
     bar = "KL to the original" if progress else None
     num_parts = len(original.part_rows)
-    with _evaluating(model):
+    with evaluating(model):
         sums, counts = sums_by_row(
             original.batches,
             num_parts,
@@ -313,7 +313,8 @@ def mean_kl(
 
 
 @contextlib.contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put a model into the mode in which `batch_hidden` can be called."""
     from torch.distributed.fsdp import FSDPModule
 
     training = model.training
