@@ -3,7 +3,7 @@ plan, layers, plan-layers.
 """
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace, _ActionsContainer
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +157,10 @@ def _cluster(arguments: Namespace) -> dict[str, Any]:
     return read_cluster(arguments.cluster)
 
 
-def _plan_options(parser: ArgumentParser) -> None:
+def _machine_options(parser: _ActionsContainer) -> None:
+    """Add what `plan` and `plan-layers` take of a machine and its work."""
     from fcsd.planning.cost.planned import PlanSettings
 
-    model_argument(parser, config_only=True)
     parser.add_argument(
         "--cluster",
         type=Path,
@@ -174,6 +174,26 @@ def _plan_options(parser: ArgumentParser) -> None:
     )
     field_options(parser, PlanSettings, *_MACHINE, default=None)
     field_options(parser, PlanSettings)
+    parser.add_argument(
+        "--links",
+        type=Path,
+        metavar="FILE",
+        help="links between the --ep ranks, measured by `fcsd-steer profile-network`",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FOLDER",
+        help=(
+            "use the imbalance between ranks from a study of `fcsd-steer routing`"
+            " instead of even routing"
+        ),
+    )
+
+
+def _plan_options(parser: ArgumentParser) -> None:
+    model_argument(parser, config_only=True)
+    _machine_options(parser)
     connectivity_arguments(parser)
     parser.add_argument(
         "--sweep",
@@ -185,12 +205,6 @@ def _plan_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--links",
-        type=Path,
-        metavar="FILE",
-        help="links between the --ep ranks, measured by `fcsd-steer profile-network`",
-    )
-    parser.add_argument(
         "--measured",
         type=Path,
         metavar="FILE",
@@ -200,21 +214,12 @@ def _plan_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--routing",
-        type=Path,
-        metavar="FOLDER",
-        help=(
-            "use the imbalance between ranks from a study of `fcsd-steer routing`"
-            " instead of even routing"
-        ),
-    )
-    parser.add_argument(
         "--study",
         type=Path,
         metavar="FOLDER",
         help=(
             "study of `fcsd layers`: show the quality cost of each selection beside its"
-            " gain in time"
+            " gain in time, and choose halves by time saved per loss"
         ),
     )
     parser.add_argument(
@@ -266,21 +271,50 @@ def _plan_layers(arguments: Namespace) -> None:
         within_text,
     )
 
-    if arguments.max_loss is not None:
+    has_machine = _has_machine(arguments)
+    if not has_machine and arguments.max_loss is not None:
         if arguments.verify or arguments.calibrated or arguments.model is not None:
             raise UserError(
                 "--max-loss reads the finished study, with copied and with calibrated"
-                " weights; --verify, --calibrated and --model belong to --budget"
+                " weights; --verify, --calibrated and --model belong to --budget, or to"
+                " --gpu and --cluster"
             )
         counts = layers_within(
             arguments.study, arguments.max_loss, metric=arguments.metric
         )
         print_result(arguments, counts, within_text)
         return
-    if arguments.model is not None and not arguments.verify:
-        raise UserError("--model has no meaning without --verify")
+    if not has_machine and arguments.budget is None:
+        raise UserError(
+            "give --budget or --max-loss; or, with the options of a plan (--gpu or"
+            " --cluster), leave both out"
+        )
+    if arguments.model is not None and not (arguments.verify or has_machine):
+        raise UserError("--model has no meaning without --verify, --gpu or --cluster")
     quiet_transformers()
     launch = join_launch() if arguments.verify else None
+    # Without --verify there is no launch to ask for the first rank.
+    is_first = os.environ.get("RANK", "0") == "0"
+    if has_machine:
+        from fcsd.pipeline.halves import Goal, choose_halves, halves_text
+
+        result = choose_halves(
+            vars(arguments) | _cluster(arguments),
+            arguments.study,
+            Goal(
+                arguments.metric,
+                arguments.calibrated,
+                arguments.budget,
+                arguments.max_loss,
+            ),
+            links=arguments.links,
+            routing=arguments.routing,
+            model=arguments.model,
+            launch=launch,
+        )
+        if is_first:
+            print_result(arguments, result, halves_text)
+        return
     plan = plan_layers(
         arguments.study,
         arguments.budget,
@@ -289,9 +323,23 @@ def _plan_layers(arguments: Namespace) -> None:
         model=arguments.model,
         verify=launch,
     )
-    # Without --verify there is no launch to ask for the first rank.
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         print_result(arguments, plan, plan_text)
+
+
+def _has_machine(arguments: Namespace) -> bool:
+    """Tell whether the options name a machine; refuse options of a plan without one."""
+    if arguments.cluster is not None or arguments.gpu is not None:
+        return True
+    parser = ArgumentParser(add_help=False)
+    _machine_options(parser)
+    for action in parser._actions:
+        if getattr(arguments, action.dest) != action.default:
+            raise UserError(
+                f"{action.option_strings[0]} belongs to a plan, which needs --gpu or"
+                " --cluster"
+            )
+    return False
 
 
 def _layers_options(parser: ArgumentParser) -> None:
@@ -360,7 +408,7 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "study", metavar="STUDY", type=Path, help="folder that `fcsd layers` wrote"
     )
-    goal = parser.add_mutually_exclusive_group(required=True)
+    goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
         "--budget", help="share of the layers (90%%) or their number (43)"
     )
@@ -370,7 +418,8 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
         metavar="X",
         help=(
             "instead, print how many layers from either end can be rewired without"
-            " training at this KL, or at this loss of a task's score"
+            " training at this KL, or at this loss of a task's score; with a machine,"
+            " choose what saves most time at this loss"
         ),
     )
     parser.add_argument(
@@ -394,7 +443,17 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--model",
-        help="with --verify: the path of the study's model, if it has moved",
+        help=(
+            "with --verify or a machine: the path of the study's model, if it has moved"
+        ),
+    )
+    _machine_options(
+        parser.add_argument_group(
+            "machine",
+            "With --gpu or --cluster, halves are chosen by planned time saved per loss, on"
+            " this machine. Without --budget and --max-loss, the choice is where the"
+            " share of the time saved exceeds the share of the loss most.",
+        )
     )
     json_argument(parser)
 
@@ -423,7 +482,8 @@ COMMANDS = {
         " layer study.",
         _plan_layers_options,
         _plan_layers,
-        "It proposes the layers that cost least when each is rewired alone, and"
-        " compares them with the last N. It prints the value of --layers, and YAML.",
+        "It proposes the layers that cost least when each is rewired alone, or, given a"
+        " machine, those that save most planned time for what they cost, and compares"
+        " them with the last N. It prints the options, and YAML.",
     ),
 }

@@ -18,8 +18,17 @@ from fcsd.planning.cost.measured import Times, measured_times, read_times
 from fcsd.planning.cost.plan import plan, reach
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.times import plan_times
+from fcsd.planning.layers.front import (
+    Seconds,
+    choose,
+    front,
+    recipe_section,
+    section_key,
+    section_options,
+)
 from fcsd.planning.layers.points import (
     has_calibrated,
+    loss_text,
     point_loss,
     selection_facts,
     study_connectivity,
@@ -67,26 +76,23 @@ def plan_from_files(
             "--routing and --measured are both given; measured times already include"
             " the routing"
         )
-    if routing is not None and "imbalance" in settings.assumptions:
-        raise UserError(
-            "--routing and assumptions.imbalance of the cluster file are both given;"
-            " leave one out"
-        )
-    link_model = None if links is None else read_links(links)
     times = None if measured is None else read_times(measured)
     if study is not None:
-        read_study(study)  # what is wrong with it is said before the planning
-    planned = prepare(settings, link_model)
-    if routing is not None:
-        planned = planned.assuming(imbalance=_imbalance(routing, planned))
+        # What is wrong with it is said before the planning.
+        study_metric(read_study(study), metric)
+    planned = prepare_with_files(settings, links, routing)
     if times is None:
         facts = plan(planned, advise=advise)
     else:
         facts = _measured(times, planned)
     if study is not None:
         facts["study"] = _against_quality(planned, times, study, metric)
+        facts["fronts"] = [
+            _front(planned, times, study, metric, calibrated)
+            for calibrated in _weights(read_study(study))
+        ]
         if figure is not None:
-            plot_worth(facts["study"], figure)
+            plot_worth(facts["study"], figure, facts["fronts"])
     rates = _rates(facts, planned)
     hours = {name: 1e9 / rate / 3600 for name, rate in rates.items()}
     return facts | {
@@ -94,6 +100,21 @@ def plan_from_files(
         "gpu_hours_per_billion_tokens": hours,
         "mfu": _mfu(rates, planned),
     }
+
+
+def prepare_with_files(
+    settings: PlanSettings, links: Path | None, routing: Path | None
+) -> Planned:
+    """Prepare a plan with the links and the imbalance of these files."""
+    if routing is not None and "imbalance" in settings.assumptions:
+        raise UserError(
+            "--routing and assumptions.imbalance of the cluster file are both given;"
+            " leave one out"
+        )
+    planned = prepare(settings, None if links is None else read_links(links))
+    if routing is None:
+        return planned
+    return planned.assuming(imbalance=_imbalance(routing, planned))
 
 
 def sweep_plans(
@@ -215,12 +236,8 @@ def _measured(times: Times, planned: Planned) -> dict[str, Any]:
     }
 
 
-def _against_quality(
-    planned: Planned, times: Times | None, folder: Path, metric: str | None
-) -> list[dict[str, Any]]:
-    """Return, for each selection of a study, its loss of quality and the speed-up of
-    the connectivity that was measured, whatever the plan's own is.
-    """
+def checked_study(planned: Planned, folder: Path) -> dict[str, Any]:
+    """Return the study in a folder; UserError if it is of another model."""
     study = read_study(folder)
     if study["num_hidden_layers"] != len(planned.work.layers):
         raise UserError(
@@ -233,9 +250,41 @@ def _against_quality(
             f"{folder}: the study's MoE layers are {ranges(study['moe_layers'])}, those"
             f" of the model {ranges(moe_layers)}; plan the study's model"
         )
+    return study
+
+
+def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Seconds:
+    """Return the function that plans the seconds of a step with a connectivity, for the
+    study in a folder. It plans each connectivity once.
+    """
+    known: dict[str, float] = {}
+
+    def seconds(spec: Connectivity) -> float:
+        key = section_key(spec, planned.work.moe)
+        if key not in known:
+            one = replace(planned, connectivity=spec)
+            try:
+                facts = plan_times(one) if times is None else measured_times(times, one)
+            except UserError as refusal:
+                options = section_options(recipe_section(spec, planned.work.moe))
+                raise UserError(f"{folder}: with {options}: {refusal}") from None
+            known[key] = float(facts["overlapped_s"])
+        return known[key]
+
+    return seconds
+
+
+def _against_quality(
+    planned: Planned, times: Times | None, folder: Path, metric: str | None
+) -> list[dict[str, Any]]:
+    """Return, for each selection of a study, its loss of quality and the speed-up of
+    the connectivity that was measured, whatever the plan's own is.
+    """
+    study = checked_study(planned, folder)
     chosen, rows = study_metric(study, metric), []
+    (facts_of_metric,) = (row for row in study["metrics"] if row["name"] == chosen)
     # A study may have scored each selection with copied and with calibrated weights.
-    for calibrated in (False, True) if has_calibrated(study) else (False,):
+    for calibrated in _weights(study):
         for point in study["points"]:
             # Nobody would convert a single layer, and nothing is converted in `none`.
             if point["side"] in ("single", "none"):
@@ -256,17 +305,32 @@ def _against_quality(
                     **{name: facts[name] for name in ("selection", "options")},
                     "num_layers": point["num_layers"],
                     "weights": "calibrated" if calibrated else "copied",
-                    "metric": "KL" if chosen == "kl" else f"{chosen} lost",
+                    "metric": loss_text(facts_of_metric),
                     "loss": loss,
                     "stderr": error,
                     "speed_up": speed_up,
                 }
             )
-    if not rows:
-        raise UserError(
-            f"{folder}: single layers only; run `fcsd layers` with --sides first,last"
-        )
     return rows
+
+
+def _weights(study: dict[str, Any]) -> tuple[bool, ...]:
+    """Return whether each kind of weights of a study is calibrated."""
+    return (False, True) if has_calibrated(study) else (False,)
+
+
+def _front(
+    planned: Planned,
+    times: Times | None,
+    folder: Path,
+    metric: str | None,
+    calibrated: bool,
+) -> dict[str, Any]:
+    """Return the front of a study's losses and its chosen row."""
+    study = checked_study(planned, folder)
+    seconds = study_seconds(planned, times, folder)
+    facts = front(study, study_metric(study, metric), calibrated, seconds)
+    return facts | {"chosen": choose(facts)}
 
 
 def _speed_up(

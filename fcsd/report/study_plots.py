@@ -7,7 +7,7 @@ from typing import Any, Literal
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-from fcsd.planning.layers.points import options_head
+from fcsd.planning.layers.points import loss_text, options_head
 from fcsd.report.figure import GREY, SIZE, save_figure, set_log_scale, set_title
 
 
@@ -213,11 +213,13 @@ _WORTH = {
 """Name, colour and marker of a curve by its side."""
 
 
-def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot_worth(
+    rows: Sequence[Mapping[str, Any]], path: Path, fronts: Sequence[Mapping[str, Any]]
+) -> None:
     """Draw the planned speed-up of each selection of a layer study against its cost in
-    quality.
+    quality, and the steps of each front.
 
-    rows: those that `fcsd.pipeline.plan` makes from a study.
+    rows, fronts: those that `fcsd.pipeline.plan` makes from a study.
     """
     figure, axis = plt.subplots(figsize=SIZE)
     measured = {row["side"] for row in rows}
@@ -261,13 +263,26 @@ def plot_worth(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                         (speed[index], loss[index]),
                         **label_style,
                     )
-    unit = ""
-    if rows[0]["metric"] == "KL":
+    for front, line in zip(fronts, ("-", "--"), strict=False):
+        # The regular model loses nothing, which a logarithmic axis cannot show.
+        if steps := front["rows"][1 : front["steps"]]:
+            weights = "calibrated" if front["calibrated"] else "copied"
+            axis.plot(
+                [row["speed_up"] for row in steps],
+                [row["loss"] for row in steps],
+                label=f"halves by time saved per loss, {weights} (sums)",
+                color="C0",
+                linestyle=line,
+                marker="x",
+                markersize=4,
+            )
+    unit, metric = "", fronts[0]["metric"]
+    if metric["better"] == "lower":
         set_log_scale(axis)
-        unit = ", nats per token"
+        unit = f", {metric['unit']}"
     axis.set(
         xlabel="planned speed-up",
-        ylabel=f"{rows[0]['metric']} before any distillation{unit}",
+        ylabel=f"{loss_text(metric)} before any distillation{unit}",
     )
     axis.grid(alpha=0.3)
     numbers = "rewired layers"

@@ -8,6 +8,7 @@ from fcsd.base.text import markdown, nats, size
 from fcsd.model.inspect.table import ranges
 from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
 from fcsd.planning.cost.plan import MORE_GPUS, PRINTED
+from fcsd.planning.layers.front import chosen_text, front_text
 
 
 def _joined(parts: Iterable[list[str]]) -> str:
@@ -307,6 +308,10 @@ def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
     yield [_windows(facts["times"])]
     if facts.get("study"):
         yield [_study(facts["study"])]
+    for front in facts.get("fronts", []):
+        weights = "calibrated" if front["calibrated"] else "copied"
+        head = f"HALVES by time saved per loss, {weights} weights:"
+        yield [head, "", *front_text(front), "", *chosen_text(front["chosen"])]
     if (memory := facts["memory"]) is not None:
         yield [_memory(memory, f" of {size(memory['gpu_bytes'])}")]
         if not memory["fits"]:

@@ -2,7 +2,7 @@
 exchanges that the selection overlaps.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fcsd.base.errors import UserError
@@ -27,6 +27,15 @@ def study_metric(study: dict[str, Any], metric: str | None) -> str:
     return metric or str(names[0])
 
 
+def loss_text(metric: Mapping[str, Any]) -> str:
+    """Return what a loss in a metric of a study is called: `KL`, `hellaswag lost`, or,
+    where lower is better, `own_text added`.
+    """
+    if metric["name"] == KL:
+        return "KL"
+    return f"{metric['name']} {'added' if metric['better'] == 'lower' else 'lost'}"
+
+
 def has_calibrated(study: dict[str, Any]) -> bool:
     """Tell whether a study was measured with calibrated weights as well."""
     return all("calibrated" in point for point in study["points"])
@@ -43,17 +52,19 @@ def values_of(point: dict[str, Any], calibrated: bool) -> dict[str, Any]:
 def point_loss(
     study: dict[str, Any], point: dict[str, Any], metric: str, calibrated: bool
 ) -> tuple[float, float | None]:
-    """Return the cost of a selection and its standard error: its KL, or the loss of the
-    task's score against the original.
+    """Return the cost of a selection and its standard error: its KL, or how much worse
+    the task's score is than the original's.
     """
     row = values_of(point, calibrated)[metric]
     if metric == KL:
         return row["value"], row["stderr"]
+    (better,) = (m["better"] for m in study["metrics"] if m["name"] == metric)
     # A study with tasks has exactly one point without rewired layers, their reference.
     (original,) = (
         p["values"][metric]["value"] for p in study["points"] if p["side"] == "none"
     )
-    return original - row["value"], row["stderr"]
+    sign = 1 if better == "lower" else -1
+    return sign * (row["value"] - original), row["stderr"]
 
 
 def base_loss(
@@ -174,3 +185,23 @@ def number_text(row: dict[str, Any]) -> str:
 
 def error_text(stderr: float | None) -> str:
     return "–" if stderr is None else f"{stderr:.1g}"  # KLs span orders of magnitude
+
+
+def point_text(point: dict[str, Any], num_layers: int) -> str:
+    """Return the name of a point: `original`, `first 3`, `last 3`, `only 2`, `all but
+    0-1`.
+    """
+    layers = point["layers"]
+    match point["side"]:
+        case "none":
+            return "original"
+        case "attention":
+            return "attention alone"
+        case "single":
+            return f"only {layers[0]}"
+        case "without":
+            return (
+                "all but"
+                f" {selection_text([k for k in range(num_layers) if k not in layers])}"
+            )
+    return f"{point['side']} {len(layers)}"

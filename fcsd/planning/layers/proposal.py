@@ -15,34 +15,43 @@ training, for a given loss.
 Not covered: the quality after distillation.
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown, nats
-from fcsd.model.connectivity.spec import resolve_layers, selection_text
+from fcsd.model.connectivity.spec import Connectivity, resolve_layers, selection_text
 from fcsd.model.load import find_model
 from fcsd.parallel.launch import Launch
 from fcsd.planning.layers.first import special_layers, special_text
+from fcsd.planning.layers.front import section_text
 from fcsd.planning.layers.points import (
     base_loss,
     error_text,
     has_calibrated,
+    loss_text,
     number_text,
     options_head,
     point_loss,
+    point_text,
     selecting_option,
     selection_facts,
+    study_connectivity,
     study_metric,
     study_overlap,
     values_of,
 )
 from fcsd.planning.layers.settings import KL, Study
-from fcsd.planning.layers.study import difference, layers_stage, measuring, read_study
+from fcsd.planning.layers.study import (
+    Measured,
+    difference,
+    layers_stage,
+    measuring,
+    read_study,
+)
 
 OVERLAPPED = "collectives overlapped"
 
@@ -74,25 +83,10 @@ def plan_layers(
     num_layers = study["num_hidden_layers"]
     count = parse_budget(budget, num_layers)
     chosen = study_metric(study, metric)
-    if calibrated and not has_calibrated(study):
-        raise UserError(
-            f"{folder}: this study has copied weights only; run `fcsd layers` with"
-            " --calibrated TEXT"
-        )
+    check_calibrated(folder, study, calibrated)
     # The greedy proposal ranks layers by their cost alone, so it needs the single
     # points.
-    alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
-    if not alone:
-        if study["study"]["mlp"] == "full":
-            raise UserError(
-                f"{folder}: a study with mlp: full (attention alone) has no"
-                " sensitivities: a single rewired layer computes what a regular one"
-                " does; use --max-loss"
-            )
-        raise UserError(
-            f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides"
-            " single"
-        )
+    alone = single_points(folder, study)
     losses = [
         point_loss(study, alone[layer], chosen, calibrated)
         for layer in range(num_layers)
@@ -142,8 +136,41 @@ def plan_layers(
     # not the values of single rows and items.
     result["difference"] = None
     if verify is not None:
-        result["difference"] = _verify(folder, study, result, chosen, model, verify)
+        rows = result["selections"]
+        specs = [study_connectivity(study, row["layers"]) for row in rows]
+        measured = measure_selections(folder, specs, chosen, calibrated, model, verify)
+        for row, measurement in zip(rows, measured, strict=True):
+            row["measured"] = measurement.values[chosen]
+        result["difference"] = difference(measured[0], measured[1], chosen)
     return result
+
+
+def check_calibrated(folder: Path, study: dict[str, Any], calibrated: bool) -> None:
+    """Refuse calibrated weights where a study has none."""
+    if calibrated and not has_calibrated(study):
+        raise UserError(
+            f"{folder}: this study has copied weights only; run `fcsd layers` with"
+            " --calibrated TEXT"
+        )
+
+
+def single_points(folder: Path, study: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the points of a study that rewire one layer, by layer; UserError if it has
+    none.
+    """
+    alone = {p["layers"][0]: p for p in study["points"] if p["side"] == "single"}
+    if not alone:
+        if study["study"]["mlp"] == "full":
+            raise UserError(
+                f"{folder}: a study with mlp: full (attention alone) has no"
+                " sensitivities: a single rewired layer computes what a regular one"
+                " does; use --max-loss"
+            )
+        raise UserError(
+            f"{folder}: this study has no sensitivities; run `fcsd layers` with --sides"
+            " single"
+        )
+    return alone
 
 
 def _selections(
@@ -218,10 +245,7 @@ def layers_within(
         UserError: a negative loss, unknown metric, a study of single layers only.
     """
     study = read_study(folder)
-    if not 0 <= max_loss < math.inf:
-        raise UserError(
-            f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric"
-        )
+    check_max_loss(max_loss)
     chosen, rows = study_metric(study, metric), []
     ends = [
         end
@@ -264,10 +288,17 @@ def layers_within(
     }
 
 
+def check_max_loss(max_loss: float) -> None:
+    """Refuse a loss that is negative or no number."""
+    if not 0 <= max_loss < math.inf:
+        raise UserError(
+            f"--max-loss {max_loss:g}: needs a number from 0, in the unit of the metric"
+        )
+
+
 def within_text(answer: dict[str, Any]) -> str:
     """Format the answer of `layers_within` as a table."""
-    total, name = answer["num_hidden_layers"], answer["metric"]["name"]
-    lost = "KL" if name == KL else f"{name} lost"
+    total, lost = answer["num_hidden_layers"], loss_text(answer["metric"])
     rows = [
         [
             "calibrated" if row["calibrated"] else "copied",
@@ -296,17 +327,19 @@ def _most_text(row: dict[str, Any], total: int) -> str:
     return f"{'' if row['within'] else 'none: '}attention alone"
 
 
-def _verify(
+def measure_selections(
     folder: Path,
-    study: dict[str, Any],
-    result: dict[str, Any],
+    selections: Sequence[Connectivity],
     metric: str,
+    calibrated: bool,
     model: str | None,
     launch: Launch,
-) -> dict[str, Any]:
-    """Measure all compared selections with the study's settings; return the paired
-    difference of proposal and last N.
+) -> list[Measured]:
+    """Measure these connectivities with the settings of the study in `folder`.
+
+    model: the current path of the study's model.
     """
+    study = read_study(folder)
     spec = Study.model_validate(study["study"])
     if model is not None:
         moved = spec.model.model_copy(update={"path": model, "revision": None})
@@ -332,15 +365,10 @@ def _verify(
         )
     _refuse_without_error(folder, spec, study, metric)
     # Calibration text is not needed for copied weights; without it none is loaded.
-    if not result["calibrated"]:
+    if not calibrated:
         spec = spec.model_copy(update={"calibrated": None})
     with measuring(spec, source, launch) as measure:
-        measured = [
-            measure(row["layers"], result["calibrated"]) for row in result["selections"]
-        ]
-    for row, measurement in zip(result["selections"], measured, strict=True):
-        row["measured"] = measurement.values[metric]
-    return difference(measured[0], measured[1], metric)
+        return [measure(selection, calibrated) for selection in selections]
 
 
 def _refuse_without_error(
@@ -369,7 +397,7 @@ def plan_text(proposal: dict[str, Any]) -> str:
     """Format the proposal: table, comparison, `--layers` text, YAML of a recipe."""
     # The last lines can be copied as they are: the option, and the recipe's section.
     metric = proposal["metric"]
-    unit = "KL" if metric["name"] == KL else f"{metric['name']} lost"
+    unit = loss_text(metric)
     base = proposal["base"]
     words = ("rewired", "regular") if base is None else ("MLP side, too", "attention")
     rows = [["none", number_text(base), ""]] if base is not None else []
@@ -408,15 +436,13 @@ def plan_text(proposal: dict[str, Any]) -> str:
             markdown(header, compared),
             "",
             _verdict(proposal),
+            "Every collective counts the same here. With --gpu or --cluster, and the"
+            " other options of a plan, layers are chosen by planned time saved per loss.",
             *special_text(proposal),
             "",
             proposal["selections"][0]["options"],
             "",
-            "connectivity:",
-            *[
-                f"  {key}: {value if isinstance(value, str) else json.dumps(value)}"
-                for key, value in proposal["connectivity"].items()
-            ],
+            *section_text(proposal["connectivity"]),
         ]
     )
 
@@ -432,9 +458,16 @@ def _verdict(proposal: dict[str, Any]) -> str:
             "Untrained, and one layer at a time: --verify measures the proposal against"
             " the last layers."
         )
+    return verdict(margin, proposal["metric"], f"the {second['name']} layers")
+
+
+def verdict(margin: Mapping[str, Any], metric: Mapping[str, Any], other: str) -> str:
+    """State in one sentence whether a proposal is better than another selection, from
+    their paired difference.
+    """
     # A lower KL is better, but a higher score: a negative distance favours the
     # proposal.
-    sign = 1 if proposal["metric"]["better"] == "lower" else -1
+    sign = 1 if metric["better"] == "lower" else -1
     distance = sign * margin["value"]
     # Within two standard errors the sign of a difference says nothing.
     if margin["stderr"] is None or abs(distance) <= 2 * margin["stderr"]:
@@ -442,7 +475,7 @@ def _verdict(proposal: dict[str, Any]) -> str:
     else:
         word = "is better than" if distance < 0 else "is WORSE than"
     return (
-        f"Measured, untrained: the proposal {word} the {second['name']} layers"
+        f"Measured, untrained: the proposal {word} {other}"
         f" (paired difference {margin['value']:+.2g} ± {error_text(margin['stderr'])})."
     )
 
@@ -456,7 +489,7 @@ def study_table(study: dict[str, Any]) -> str:
     weight_kinds = [False, True] if has_calibrated(study) else [False]
     rows = [
         [
-            _point_text(point, study["num_hidden_layers"]),
+            point_text(point, study["num_hidden_layers"]),
             *[
                 number_text(values_of(point, calibrated)[name])
                 for calibrated in weight_kinds
@@ -480,23 +513,3 @@ def study_table(study: dict[str, Any]) -> str:
         "special_layers": special_layers(study, names[0]),
     }
     return "\n".join([table, *special_text(facts)])
-
-
-def _point_text(point: dict[str, Any], num_layers: int) -> str:
-    """Return the name of a point: `original`, `first 3`, `last 3`, `only 2`, `all but
-    0-1`.
-    """
-    layers = point["layers"]
-    match point["side"]:
-        case "none":
-            return "original"
-        case "attention":
-            return "attention alone"
-        case "single":
-            return f"only {layers[0]}"
-        case "without":
-            return (
-                "all but"
-                f" {selection_text([k for k in range(num_layers) if k not in layers])}"
-            )
-    return f"{point['side']} {len(layers)}"

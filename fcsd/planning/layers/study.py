@@ -48,6 +48,7 @@ from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers
 from fcsd.model.connectivity.load import load_config
 from fcsd.model.connectivity.marks import CALIBRATED
+from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import family_of, moe_mask
 from fcsd.model.families.structure import packing_of
@@ -83,9 +84,9 @@ class Measured:
     items: dict[str, list[Any]]
 
 
-Measure = Callable[[Sequence[int] | None, bool], Measured]
-"""Rewires the model in place for a selection of layers and measures it; None: the
-original. True: with calibrated weights, not with copied ones.
+Measure = Callable[[Connectivity | None, bool], Measured]
+"""Rewires the model in place and measures it; None: the original. True: with calibrated
+weights, not with copied ones.
 """
 
 
@@ -209,8 +210,9 @@ def study_layers(
                     bar.set_postfix_str(
                         f"{side_name} {layers[0] if side_name == 'single' else len(layers)}"
                     )
+                    spec = None if key is None else study.connectivity(key)
                     measured_by_selection[key] = {
-                        weights_kind: measure(key, weights_kind == "calibrated").values
+                        weights_kind: measure(spec, weights_kind == "calibrated").values
                         for weights_kind in weights
                     }
                     bar.update()
@@ -392,20 +394,20 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
             else None
         )
 
-        def measure(layers: Sequence[int] | None, calibrated: bool) -> Measured:
-            if layers is None:
+        def measure(spec: Connectivity | None, calibrated: bool) -> Measured:
+            if spec is None:
                 unconvert_model(model)
             else:
-                convert_model(model, study.connectivity(layers), regular_ok=True)
+                convert_model(model, spec, regular_ok=True)
             # Rewiring alone leaves the original weights, copied, in the new
             # connectivity.
             if not calibrated:
-                return measure_current(layers)
+                return measure_current(spec)
             assert calibrations is not None
             with calibrations.folded():
-                return measure_current(layers)
+                return measure_current(spec)
 
-        def measure_current(layers: Sequence[int] | None) -> Measured:
+        def measure_current(spec: Connectivity | None) -> Measured:
             values: dict[str, Value] = {}
             items: dict[str, list[Any]] = {}
             if rows is not None and original_outputs is not None:
@@ -414,8 +416,8 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                 values[KL] = _kl(items[KL])
                 if not math.isfinite(value := values[KL]["value"]):
                     raise UserError(
-                        f"{study.model.path}: the KL to the original with layers"
-                        f" {list(layers or [])} rewired is {value}"
+                        f"{study.model.path}: the KL to the original of {spec} is"
+                        f" {value}"
                     )
             if evaluate is not None:
                 result, samples = evaluate(model, study.model.path)

@@ -1,0 +1,446 @@
+"""Choose the halves of a conversion by planned time saved per loss: the front of time
+against quality.
+
+    half     the MoE block of one layer ahead of its attention; in a study of MLP sides
+             also attention ahead, in all layers
+    price    the loss that the half adds alone, measured by a layer study
+    worth    the planned seconds that it saves beside the halves chosen before it
+
+Worth depends on what is chosen: an exchange that is hidden already saves nothing, and
+one half may take the window of another. So halves are added one after another, the
+largest worth per price first (greedy), as long as they save time.
+
+A sum of prices is not the loss of the selection (`fcsd.planning.layers.proposal`).
+Losses that the study measured stand beside the sums.
+
+Not covered: halves of attention layer by layer, which no study measures; the quality
+after distillation.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from fcsd.base.errors import UserError
+from fcsd.base.text import markdown, nats
+from fcsd.model.connectivity.spec import (
+    Connectivity,
+    resolve_layers,
+    selection_text,
+)
+from fcsd.model.families import FAMILIES
+from fcsd.planning.layers.points import (
+    base_loss,
+    loss_text,
+    number_text,
+    point_loss,
+    point_text,
+    selecting_option,
+    study_connectivity,
+)
+
+Seconds = Callable[[Connectivity], float]
+"""Returns the planned seconds of a step with a connectivity."""
+
+PRECISION = 1e-9
+"""Share of a step below which a difference of times is rounding."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """A half that can be chosen. layer: None: attention, in all layers. price: the loss
+    that it adds alone.
+    """
+
+    layer: int | None
+    price: float
+
+    @property
+    def name(self) -> str:
+        return (
+            "attention in all layers" if self.layer is None else f"layer {self.layer}"
+        )
+
+
+def study_halves(study: dict[str, Any], metric: str, calibrated: bool) -> list[Half]:
+    """Return the halves that a study has prices of; none if it has no single layers."""
+    base, _ = base_loss(study, metric, calibrated)
+    halves = [Half(None, base)] if selecting_option(study) == "mlp" else []
+    return halves + [
+        Half(point["layers"][0], point_loss(study, point, metric, calibrated)[0] - base)
+        for point in study["points"]
+        if point["side"] == "single"
+    ]
+
+
+def halves_connectivity(study: dict[str, Any], halves: frozenset[Half]) -> Connectivity:
+    """Return the connectivity in which these halves are ahead."""
+    layers = sorted(half.layer for half in halves if half.layer is not None)
+    attention = any(half.layer is None for half in halves)
+    if selecting_option(study) == "mlp" and not attention:
+        return Connectivity(layers or "none", "full", "outdated")
+    return study_connectivity(study, layers)
+
+
+def greedy(
+    halves: Sequence[Half], seconds: Callable[[frozenset[Half]], float]
+) -> Iterator[tuple[Half, ...]]:
+    """Yield what to add next, one half at a time: the largest worth per price first,
+    until nothing saves time any more.
+
+    A half that costs nothing comes before all that cost; of equal halves the later
+    layer comes first (paper Fig. 3). Where only several halves together save time, as
+    in a pipeline whose stages take equally long, the cheapest of those come at once.
+
+    seconds: planned seconds with a set of halves. A worth is computed again only where
+    the last value, taken for an upper bound, would be the best, and beside an added
+    layer.
+    """
+    chosen: frozenset[Half] = frozenset()
+    left, worth = list(halves), dict[Half, float]()
+    while left:
+        now, fresh = seconds(chosen), set[Half]()
+        while True:
+            for half in left:
+                if half not in worth:
+                    # In whole units of the precision, equal halves are equal.
+                    unit = PRECISION * now
+                    saved = now - seconds(chosen | {half})
+                    worth[half] = round(saved / unit) * unit
+                    fresh.add(half)
+            best = max(left, key=lambda half: _rank(half, worth[half]))
+            if best in fresh:
+                break
+            for half in [best] if worth[best] > 0 else left:
+                del worth[half]
+        added = (best,) if worth[best] > 0 else _together(left, chosen, seconds)
+        if not added:
+            return
+        yield added
+        chosen |= set(added)
+        left = [half for half in left if half not in added]
+        worth = {half: worth[half] for half in left if not _beside(half, added)}
+
+
+def _rank(half: Half, worth: float) -> tuple[bool, bool, float, float, int]:
+    layer = -1 if half.layer is None else half.layer
+    if worth <= 0 or half.price <= 0:
+        return worth > 0, True, worth, -half.price, layer
+    return True, False, worth / half.price, worth, layer
+
+
+def _beside(half: Half, added: Sequence[Half]) -> bool:
+    """Tell whether a half is of a layer next to an added one, or either is attention."""
+    return any(
+        half.layer is None or other.layer is None or abs(half.layer - other.layer) == 1
+        for other in added
+    )
+
+
+def _together(
+    left: Sequence[Half],
+    chosen: frozenset[Half],
+    seconds: Callable[[frozenset[Half]], float],
+) -> tuple[Half, ...]:
+    """Return the cheapest halves that save time together, where none does alone; none
+    where even all of them do not.
+    """
+    now = seconds(chosen)
+    enough = now * (1 - PRECISION)
+    added: list[Half] = []
+    for half in sorted(left, key=lambda half: half.price):
+        added.append(half)
+        if seconds(chosen | {*added}) < enough:
+            break
+    else:
+        return ()
+    # Some of them may have no part in it; the most expensive goes first.
+    for half in reversed(added[:-1]):
+        others = [other for other in added if other is not half]
+        if seconds(chosen | {*others}) < enough:
+            added = others
+    return tuple(added)
+
+
+def front(
+    study: dict[str, Any], metric: str, calibrated: bool, seconds: Seconds
+) -> dict[str, Any]:
+    """Return the front of planned time against loss, as JSON data.
+
+    `rows`: the regular model, each step of `greedy`, and the selections that the study
+    measured; `steps` is the number of rows of the first two kinds. A row has its
+    connectivity, planned `step_s`, `saved_s` and `speed_up`, and its loss in every
+    metric of the study (`losses`) with its standard error: where `measured` is false,
+    the last measured one of the steps before it plus the prices added since. `front`:
+    no other row is as fast at less loss in `metric`.
+    """
+    mask, names = moe_mask(study), [row["name"] for row in study["metrics"]]
+    # A layer alone may be the first or the last one, too, and is then shown as that.
+    points: dict[str, dict[str, Any]] = {}
+    for point in sorted(study["points"], key=lambda point: point["side"] == "single"):
+        spec = study_connectivity(study, point["layers"])
+        if point["side"] != "none" and changes(study, spec):
+            points.setdefault(section_key(spec, mask), point)
+    regular_s = seconds(Connectivity("none"))
+
+    def row(title: str, spec: Connectivity, losses: dict[str, Any]) -> dict[str, Any]:
+        step_s = seconds(spec)
+        return {
+            "name": title,
+            "connectivity": recipe_section(spec, mask),
+            "num_layers": len(spec.outdated_layers(mask)),
+            "step_s": step_s,
+            "saved_s": regular_s - step_s,
+            "speed_up": regular_s / step_s,
+            "losses": losses,
+            "loss": losses[metric]["value"],
+            "measured": losses[metric]["measured"],
+        }
+
+    def with_halves(halves: frozenset[Half]) -> float:
+        spec = halves_connectivity(study, halves)
+        return seconds(spec) if changes(study, spec) else regular_s
+
+    def measured(point: dict[str, Any]) -> dict[str, Any]:
+        losses = {name: point_loss(study, point, name, calibrated) for name in names}
+        return {name: _loss(*loss, measured=True) for name, loss in losses.items()}
+
+    losses = {name: _loss(0.0, 0.0, measured=True) for name in names}
+    rows = [row("regular", Connectivity("none"), losses)]
+    chosen, on_path = frozenset[Half](), {section_key(Connectivity("none"), mask)}
+    prices = {
+        name: {half.layer: half.price for half in study_halves(study, name, calibrated)}
+        for name in names
+    }
+    for added in greedy(study_halves(study, metric, calibrated), with_halves):
+        chosen |= set(added)
+        spec = halves_connectivity(study, chosen)
+        key = section_key(spec, mask)
+        losses = {
+            name: _loss(loss["value"] + sum(prices[name][half.layer] for half in added))
+            for name, loss in losses.items()
+        }
+        if key in points:
+            losses = measured(points[key])
+        on_path.add(key)
+        rows.append(row(f"+ {', '.join(half.name for half in added)}", spec, losses))
+    steps = len(rows)
+    for key, point in points.items():
+        if key not in on_path and point["side"] != "single":
+            spec = study_connectivity(study, point["layers"])
+            rows.append(row(point_text(point, len(mask)), spec, measured(point)))
+    for one in rows:
+        one["front"] = not any(_dominates(other, one) for other in rows)
+    (facts,) = (row for row in study["metrics"] if row["name"] == metric)
+    return {
+        "metric": facts,
+        "metrics": study["metrics"],
+        "calibrated": calibrated,
+        "rows": rows,
+        "steps": steps,
+    }
+
+
+def _loss(
+    value: float, stderr: float | None = None, *, measured: bool = False
+) -> dict[str, Any]:
+    return {"value": value, "stderr": stderr, "measured": measured}
+
+
+def changes(study: dict[str, Any], spec: Connectivity) -> bool:
+    """Tell whether a connectivity can be converted to: refused are those that compute
+    the same as the regular model.
+    """
+    family = FAMILIES.get(study.get("model_type") or "")
+    layout = "pre_norm" if family is None else family.layout
+    # There attention and MLP read the same stream in regular layers, too.
+    if layout == "parallel" and spec.attention == "full":
+        return False
+    try:
+        return bool(spec.new_field(moe_mask(study), layout)["layers"])
+    except UserError:
+        return False
+
+
+def moe_mask(study: dict[str, Any]) -> list[bool]:
+    """Return one entry for each layer of a study's model, True for an MoE layer."""
+    return [k in study["moe_layers"] for k in range(study["num_hidden_layers"])]
+
+
+def recipe_section(spec: Connectivity, mask: Sequence[bool]) -> dict[str, Any]:
+    """Return the section `connectivity` of a recipe, in one form for all selections that
+    mean the same; without `attention` where it is the default.
+    """
+    field = spec.field(mask)
+    if not field["layers"]:
+        return {"layers": "none"}
+    every = len(field["layers"]) == len(mask)
+    section = {"layers": "all" if every else field["layers"]}
+    if field["attention"] != Connectivity.attention:
+        section |= {"attention": field["attention"]}
+    return section | {"mlp": field["mlp"]}
+
+
+def section_key(spec: Connectivity, mask: Sequence[bool]) -> str:
+    """Return a key that connectivities with the same section share."""
+    return json.dumps(recipe_section(spec, mask))
+
+
+def section_options(section: Mapping[str, Any]) -> str:
+    """Format the section `connectivity` of a recipe as options, without defaults."""
+    words = []
+    for name, value in section.items():
+        text = selection_text(value) if isinstance(value, list) else value
+        if (name, text) != ("mlp", Connectivity.mlp):
+            words.append(f"--{name} {text}")
+    return " ".join(words)
+
+
+def section_text(section: Mapping[str, Any]) -> list[str]:
+    """Format the section `connectivity` of a recipe as lines of YAML."""
+    return [
+        "connectivity:",
+        *[
+            f"  {key}: {value if isinstance(value, str) else json.dumps(value)}"
+            for key, value in section.items()
+        ],
+    ]
+
+
+def _dominates(other: Mapping[str, Any], row: Mapping[str, Any]) -> bool:
+    """Tell whether another row is as fast at less loss, or faster at no more."""
+    rounding = PRECISION * row["step_s"]
+    faster = row["step_s"] - other["step_s"]
+    if faster < -rounding or other["loss"] > row["loss"]:
+        return False
+    return faster > rounding or bool(other["loss"] < row["loss"])
+
+
+def choose(
+    facts: Mapping[str, Any], num: int | None = None, max_loss: float | None = None
+) -> dict[str, Any]:
+    """Return the row of a front to convert to.
+
+    num: the last step with at most so many layers. max_loss: the fastest row that loses
+    at most so much. Neither: the row whose share of all the time that the front saves
+    exceeds its share of the front's loss most.
+    """
+    rows = facts["rows"]
+    if num is not None:
+        steps = rows[: facts["steps"]]
+        return next(row for row in reversed(steps) if row["num_layers"] <= num)
+    if max_loss is not None:
+        rows = [row for row in rows if row["loss"] <= max_loss]
+        return min(rows, key=lambda row: (row["step_s"], row["loss"]))
+    rows = [row for row in rows if row["front"]]
+    end = max(rows, key=lambda row: row["saved_s"])
+    if end["saved_s"] <= 0 or end["loss"] <= 0:
+        return end
+    return max(
+        rows,
+        key=lambda row: row["saved_s"] / end["saved_s"] - row["loss"] / end["loss"],
+    )
+
+
+def as_fast_as(
+    study: dict[str, Any], row: Mapping[str, Any], seconds: Seconds
+) -> dict[str, Connectivity]:
+    """Return the fewest last layers whose step is planned to be at least as fast as a
+    row's, by name: with the sides of the study and, where attention is ahead in all
+    layers there, also with both sides in these layers alone. Left out where all layers
+    are slower.
+    """
+    total, mask = study["num_hidden_layers"], moe_mask(study)
+    kinds = {"last {}": lambda layers: study_connectivity(study, layers)}
+    if selecting_option(study) == "mlp":
+        kinds = {"MoE blocks of the last {}": kinds["last {}"], "last {}": Connectivity}
+    found = {}
+    for name, connect in kinds.items():
+        for count in range(1, total + 1):
+            spec = connect(resolve_layers({"last": count}, mask))
+            enough = seconds(spec) <= row["step_s"] * (1 + PRECISION)
+            if enough and changes(study, spec):
+                found[name.format(count)] = spec
+                break
+    return found
+
+
+def _front_tables(facts: Mapping[str, Any]) -> list[str]:
+    """Format the two tables of a front: its steps, and the selections beside them that
+    the study measured.
+    """
+    metric, rows, steps = facts["metric"], facts["rows"], facts["steps"]
+    others = [row for row in facts["metrics"] if row["name"] != metric["name"]]
+    unit = metric["unit"].split()[0].removesuffix("s")
+    loss = loss_text(metric)
+
+    def cells(row: Mapping[str, Any]) -> list[str]:
+        losses = [row["losses"][one["name"]] for one in (metric, *others)]
+        saved = f"{1e6 * row['saved_s']:,.1f}"
+        return [
+            row["name"], saved, f"{row['speed_up']:.3f}", *map(loss_cell, losses)
+        ]  # fmt: skip
+
+    header = ["saves, µs", "times as fast", loss, *map(loss_text, others)]
+    tables = []
+    if steps > 1:
+        path = [[*cells(rows[0]), ""]]
+        for before, row in pairwise(rows[:steps]):
+            saved, lost = (row[key] - before[key] for key in ("saved_s", "loss"))
+            path.append(
+                [*cells(row), f"{1000000.0 * saved / lost:,.0f}" if lost > 0 else ""]
+            )
+        tables.append(markdown(["ahead", *header, f"µs per {unit}"], path))
+    beside = []
+    for row in rows[steps:]:
+        better = (other for other in rows if _dominates(other, row))
+        best = min(better, key=lambda other: float(other["loss"]), default=None)
+        least = "on the front"
+        if best is not None:
+            least = f"{loss_cell(best['losses'][metric['name']])} ({best['name']})"
+        beside.append([*cells(row), least])
+    if beside:
+        tables.append(
+            markdown(
+                ["measured", *header, f"least {loss} with as much time saved"], beside
+            )
+        )
+    return tables
+
+
+def loss_cell(loss: Mapping[str, Any]) -> str:
+    """Format a loss; one that is a sum of prices begins with `sum`."""
+    if not loss["measured"]:
+        return f"sum {nats(loss['value'])}"
+    return "0" if loss["value"] == loss["stderr"] == 0 else number_text({**loss})
+
+
+def front_text(facts: Mapping[str, Any]) -> list[str]:
+    """Format a front as lines: its two tables, and the sentence that chooses."""
+    lines: list[str] = []
+    for table in _front_tables(facts):
+        lines += [table, ""]
+    chosen, end = facts["chosen"], max(facts["rows"], key=lambda row: row["saved_s"])
+    if not chosen["saved_s"] > 0:
+        return [*lines, "Chosen: the regular model; what saves time costs too much."]
+    share = chosen["saved_s"] / end["saved_s"]
+    loss = loss_cell(chosen["losses"][facts["metric"]["name"]])
+    name = chosen["name"]
+    if chosen in facts["rows"][: facts["steps"]]:
+        name = f"the rows down to {name}"
+    return [
+        *lines,
+        f"Chosen: {name}: {share:.0%} of the time that can be saved, at"
+        f" {loss_text(facts['metric'])} {loss}.",
+    ]
+
+
+def chosen_text(row: Mapping[str, Any]) -> list[str]:
+    """Format the connectivity of a chosen row: as options, and as lines of a recipe."""
+    return [
+        section_options(row["connectivity"]),
+        "",
+        *section_text(row["connectivity"]),
+    ]

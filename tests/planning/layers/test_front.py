@@ -1,0 +1,391 @@
+"""Halves by planned time saved per loss: by hand, against all subsets, against plans of
+each connectivity alone, and measured.
+"""
+
+import json
+import re
+from collections.abc import Callable, Collection
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.base.strict import validate
+from fcsd.cli.main import main
+from fcsd.data.config import SourceConfig
+from fcsd.data.dataset import heldout_rows
+from fcsd.model.connectivity import Connectivity, load_model
+from fcsd.model.connectivity.config import ConnectivityConfig
+from fcsd.model.load import load_tokenizer
+from fcsd.planning.layers.front import Half, choose, front, greedy
+from fcsd.planning.layers.study import read_study
+from fcsd.training.losses.kl import mean_kl, read_original
+from tests.planning.cost.test_plan import lite
+from tests.planning.layers.test_kinds import ATTENTION, KINDS, written
+from tests.planning.layers.test_study import ROWS, command
+from tests.planning.layers.test_study import model as model
+from tests.planning.layers.test_study import text as text
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return what a command prints, read as JSON where it has --json."""
+
+    def of(*words: Any) -> Any:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == 0
+        printed = capsys.readouterr().out
+        return json.loads(printed) if "--json" in words else printed
+
+    return of
+
+
+def study_of_lite(folder: Path, kind: str, **changes: Any) -> Path:
+    """Write a study of a kind whose model is that of `lite`."""
+    path = written(folder / kind, kind, **changes)
+    study = json.loads((path / "layers.json").read_text())
+    study["study"]["model"] = {"path": lite(folder)}
+    (path / "layers.json").write_text(json.dumps(study))
+    return path
+
+
+# ---- the order, by hand
+
+
+def test_the_next_half_is_the_one_that_saves_most_time_per_loss() -> None:
+    # µs that each saves, and its price: 80, 60, 20 and 10 µs per nat; layer 4's
+    # exchange is hidden already.
+    saves = {0: 6.0, 1: 8.0, 2: 4.0, 3: 4.0, 4: 0.0}
+    halves = [
+        Half(0, 0.3), Half(1, 0.1), Half(2, 0.4), Half(3, 4 / 60), Half(4, 0.001),
+    ]  # fmt: skip
+
+    def seconds(chosen: Collection[Half]) -> float:
+        return 100.0 - sum(saves[half.layer or 0] for half in chosen)
+
+    steps = list(greedy(halves, seconds))
+    assert [[half.layer for half in step] for step in steps] == [[1], [3], [0], [2]]
+    subsets = list(chain.from_iterable(combinations(halves, size) for size in range(6)))
+    for count in range(5):
+        path = [half for step in steps[:count] for half in step]
+        lost = sum(half.price for half in path)
+        # No other subset saves as much and costs less.
+        for subset in subsets:
+            if seconds(subset) <= seconds(path):
+                assert sum(half.price for half in subset) >= lost - 1e-12
+
+
+def test_what_costs_nothing_comes_first_and_of_equal_halves_the_later_layer() -> None:
+    halves = [Half(0, 0.1), Half(1, 0.1), Half(2, 0.0), Half(3, -0.2)]
+    saves = {0: 2.0, 1: 2.0, 2: 3.0, 3: 1.0}
+    steps = greedy(
+        halves, lambda chosen: 9.0 - sum(saves[h.layer or 0] for h in chosen)
+    )
+    assert [step[0].layer for step in steps] == [2, 3, 1, 0]
+
+
+def test_a_half_that_another_makes_worthless_or_worth_more_is_looked_at_again() -> None:
+    # Layer 0 hides what layer 1 would hide, and layer 3 saves only beside layer 2.
+    def seconds(chosen: Collection[Half]) -> float:
+        layers = {half.layer for half in chosen}
+        saved = 5.0 * bool({0, 1} & layers) + 4.0 * (2 in layers)
+        return 50.0 - saved - 3.0 * ({2, 3} <= layers)
+
+    halves = [Half(0, 0.1), Half(1, 0.11), Half(2, 0.2), Half(3, 0.1)]
+    steps = [[half.layer for half in step] for step in greedy(halves, seconds)]
+    assert steps == [[0], [2], [3]]
+
+
+def test_halves_that_only_save_time_together_come_at_once() -> None:
+    # Two stages of a pipeline, layers 0 and 1, 2 and 3: the slower sets the pace.
+    prices = [0.1, 0.2, 0.4, 0.3]
+
+    def seconds(chosen: Collection[Half]) -> float:
+        layers = {half.layer for half in chosen}
+        return max(20.0 - len(layers & {0, 1}), 20.0 - len(layers & {2, 3}))
+
+    halves = [Half(layer, price) for layer, price in enumerate(prices)]
+    steps = [{half.layer for half in step} for step in greedy(halves, seconds)]
+    assert steps == [{0, 3}, {1, 2}]
+    assert list(greedy(halves, lambda chosen: 20.0)) == []
+
+
+# ---- a front, by hand
+
+
+def hand_seconds(spec: Connectivity) -> float:
+    """Return the microseconds of four MoE layers, by hand: attention ahead hides 3 of
+    each combine but the last; an MoE block ahead hides its dispatch of 4, but layer 2's
+    is hidden by its shared expert wherever the layer is rewired.
+    """
+    field = spec.field([False, True, True, True])
+    layers, ahead = set(field["layers"]), set(spec.outdated_layers([True] * 4))
+    carried = sum(
+        3.0 for k in layers if k + 1 in layers and field["attention"] == "partial"
+    )
+    return 100.0 - carried - 4.0 * len(ahead - {2}) - 4.0 * (2 in layers)
+
+
+def test_a_front_goes_from_regular_through_attention_to_the_blocks(
+    tmp_path: Path,
+) -> None:
+    facts = front(
+        read_study(written(tmp_path / "s", "selected", task=True)), "kl", False, hand_seconds
+    )  # fmt: skip
+    steps = facts["rows"][: facts["steps"]]
+    # Alone: layer 3 saves 4 at 0.02, 1 at 0.03, 2 at 0.05, 0 at 0.5; attention 13 at
+    # 0.2988, and 9 once layer 2 is rewired.
+    assert [row["name"] for row in steps] == [
+        "regular", "+ layer 3", "+ layer 1", "+ layer 2", "+ attention in all layers", "+ layer 0",
+    ]  # fmt: skip
+    assert [row["saved_s"] for row in steps] == [0, 4, 8, 12, 21, 25]
+    # Sums of prices, until the study measured the selection.
+    assert [row["measured"] for row in steps] == [True, False, False, False, True, True]
+    measured = (ATTENTION + 0.23, ATTENTION + 0.83)
+    assert [row["loss"] for row in steps] == pytest.approx(
+        [0, 0.02, 0.05, 0.10, *measured]
+    )
+    quiz = [row["losses"]["quiz"]["value"] for row in steps]
+    assert quiz == pytest.approx([row["loss"] / 10 for row in steps])
+    beside = {row["name"]: row for row in facts["rows"][facts["steps"] :]}
+    # In attention alone layer 2's dispatch is hidden: its block ahead saves nothing.
+    assert beside["attention alone"]["saved_s"] == 13
+    assert beside["last 1"]["saved_s"] == beside["last 2"]["saved_s"] == 13 + 4
+    assert all(row["front"] for row in steps)
+    assert {name: row["front"] for name, row in beside.items()} == {
+        "attention alone": True, "last 1": True, "last 2": False,
+        "first 1": False, "first 2": False, "first 3": False,
+    }  # fmt: skip
+
+
+def test_a_block_whose_dispatch_is_hidden_already_is_never_ahead(
+    tmp_path: Path,
+) -> None:
+    folder = written(tmp_path / "s", "selected")
+    study = read_study(folder)
+    # Attention ahead costs next to nothing, so it comes first.
+    for point in study["points"]:
+        point["values"]["kl"]["value"] -= ATTENTION - 0.001
+    facts = front(study, "kl", False, hand_seconds)
+    steps = facts["rows"][: facts["steps"]]
+    assert [row["name"] for row in steps[1:]] == [
+        "+ attention in all layers", "+ layer 3", "+ layer 1", "+ layer 0",
+    ]  # fmt: skip
+    assert steps[-1]["connectivity"] == {"layers": "all", "mlp": [0, 1, 3]}
+
+
+def test_what_to_choose_is_a_number_a_loss_or_the_largest_share_saved(
+    tmp_path: Path,
+) -> None:
+    facts = front(
+        read_study(written(tmp_path / "s", "selected")), "kl", False, hand_seconds
+    )
+    assert choose(facts, num=2)["name"] == "+ layer 1"
+    assert choose(facts, num=0)["name"] == "regular"
+    assert choose(facts, max_loss=0.0)["name"] == "regular"
+    assert choose(facts, max_loss=0.06)["name"] == "+ layer 1"
+    # 13 of 25 for attention alone is less than 12 for three blocks and 0.2 nats more.
+    assert choose(facts, max_loss=0.3)["name"] == "attention alone"
+    assert choose(facts, max_loss=9)["name"] == "+ layer 0"
+    # Shares of time less shares of loss: 0.39 for three blocks, 0.40 for this.
+    assert choose(facts)["name"] == "last 1"
+
+
+@pytest.mark.parametrize("better", ["higher", "lower"])
+def test_a_loss_is_how_much_worse_a_task_becomes_whichever_way_is_better(
+    better: str, tmp_path: Path
+) -> None:
+    study = read_study(written(tmp_path / "s", "both", task=True))
+    study["metrics"][1]["better"] = better
+    if better == "lower":
+        for point in study["points"]:
+            quiz = point["values"]["quiz"]
+            quiz["value"] = 1.8 - quiz["value"]
+    facts = front(study, "quiz", False, hand_seconds)
+    rows = facts["rows"][1 : facts["steps"]]
+    assert [row["name"] for row in rows] == [
+        "+ layer 3",
+        "+ layer 2",
+        "+ layer 1",
+        "+ layer 0",
+    ]
+    assert rows[0]["loss"] == pytest.approx(0.002)
+    assert rows[1]["loss"] == pytest.approx(0.011)  # measured: the last two layers
+
+
+# ---- with planned times
+
+
+MACHINES = [
+    "--length 512 --keep-activations",
+    "--length 512 --pp 2 --global-batch 64",
+    "--phase decode --batch 64 --length 2048",
+    "--phase decode --dp 8 --batch 64 --length 2048 --all2all deepep_low_latency",
+]
+
+
+@pytest.mark.parametrize("kind", ["both", "mlp", "selected"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_each_row_has_the_time_of_its_connectivity_planned_by_itself(
+    kind: str, machine: str, tmp_path: Path, run: Run
+) -> None:
+    study = study_of_lite(tmp_path, kind)
+    words = ["--gpu", "h200", *machine.split(), "--json"]
+    result = run("plan-layers", study, *words)
+    model = json.loads((study / "layers.json").read_text())["study"]["model"]["path"]
+    rows = result["rows"]
+    assert result["steps"] > 1 and len(rows) > result["steps"]
+    for row in rows[:: 2 if kind == "both" else 3]:
+        section = row["connectivity"]
+        options = []
+        for name, value in section.items():
+            text = value if isinstance(value, str) else ",".join(map(str, value))
+            options += [f"--{name}", text]
+        times = run("plan", model, *words, *options)["times"]
+        assert row["step_s"] == pytest.approx(times["overlapped_s"], rel=1e-9)
+        assert row["speed_up"] == pytest.approx(times["speed_up"], rel=1e-9)
+    # Every step saves time, and what is on the front is beaten by no other row.
+    saved = [row["saved_s"] for row in rows[: result["steps"]]]
+    assert saved == sorted(set(saved))
+    for row in (row for row in rows if row["front"]):
+        assert not any(
+            other["loss"] < row["loss"] and other["saved_s"] > row["saved_s"]
+            for other in rows
+        )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_lines_of_a_recipe_mean_the_connectivity_that_was_planned(
+    kind: str, tmp_path: Path, run: Run
+) -> None:
+    study = study_of_lite(tmp_path, kind)
+    for goal in ([], ["--max-loss", "0.4"], ["--max-loss", "0"]):
+        words = ["plan-layers", study, "--gpu", "h100", "--length", "512", *goal]
+        chosen = run(*words, "--json")["chosen"]
+        text = run(*words)
+        section = yaml.safe_load(text[text.index("connectivity:") :])["connectivity"]
+        assert section == chosen["connectivity"] and "layers" in section
+        spec = validate(ConnectivityConfig, section, "recipe").spec()
+        assert section["layers"] == "none" or "mlp" in section
+        mask = [False, True, True, True]
+        assert spec.field(mask) == Connectivity(**section).field(mask)
+        # The options that are printed above it mean the same.
+        (options,) = re.findall(r"^(--layers .*)$", text, flags=re.M)
+        own = run("plan", tmp_path / "lite", *words[2:6], *options.split(), "--json")
+        assert own["times"]["speed_up"] == pytest.approx(chosen["speed_up"])
+
+
+def test_a_plan_shows_the_front_of_a_study_for_each_kind_of_weights(
+    tmp_path: Path, run: Run
+) -> None:
+    study = study_of_lite(tmp_path, "selected", calibrated=True, task=True)
+    plan = ["plan", tmp_path / "lite", "--length", "512", "--study", study]
+    fronts = run(*plan, "--json")["fronts"]
+    assert [one["calibrated"] for one in fronts] == [False, True]
+    for one in fronts:
+        own = run(
+            "plan-layers", study, "--gpu", "h200", "--length", "512", "--json",
+            *(["--calibrated"] if one["calibrated"] else []),
+        )  # fmt: skip
+        assert (one["rows"], one["chosen"]) == (own["rows"], own["chosen"])
+    assert fronts[1]["chosen"]["loss"] == pytest.approx(
+        0.7 * fronts[0]["chosen"]["loss"]
+    )
+    text = run(*plan, "--metric", "quiz")
+    assert "HALVES by time saved per loss, calibrated weights:" in text
+    assert "quiz lost" in text and text.count("\nconnectivity:\n") == 2
+
+
+def test_a_study_of_single_layers_alone_has_a_front(tmp_path: Path, run: Run) -> None:
+    study = study_of_lite(tmp_path, "mlp")
+    content = json.loads((study / "layers.json").read_text())
+    content["points"] = [p for p in content["points"] if p["side"] == "single"]
+    (study / "layers.json").write_text(json.dumps(content))
+    figure = tmp_path / "front.png"
+    plan = ["plan", tmp_path / "lite", "--length", "512", "--study", study]
+    assert "Chosen: " in run(*plan, "--figure", figure)
+    assert figure.stat().st_size > 5000
+
+
+def test_without_a_machine_the_proposal_counts_collectives_and_says_what_is_better(
+    tmp_path: Path, run: Run
+) -> None:
+    text = run("plan-layers", study_of_lite(tmp_path, "both"), "--budget", "2")
+    assert "Every collective counts the same here. With --gpu or --cluster" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"give --budget or --max-loss; or, with .*--gpu or --cluster"),
+        (["--budget", "2", "--phase", "decode"], r"--phase belongs to a plan"),
+        (["--max-loss", "1", "--nodes", "2"], r"--nodes belongs to a plan"),
+        (["--gpu", "h99"], r"h99"),
+        (["--gpu", "h100", "--max-loss", "-1"], r"--max-loss -1: needs a number from 0"),
+        (["--gpu", "h100", "--budget", "9"], r"budget '9': must be a share"),
+        (["--gpu", "h100", "--metric", "qui"], r"metric 'qui': not in this study"),
+        (["--gpu", "h100", "--calibrated"], r"copied weights only"),
+        (["--gpu", "h100", "--cluster", "x.yaml"], r"--cluster and --gpu are both given"),
+        (["--gpu", "h100", "--model", "/nowhere"], r"/nowhere"),
+        (["--gpu", "h100", "--ep", "3"], r"--ep 3: does not divide"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_chosen_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of_lite(tmp_path, "both", task=True)
+    assert main(["plan-layers", str(study), *words]) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.strip().splitlines()
+    assert re.search(message, line) and printed.out == ""
+
+
+def test_a_study_of_another_model_has_no_front(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of_lite(tmp_path, "both")
+    content = json.loads((study / "layers.json").read_text())
+    for changes, message in (
+        ({"num_hidden_layers": 5}, "a study of 5 layers, but the model has 4"),
+        (
+            {"moe_layers": [0, 1]},
+            "the study's MoE layers are 0-1, those of the model 1-3",
+        ),
+    ):
+        (study / "layers.json").write_text(json.dumps(content | changes))
+        assert main(["plan-layers", str(study), "--gpu", "h100"]) == 2
+        assert message in capsys.readouterr().err
+
+
+# ---- measured
+
+
+def test_verify_measures_the_choice_and_the_last_layers_that_are_as_fast(
+    model: Path, text: Path, tmp_path: Path, run: Run
+) -> None:
+    words = ["--mlp", "selected", "--sides", "single"]
+    run(*command(model, text, tmp_path / "s", *words))
+    result = run(
+        "plan-layers", tmp_path / "s", "--gpu", "h100", "--phase", "decode", "--tp", "2",
+        "--batch", "64", "--budget", "2", "--verify", "--json",
+    )  # fmt: skip
+    source = SourceConfig(path=str(text))
+    rows = heldout_rows(source, load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    original = load_model(model)
+    assert len(result["compared"]) >= 2
+    values = []
+    for row in result["compared"]:
+        assert row["step_s"] <= result["chosen"]["step_s"] * (1 + 1e-9)
+        spec = Connectivity(**row["connectivity"])
+        direct = mean_kl(
+            read_original(original, rows), load_model(model, connectivity=spec), rows
+        )
+        assert row["measured"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
+        values.append(direct["kl"])
+    for row, value in zip(result["compared"][1:], values[1:], strict=True):
+        margin = row["difference"]["value"]
+        assert margin == pytest.approx(values[0] - value, abs=1e-6)
