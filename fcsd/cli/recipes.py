@@ -149,12 +149,17 @@ def _trace(arguments: Namespace) -> None:
     run = _run(arguments)
     from fcsd.pipeline.trace import trace
 
-    for name, measured in trace(run, arguments.output).items():
+    traced = trace(run, arguments.output)
+    for name, model in traced.items():
         parts = [
             f"{key} {exchange.overlap:.1%} of {exchange.total * 1e3:.1f} ms"
-            for key, exchange in measured.items()
+            for key, exchange in model.exchanges.items()
         ]
-        show(f"{name}: hidden {', '.join(parts)}")
+        ratio = traced["regular"].step_s / model.step_s
+        show(
+            f"{name}: {model.step_s:.4g} s a step ({ratio:.3f} times as fast as"
+            f" regular); hidden {', '.join(parts)}"
+        )
 
 
 def _tiny_data(arguments: Namespace) -> None:
@@ -297,12 +302,14 @@ COMMANDS = {
         f" {SEVERAL.format('run')} `fcsd push OUTPUT_DIR OWNER/NAME` then uploads the result.",
     ),
     "trace": Command(
-        "Profile one step of the regular and of the rewired model: write traces and a"
-        " figure, and print how much communication is hidden.",
+        "Profile one optimiser step of the regular and of the rewired model: write"
+        " traces and a figure, and print the time of a step and how much communication"
+        " is hidden.",
         _trace_options,
         _trace,
         "Launch it like a training with --expert-parallel N (docs/scale.md). It uses"
-        " random tokens and keeps no weights.",
+        " random tokens and keeps no weights. The model of a recipe that only"
+        " pre-trains has random ones, which lie in the output folder meanwhile.",
     ),
     "tiny-data": Command(
         "Generate the instruct-to-Python tasks, tokenizer and test data of"

@@ -250,16 +250,23 @@ def check_overlap(run: Run) -> None:
         UserError: --expert-parallel does not divide the experts; the model, the version
             of transformers or the environment does not support --overlap.
     """
-    engine, folder = run.launch.engine, run.original.folder
+    engine, recipe = run.launch.engine, run.recipe
     if not engine.spreads_experts:
         return
-    config, family = _config_and_family(run.original)
+    # A model that is only pre-trained may not exist yet.
+    if recipe.pretrain is not None and recipe.only_pretrains:
+        config: Any = model_config(recipe.pretrain.config)
+        family, name = family_of(config), "pretrain.config"
+        connectivity = recipe.pretrain.connectivity
+    else:
+        config, family = _config_and_family(run.original)
+        name, connectivity = str(run.original.folder), recipe.connectivity
     experts, _ = expert_counts(text_config(config, family))
     # Each rank holds equally many whole experts.
     if isinstance(experts, int) and experts % engine.expert_parallel:
         raise UserError(
             f"--expert-parallel {engine.expert_parallel}: does not divide the {experts}"
-            f" experts of {folder}; change it"
+            f" experts of {name}; change it"
         )
     if engine.overlap != "off":
         check_transformers()
@@ -269,12 +276,12 @@ def check_overlap(run: Run) -> None:
     # Layers without experts have no exchanges.
     mask = moe_mask(config, family)
     if reason is None and not any(
-        mask[k] for k in resolve_layers(run.recipe.connectivity.spec().layers, mask)
+        mask[k] for k in resolve_layers(connectivity.spec().layers, mask)
     ):
         reason = "connectivity.layers rewires no MoE layer"
     if reason is not None and engine.overlap in ("full", "forward"):
         raise UserError(
-            f"--overlap {engine.overlap}: {folder} does not support it:"
+            f"--overlap {engine.overlap}: {name} does not support it:"
             f" {reason}; leave --overlap out"
         )
     if reason is not None and engine.overlap is None and run.launch.first:

@@ -1,30 +1,38 @@
-"""Profile one step of the regular and of the rewired model: traces for Perfetto, a
-figure, and the share of communication that was hidden.
+"""Profile one optimiser step of the regular and of the rewired model: traces for
+Perfetto, a figure, the time of a step, and the share of communication that was hidden.
 
-A few more steps of the rewired model have exchanges that block; `fcsd plan --measured`
-reads their times.
+A step has the micro-batches of the recipe's batch, clipping and AdamW. A few more
+micro-batches of the rewired model have exchanges that block; `fcsd plan --measured`
+reads their times. A recipe that only pre-trains has no weights yet: its model gets
+random ones.
 
-Not covered: the teacher, the optimiser and the loss of a distillation; the steps train
-on random tokens.
+Not covered: the teacher and the loss of a distillation; the steps train on random
+tokens.
 """
 
 import json
+import shutil
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import Trainer, TrainingArguments, set_seed
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import check_folder_place, make_folder
+from fcsd.base.files import check_folder_place, make_folder, new_folder
 from fcsd.base.memory import free_memory
+from fcsd.model.connectivity import Connectivity
+from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.dtypes import dtype_of, to_dtype
 from fcsd.model.families import family_of
-from fcsd.parallel.engine import checkpoints_activations
+from fcsd.model.load import ModelFolder
+from fcsd.parallel.engine import check_precision, checkpoints_activations
 from fcsd.parallel.overlap import attach, detach
 from fcsd.parallel.overlap.exchange import Record
 from fcsd.parallel.overlap.layer import runtimes
@@ -38,111 +46,225 @@ from fcsd.parallel.overlap.measure import (
 from fcsd.parallel.place import load_for_launch
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
+from fcsd.pipeline.pretrain import new_model
 from fcsd.planning.cost.measured import ExchangeTime, Times, write_times
 from fcsd.report.study_plots import plot_timelines
+from fcsd.training.config import TrainConfig, micro_batches
 
 WARM_UP_STEPS = 2
 TIMED_STEPS = 5
 
 
-def trace(run: Run, folder: Path) -> dict[str, dict[str, Measured]]:
+@dataclass(frozen=True)
+class Traced:
+    """The measurements of one model: the seconds of an optimiser step without the
+    profiler, and those of its exchanges (`fcsd.parallel.overlap.measure.from_trace`).
+    """
+
+    step_s: float
+    exchanges: dict[str, Measured]
+
+
+@dataclass(frozen=True)
+class _Training:
+    """The training whose step is traced."""
+
+    connectivity: ConnectivityConfig
+    train: TrainConfig
+    max_length: int
+
+
+def trace(run: Run, folder: Path) -> dict[str, Traced]:
     """Write `regular.json`, `farskip.json` (of the first rank), `overlap.png` and
     `times.json` to a folder.
 
-    All ranks call this. times.json is written if the launch overlaps. Returns: for both
-    models, the result of `fcsd.parallel.overlap.measure.from_trace`; empty on other
-    ranks.
+    All ranks call this. times.json is written if the launch overlaps. Returns: by model;
+    empty on other ranks.
 
     Raises:
         UserError: the launch does not shard the experts, the folder holds something
-            else, or `check_overlap` refuses the run.
+            else, the batch is no whole number of micro-batches, or `check_overlap`
+            refuses the run.
     """
-    launch, recipe = run.launch, run.recipe
+    launch = run.launch
     launch.ranks.from_first(lambda: check_folder_place(folder, "regular.json", "trace"))
     if not launch.engine.spreads_experts:
         raise UserError(
             "trace: needs --expert-parallel N, 2 or more; without it there is nothing to trace"
         )
     check_overlap(run)
-    make_folder(folder)
-    measured, timelines = {}, {}
-    # One model after the other: a device may not hold both.
-    for name, connectivity in (
-        ("regular", None),
-        ("farskip", recipe.connectivity.spec()),
-    ):
-        model = load_for_launch(
-            run.original, launch, connectivity, bf16=recipe.train.bf16
-        )
-        to_dtype(model, dtype_of(recipe.train.dtype))
-        # As in training, since recomputation changes what exchanges can hide behind.
-        if checkpoints_activations(recipe.train.gradient_checkpointing, model):
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        path = folder / f"{name}.json"
-        _profile(model, run, path if launch.first else None)
-        times = _times(model, run) if next(runtimes(model), None) is not None else None
-        if times is not None and launch.first:
-            write_times(folder / "times.json", times)
-        del model
-        free_memory()
-        # The trace is read only after the model has been freed.
-        if launch.first:
-            measured[name] = from_trace(path)
-            timelines[name] = timeline(path)
+    with _training(run, folder) as (original, training):
+        traced, timelines = {}, {}
+        # One model after the other: a device may not hold both.
+        for name, connectivity in (
+            ("regular", None),
+            ("farskip", training.connectivity.spec()),
+        ):
+            path = folder / f"{name}.json"
+            model = load_for_launch(
+                original, launch, connectivity, bf16=training.train.bf16
+            )
+            step_s = _trace_model(model, run, training, path)
+            del model
+            free_memory()
+            # The trace is read only after the model has been freed.
+            if launch.first:
+                traced[name] = Traced(step_s, from_trace(path))
+                timelines[name] = timeline(path)
     if launch.first:
         plot_timelines(timelines, folder / "overlap.png")
         table = {
-            name: {key: vars(value) for key, value in directions.items()}
-            for name, directions in measured.items()
+            name: {"step_s": model.step_s}
+            | {key: vars(value) for key, value in model.exchanges.items()}
+            for name, model in traced.items()
         }
         (folder / "overlap.json").write_text(
             json.dumps(table, indent=1) + "\n", encoding="utf-8"
         )
     launch.wait()
-    return measured
+    return traced
 
 
-def _profile(model: Any, run: Run, path: Path | None) -> None:
-    """Record the last of a few steps; ranks other than the first run them unrecorded."""
-    device, step = run.launch.device, _step(model, run)
+@contextmanager
+def _training(run: Run, folder: Path) -> Iterator[tuple[ModelFolder, _Training]]:
+    """Check the training of a recipe, make the folder of the traces, and yield the
+    model and the training. The random weights of a model that has none yet are there
+    for the block.
+    """
+    recipe, launch = run.recipe, run.launch
+    section = recipe.pretrain if recipe.only_pretrains else None
+    source, where = (recipe, "") if section is None else (section, "pretrain.")
+    training = _Training(source.connectivity, source.train, source.data.max_length)
+    check_precision(training.train, launch.engine)
+    micro_batches(
+        training.train,
+        training.max_length,
+        launch.ranks.size,
+        f"{where}train.batch_size_tokens",
+    )
+    make_folder(folder)
+    if section is None:
+        yield run.original, training
+        return
+    weights = folder / "weights"
+    try:
+        if launch.first:
+            set_seed(recipe.seed)
+            config = section.config | {"dtype": "bfloat16"}
+            with new_folder(weights) as new:
+                new_model(config, Connectivity(layers="none")).save_pretrained(new)
+        launch.wait()
+        settings = recipe.model.model_copy(update={"path": str(weights)})
+        yield ModelFolder(settings, weights), training
+    finally:
+        if launch.first:
+            shutil.rmtree(weights, ignore_errors=True)
+
+
+def _trace_model(model: Any, run: Run, training: _Training, path: Path) -> float:
+    """Time and record steps of a model; return the median seconds of a step. Of a
+    rewired model, the times of exchanges that block are written beside the trace.
+    """
+    first, train = run.launch.first, training.train
+    to_dtype(model, dtype_of(train.dtype))
+    # As in training, since recomputation changes what exchanges can hide behind.
+    if checkpoints_activations(train.gradient_checkpointing, model):
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    step_s = _profile(model, run, training, path if first else None)
+    if next(runtimes(model), None) is not None:
+        times = _times(model, run, training)
+        if first:
+            write_times(path.parent / "times.json", times)
+    return step_s
+
+
+def _profile(model: Any, run: Run, training: _Training, path: Path | None) -> float:
+    """Return the median seconds of a step after some to warm up, and record one more in
+    a trace; ranks other than the first run it unrecorded.
+    """
+    launch = run.launch
+    step, seconds = _step(model, run, training), []
+    for _ in range(WARM_UP_STEPS + TIMED_STEPS):
+        launch.wait()
+        began = _clock(launch.device)
+        step()
+        seconds.append(_clock(launch.device) - began)
     activities = [
         ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        *([ProfilerActivity.CUDA] if launch.device.type == "cuda" else []),
     ]
-    for number in range(WARM_UP_STEPS + 1):
-        profiler = profile(activities=activities)
-        recorded = number == WARM_UP_STEPS and path is not None
-        run.launch.wait()
-        # The steps before it warm up allocator and kernels, and are not recorded.
-        with profiler if recorded else nullcontext():
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-        model.zero_grad(set_to_none=True)
-        if recorded:
-            profiler.export_chrome_trace(str(path))
+    profiler = profile(activities=activities)
+    launch.wait()
+    with profiler if path is not None else nullcontext():
+        step()
+        _clock(launch.device)
+    if path is not None:
+        profiler.export_chrome_trace(str(path))
+    return statistics.median(seconds[WARM_UP_STEPS:])
 
 
-def _step(model: Any, run: Run) -> Callable[[], None]:
-    """Return a training step on random tokens."""
-    recipe = run.recipe
-    generator = torch.Generator().manual_seed(recipe.seed + run.launch.ranks.rank)
-    shape = (recipe.train.per_device_train_batch_size, recipe.data.max_length)
+def _clock(device: torch.device) -> float:
+    """Return the time when the device is done: of its work, not of the launch of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _step(model: Any, run: Run, training: _Training) -> Callable[[], None]:
+    """Return an optimiser step on random tokens: the Trainer's clipping and AdamW, which
+    know weights on several meshes.
+    """
+    train = training.train
+    _, number = micro_batches(train, training.max_length, run.launch.ranks.size)
+    micro_batch = _micro_batch(model, run, training, share=1 / number)
+    names = (
+        "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    )  # fmt: skip
+    arguments = TrainingArguments(
+        use_cpu=run.launch.device.type == "cpu",
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **{name: getattr(train, name) for name in names},
+    )
+    trainer = Trainer(model, arguments)
+    optimizer = trainer.create_optimizer()
+
+    def step() -> None:
+        for _ in range(number):
+            micro_batch()
+        trainer._clip_grad_norm(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _micro_batch(
+    model: Any, run: Run, training: _Training, share: float = 1.0
+) -> Callable[[], None]:
+    """Return the forward and backward pass of a micro-batch of random tokens, whose loss
+    is this share of the step's.
+    """
+    rows, _ = micro_batches(training.train, training.max_length, run.launch.ranks.size)
+    generator = torch.Generator().manual_seed(run.recipe.seed + run.launch.ranks.rank)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, shape, generator=generator).to(run.launch.device)
-    model.train()
-    return lambda: model(ids, labels=ids, use_cache=False).loss.backward()
+    ids = torch.randint(vocabulary, (rows, training.max_length), generator=generator)
+    ids = ids.to(run.launch.device)
+    return lambda: (share * model(ids, labels=ids, use_cache=False).loss).backward()
 
 
-def _times(model: Any, run: Run) -> Times:
-    """Run steps whose exchanges block; return the times of exchanges and computation."""
+def _times(model: Any, run: Run, training: _Training) -> Times:
+    """Run micro-batches whose exchanges block; return the times of exchanges and
+    computation.
+    """
+    launch = run.launch
 
     def clock() -> float:
-        if run.launch.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        return _clock(launch.device)
 
-    step, recipe = _step(model, run), run.recipe
+    micro_batch = _micro_batch(model, run, training)
     # The same layers, with exchanges that block and are timed.
     detach(model)
     attach(model, "blocking")
@@ -155,21 +277,22 @@ def _times(model: Any, run: Run) -> Times:
     for _ in range(WARM_UP_STEPS + TIMED_STEPS):
         # Only the records of the current step are kept.
         records.clear()
-        run.launch.wait()
+        launch.wait()
         began = clock()
-        step()
+        micro_batch()
         seconds.append(clock() - began)
         exchanges.append(
             exchange_times(record for event, record in records if event == "start")
         )
         model.zero_grad(set_to_none=True)
+    rows, _ = micro_batches(training.train, training.max_length, launch.ranks.size)
     return Times(
         model_type=family_of(model.config).model_type,
         num_layers=model.config.get_text_config().num_hidden_layers,
-        connectivity=recipe.connectivity,
+        connectivity=training.connectivity,
         ranks=ep_layers[0].ep_mesh.size(),
-        batch=recipe.train.per_device_train_batch_size,
-        length=recipe.data.max_length,
+        batch=rows,
+        length=training.max_length,
         step_s=statistics.median(seconds[WARM_UP_STEPS:]),
         exchanges=[
             ExchangeTime(**exchange_time)

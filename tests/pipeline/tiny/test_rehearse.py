@@ -38,8 +38,8 @@ from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.trainer import DistillTrainer
+from tests.parallel.test_engines import EP, launch
 from tests.parallel.test_engines import environment as launch_environment
-from tests.parallel.test_engines import launch
 from tests.pipeline.tiny.test_tasks import SIZES
 from tests.reference.tiny import tiny_model
 from tests.support import ROOT, few, in_a_fork, in_forked_ranks, skip_unavailable
@@ -304,8 +304,46 @@ def test_every_pretraining_runs_at_tiny_size(path: Path, tmp_path: Path) -> None
     place = folder / "run" / "pretrain"
     assert read_json(place / "manifest.json")["results"]["steps"] == 2
     model_type = json.loads((place / "model" / "config.json").read_text())["model_type"]
-    family = "deepseek_v2"
-    assert model_type == (f"farskip_{family}" if "farskip" in path.stem else family)
+    assert (
+        model_type
+        == {
+            "pretrain": "deepseek_v2",
+            "table3": "farskip_deepseek_v2",
+            "figure5": "farskip_deepseek_v3",
+        }[path.stem]
+    )
+
+
+TRACED = [path for path in PRETRAINED if path.stem in ("table3", "figure5")]
+
+
+@pytest.mark.parametrize("path", TRACED, ids=name)
+def test_every_recipe_of_a_trace_runs_at_tiny_size(path: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    options = ["--rehearse", str(tmp_path / "r"), "--output", str(folder)]
+    # Two micro-batches on each rank: a row at a time would take most of the time.
+    options += ["--set", "pretrain.train.per_device_train_batch_size=16"]
+    assert launch("cpu_2_ep", ["trace", str(path), *options, *EP]) == [0]
+    # The random weights are gone.
+    assert {file.name for file in folder.iterdir()} == {
+        "regular.json",
+        "farskip.json",
+        "overlap.json",
+        "overlap.png",
+        "times.json",
+    }
+    measured = read_json(folder / "overlap.json")
+    assert all(measured[model]["step_s"] > 0 for model in ("regular", "farskip"))
+    names = [
+        event.get("name", "")
+        for event in read_json(folder / "farskip.json")["traceEvents"]
+    ]
+    # Each of two micro-batches sends twice in each MoE layer, forwards and backwards;
+    # then the weights are updated once.
+    starts = [name for name in names if re.match(r"farskip::start (disp|comb)", name)]
+    moe_layers = {"table3": 3, "figure5": 4}[path.stem]
+    assert len(starts) == 2 * 2 * 2 * moe_layers
+    assert sum(name.startswith("Optimizer.step#AdamW") for name in names) == 1
 
 
 @pytest.mark.breadth
