@@ -19,7 +19,6 @@ from fcsd.training.losses.objectives import OBJECTIVES
 _RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
 _PACKING = "`FCSDConfig(packing=…)`"
 _TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
-_OWN_ANSWERS = "not supported: off-policy only"
 _LORA = "`FCSDTrainer(peft_config=…)`"
 
 OTHER_NAMES = {
@@ -46,9 +45,9 @@ OTHER_NAMES = {
     "teacher_model_name_or_path": _TEACHER,
     "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
     "loss_type": "`FCSDConfig(objective=…)`",
-    "lmbda": _OWN_ANSWERS,
-    "seq_kd": _OWN_ANSWERS,
-    "max_new_tokens": _OWN_ANSWERS,
+    "lmbda": "`FCSDConfig(own_text=…)`, the share of rows",
+    "seq_kd": "not supported: give text of the teacher as `train_dataset`",
+    "max_new_tokens": "`FCSDConfig(own_text_tokens=…)`",
     # axolotl
     "base_model": "`FCSDTrainer(model=…)`, a model or path",
     "sequence_len": "`FCSDConfig(max_length=…)`",

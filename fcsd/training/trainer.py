@@ -225,7 +225,8 @@ class DistillTrainer(Trainer):
         numbers.
         """
         if sample is not None:
-            self.guarded.say(f"own text, step {self.state.global_step}: {sample}")
+            shown = " ".join(sample.split())
+            self.guarded.say(f"own text, step {self.state.global_step}: {shown}")
             entry: dict[str, Any] = self.state.log_history[-1]
             entry["own_text"] = sample
 
