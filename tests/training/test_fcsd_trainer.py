@@ -128,8 +128,12 @@ def curve(trainer: Any, name: str = "kl") -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
-    assert main(["distill", str(bench.recipe("recipe"))]) == 0
+@pytest.mark.parametrize("own", [{}, {"own_text": 0.5, "own_text_tokens": 6}])
+def test_it_trains_what_a_recipe_trains_to_the_last_bit(
+    bench: Bench, own: dict[str, Any]
+) -> None:
+    path = bench.recipe("recipe", objective={"name": "kl"} | own)
+    assert main(["distill", str(path)]) == 0
     with open(bench.rows) as lines:
         rows = datasets.Dataset.from_list([json.loads(line) for line in lines])
     settings = {
@@ -137,6 +141,7 @@ def test_it_trains_what_a_recipe_trains_to_the_last_bit(bench: Bench) -> None:
         "max_length": 32,
         "batch_size_tokens": 128,
         "per_device_train_batch_size": 2,
+        **own,
     }
     arguments = FCSDConfig(
         output_dir=str(bench.folder / "python"), layers="all", learning_rate=1e-3, warmup_steps=2, seed=0,

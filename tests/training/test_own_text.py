@@ -26,6 +26,7 @@ from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.own_text import OwnText, Prompt, cut, prompts_of, row_digest
 from fcsd.training.run import train
 from fcsd.training.sweep import read_history
+from fcsd.training.teachers.cache import CachedTeacher
 from fcsd.training.trainer import DistillTrainer
 from tests.losses import objective_of, reference_divergence
 from tests.parallel.test_engines import compare, launch
@@ -405,3 +406,14 @@ def test_a_recipe_that_cannot_score_own_text_is_refused(
     path = bench.recipe(**(ON_POLICY | changes))
     assert main(["distill", str(path)]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_teacher_that_knows_only_the_rows_of_the_data_is_refused(
+    tmp_path: Path, teacher: Any
+) -> None:
+    cached: Any = CachedTeacher(None, copy.deepcopy(teacher.lm_head))  # type: ignore[arg-type]
+    run = replace(make(tmp_path, teacher, {"own_text": 0.5}), teacher=cached)
+    with pytest.raises(
+        UserError, match="CachedTeacher knows only the rows of the data"
+    ):
+        train(run)

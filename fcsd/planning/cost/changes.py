@@ -58,8 +58,12 @@ def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
             setting = replace(setting, num_rows=1, accumulates=True)
             yield row("train.per_device_train_batch_size: 1")
         # A cache holds the last hidden states only, so the L2 term needs the teacher's
-        # forward pass.
-        if setting.runs_teacher_model and setting.objective.l2_coefficient is None:
+        # forward pass, and so does text that the student writes.
+        if (
+            setting.runs_teacher_model
+            and setting.objective.l2_coefficient is None
+            and setting.objective.own_text is None
+        ):
             setting = replace(setting, teacher="cache")
             yield row("teacher.backend: cache, filled in advance")
         if setting.adapters:

@@ -10,6 +10,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
 from fcsd.model.families import expert_counts
+from fcsd.parallel.engine import Engine
 from fcsd.parallel.gathered import fits_whole
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.changes import activation_bytes, changes, is_supported
@@ -29,12 +30,14 @@ from fcsd.planning.cost.memory import (
     compute_dtype,
     memory_parts,
 )
+from fcsd.planning.cost.own_text import HOST_US, written
 from fcsd.planning.cost.training import (
     Training,
     distillation,
     pretraining,
 )
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig
+from fcsd.training.arguments import refuse_what_cannot_be_sharded
 from fcsd.training.checkpoint_writer import BACKGROUND_FROM
 from fcsd.training.config import micro_batches
 from fcsd.training.disk import disk_need
@@ -72,7 +75,9 @@ def estimate(
     # Three cases: all assumptions at their fast ends, as expected, and at their slow
     # ends.
     seconds, memory = step_times(job), _memory(job)
-    step_s = [case["regular_s"] for case in seconds]
+    own_text = written(job, _free_bytes(job, memory))
+    own_s = [0.0, 0.0, 0.0] if own_text is None else own_text.seconds
+    step_s = [case["regular_s"] + own for case, own in zip(seconds, own_s, strict=True)]
     return {
         "recipe": recipe.name,
         "run": training.name,
@@ -97,6 +102,7 @@ def estimate(
         "changes": [] if memory["fits"] else list(changes(job, memory["gpu_bytes"])),
         "disk": _disk(job),
         "scoring": None if pretrain else _scoring(recipe, job, memory),
+        "own_text": None if own_text is None else asdict(own_text),
         "flops": _flops(job),
         "time": _time(job, seconds[1], step_s),
         "tokens": _tokenizing(training.data_tokens),
@@ -136,6 +142,13 @@ def _refused(
     """
     if recipe.pretrain is None and training.problem is not None:
         yield f"{training.where}: {training.problem}"
+    shared = hardware.expert_parallel
+    if shared > 1 or hardware.sharding == "zero3":
+        engine = Engine("ep" if shared > 1 else "zero3", expert_parallel=shared)
+        try:
+            refuse_what_cannot_be_sharded(training.objective, engine)
+        except UserError as error:
+            yield str(error)
     if variant is not None:
         return
     # `fcsd run` checks the batch of every training, so all of them are tried here.
@@ -253,12 +266,8 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
     generates = isinstance(rule, TaskStoppingConfig) and rule.row.kind != "likelihood"
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
-    # Scoring runs between steps, when gathered weights, activations and, except with
-    # ZeRO-3, gradients are freed.
-    held = _HELD | {"gradients"} if layout.sharding == "zero3" else _HELD
-    stays = sum(memory["parts"].get(name, 0) for name in held)
     num_bytes = job.trace.num_parameters * compute_dtype(job.setting).itemsize
-    free = max(0, memory["gpu_bytes"] - stays)
+    free = _free_bytes(job, memory)
     once = layout.sharding != "zero3" and fits_whole(num_bytes, free)
     return {
         "gathered_bytes": num_bytes,
@@ -266,6 +275,16 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
         "once": once,
         "seconds": gather_s(job),
     }
+
+
+def _free_bytes(job: Job, memory: dict[str, Any]) -> int:
+    """Return the bytes of a GPU that are free between steps, when gathered weights,
+    activations and, except with ZeRO-3, gradients are freed.
+    """
+    zero3 = job.layout.sharding == "zero3"
+    held = _HELD | {"gradients"} if zero3 else _HELD
+    stays = sum(memory["parts"].get(name, 0) for name in held)
+    return max(0, int(memory["gpu_bytes"]) - stays)
 
 
 def _flops(job: Job) -> dict[str, Any]:
@@ -490,6 +509,13 @@ def _assumptions(job: Job) -> Iterator[str]:
             f"transformers' code of this family runs all {job.work.num_experts} experts"
             f" on every token, although a token chooses only"
             f" {job.work.experts_per_token}"
+        )
+    if training.objective.own_text is not None:
+        yield (
+            "own text: one text for each row that is written, of half a row unless"
+            " own_text_tokens is less; a row of several examples has more and shorter"
+            f" ones; {HOST_US[1]} microseconds ({HOST_US[0]} to {HOST_US[2]}) of the"
+            " host for a layer and token"
         )
     if training.lora is not None and hardware.sharding != "none":
         yield (

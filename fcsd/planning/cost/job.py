@@ -196,7 +196,7 @@ def step_times(job: Job) -> list[dict[str, Any]]:
     weights_dtype = setting.teacher_dtype if setting.adapters else setting.student_dtype
     step = Step(
         job.work,
-        _roofline(job, torch.bfloat16 if setting.autocast else weights_dtype),
+        roofline_of(job, torch.bfloat16 if setting.autocast else weights_dtype),
         job.layout,
         job.micro_batches,
         num_trained=trace.num_trainable,
@@ -204,7 +204,7 @@ def step_times(job: Job) -> list[dict[str, Any]]:
         adapters=setting.adapters,
         recomputes=setting.checkpointing,
         teacher=(
-            _roofline(job, setting.teacher_dtype)
+            roofline_of(job, setting.teacher_dtype)
             if setting.has_teacher and setting.teacher != "cache"
             else None
         ),
@@ -221,12 +221,13 @@ def gather_s(job: Job) -> float:
     """Return the seconds that a rank takes to receive all weights once, in the dtype of
     the computation.
     """
-    roofline = _roofline(job, compute_dtype(job.setting))
+    roofline = roofline_of(job, compute_dtype(job.setting))
     return roofline.sharding(
         job.work, job.layout.num_shards, job.layout.expert_parallel
     )[0]
 
 
-def _roofline(job: Job, dtype: torch.dtype) -> Roofline:
+def roofline_of(job: Job, dtype: torch.dtype) -> Roofline:
+    """Return the roofline of the job's machine for matmuls of this dtype."""
     precision: Precision = "float32" if dtype is torch.float32 else "bfloat16"
     return Roofline(job.machine, precision, fused=job.training.attention != "eager")

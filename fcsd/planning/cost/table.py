@@ -54,7 +54,11 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
                 rows,
             )
         ]
-    yield [*_disk(facts["disk"]), *_scoring(facts["scoring"])]
+    yield [
+        *_disk(facts["disk"]),
+        *_scoring(facts["scoring"]),
+        *_own_text(facts["own_text"]),
+    ]
     flops = facts["flops"]
     rows = [
         [name, f"{number / 1e9:.2f}"] for name, number in flops["per_token"].items()
@@ -183,6 +187,16 @@ def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
     )
 
 
+def _own_text(own: Mapping[str, Any] | None) -> Iterator[str]:
+    if own is None:
+        return
+    fast, expected, slow = own["seconds"]
+    yield (
+        f"own text      {own['texts']:.3g} texts of {own['tokens']:,} tokens per rank and"
+        f" step, in {own['passes']:,} passes: {_expected(expected, [fast, slow])} s"
+    )
+
+
 def _time(facts: Mapping[str, Any]) -> list[str]:
     time, flops = facts["time"], facts["flops"]
     step, rate = (
@@ -197,6 +211,7 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
         "compute": time["compute_s"],
         "exchanges of experts": time["exchanges_s"],
         "weights and gradients that nothing hides": time["sharding_s"],
+        "own text": facts["own_text"]["seconds"][1] if facts["own_text"] else 0.0,
     }
     lines = [
         (

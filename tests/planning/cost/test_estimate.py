@@ -3,6 +3,7 @@ and by hand, published sizes.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -406,6 +407,48 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
         load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none")
     )
     assert facts["scoring"] is None
+
+
+@pytest.mark.usefixtures("own_setting_only")
+def test_own_text_is_part_of_a_step_and_takes_a_pass_for_each_of_its_tokens(
+    recipe: Callable[..., Path],
+) -> None:
+    one = Hardware(gpu="h100", num_gpus=1, sharding="none")
+
+    def facts(hardware: Hardware = one, **objective: Any) -> dict[str, Any]:
+        path = few_layers(recipe(train={"bf16": True}, objective=objective))
+        return estimate(load_recipe(path), hardware)
+
+    plain, own = facts(), facts(own_text=0.5, own_text_tokens=100)
+    assert plain["own_text"] is None and "own text" not in estimate_table(plain)
+    settings, written = plain["settings"], own["own_text"]
+    texts = settings["rows"] * settings["micro_batches"] / 2
+    assert (written["texts"], written["tokens"]) == (texts, 100)
+    assert written["batches"] == math.ceil(texts / 32)
+    assert written["passes"] == 100 * written["batches"]
+    # At least what the host needs for the four layers of every pass.
+    assert written["seconds"][1] >= written["passes"] * 4 * 700e-6
+    assert written["seconds"] == sorted(written["seconds"])
+    with_, without = own["time"], plain["time"]
+    assert with_["expected_s"] == pytest.approx(
+        without["expected_s"] + written["seconds"][1]
+    )
+    assert "texts of 100 tokens per rank and step" in estimate_table(own)
+    # half a row, where nothing limits it; twice the passes with half the batch
+    assert facts(own_text=0.5)["own_text"]["tokens"] == settings["max_length"] // 2
+    halves = facts(own_text=0.5, own_text_tokens=100, own_text_batch_size=16)
+    assert halves["own_text"]["batches"] == math.ceil(texts / 16)
+    for sharding, ranks, name in (
+        ("zero3", 1, "ZeRO-3"),
+        ("fsdp2", 2, "expert parallelism"),
+    ):
+        hardware = Hardware(
+            gpu="h100", num_gpus=8, sharding=sharding, expert_parallel=ranks
+        )
+        (reason,) = facts(hardware, own_text=0.5)["refused"]
+        assert f"a student under {name} cannot write" in reason
+    spread = facts(Hardware(gpu="h100", num_gpus=8, sharding="fsdp2"), own_text=0.5)
+    assert spread["refused"] == []
 
 
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
