@@ -33,8 +33,9 @@ from matplotlib import pyplot as plt
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown
 from fcsd.pipeline.plan import plan_from_files, sweep_plans
-from fcsd.planning.cost.exact import PAIRS, compared
+from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
+from fcsd.planning.cost.rivals import PAIRS
 from fcsd.planning.cost.times import gain, plan_times
 from fcsd.report.figure import GREY, SIZE, save_figure, set_title
 

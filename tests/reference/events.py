@@ -214,26 +214,97 @@ def shared_layer(
     batch.compute(seconds["arrive"], (sent,))
 
 
+def shortcut_layer(
+    batch: Pass, seconds: Seconds, core: float, dispatch: float, combine: float
+) -> None:
+    """Add the forward pass of a layer whose experts read what its attention reads. core:
+    seconds of attention without its projections.
+    """
+    router = batch.compute(seconds["router"])
+    sent = batch.send(dispatch, router, blocks=False)
+    batch.compute(seconds["attention a"] + core)
+    experts = batch.compute(seconds["experts"], (sent,))
+    sent = batch.send(combine, experts, blocks=False)
+    batch.compute(seconds["attention b"] - core + seconds.get("shared expert", 0.0))
+    batch.compute(seconds["arrive"], (sent,))
+
+
+def fused_layer(batch: Pass, seconds: Seconds, dispatch: float, combine: float) -> None:
+    """Add the forward pass of a layer whose experts compute while their rows arrive and
+    leave, in one kernel.
+    """
+    outside_s = sum(seconds.values()) - seconds["experts"] - seconds["arrive"]
+    before = batch.compute(outside_s)
+    sent = batch.send(dispatch, before, blocks=False)
+    back = batch.send(combine, before, blocks=False)
+    batch.compute(seconds["experts"])
+    batch.compute(seconds["arrive"], (sent, back))
+
+
 def summed_forward(
-    batch: Pass, layers: Sequence[Seconds], all_reduce: float, *, rewired: bool
+    batch: Pass,
+    layers: Sequence[Seconds],
+    all_reduce: float,
+    *,
+    rewired: bool,
+    fused: float = 0.0,
 ) -> None:
     """Add the forward pass of tensor-parallel ranks without shared experts, which sum
     behind attention and behind the experts.
 
     A rewired layer's attention needs the sum of the attention before it; its experts,
-    the sums of both before it.
+    the sums of both before it. fused: seconds by which the norm behind a sum that
+    blocks is shorter.
     """
     attention_sum: tuple[str, ...] = ()
     routed_sum: tuple[str, ...] = ()
     for seconds in layers:
-        attention_s = seconds["attention a"] + seconds["attention b"]
+        attention_s = seconds["attention a"] + seconds["attention b"] - fused
         head = batch.compute(attention_s, attention_sum)
         sent = batch.send(all_reduce, head, blocks=not rewired)
         # The experts read what was there before this layer's attention.
         before = (*attention_sum, *routed_sum)
         attention_sum = (sent,)
         experts = batch.compute(
-            sum(seconds.values()) - attention_s - seconds.get("arrive", 0.0), before
+            sum(seconds.values())
+            - attention_s
+            - seconds.get("arrive", 0.0)
+            - 2 * fused,
+            before,
         )
         routed_sum = (batch.send(all_reduce, experts, blocks=not rewired),)
     batch.compute(0.0, (*attention_sum, *routed_sum))
+
+
+def halves_of_a_layer(seconds: Seconds) -> tuple[float, float]:
+    """Return the seconds of attention and of the rest of a tensor-parallel layer."""
+    attention_s = seconds["attention a"] + seconds["attention b"]
+    return attention_s, sum(seconds.values()) - attention_s - seconds.get("arrive", 0.0)
+
+
+def ladder_forward(
+    batch: Pass, layers: Sequence[Seconds], all_reduce: float, last: float
+) -> None:
+    """Add the forward pass of a Ladder Residual: each half of a layer reads the stream
+    without the sum of the half before it. last: seconds of the last sum.
+    """
+    sums: list[str] = []
+    halves = [half for seconds in layers for half in halves_of_a_layer(seconds)]
+    for k, half in enumerate(halves):
+        done = batch.compute(half, tuple(sums[:-1]))
+        seconds = last if k + 1 == len(halves) else all_reduce
+        sums.append(batch.send(seconds, done, blocks=False))
+    batch.compute(0.0, tuple(sums))
+
+
+def tracks_forward(
+    batch: Pass, layers: Sequence[Seconds], all_reduce: float, depth: int
+) -> None:
+    """Add the forward pass of Parallel Track: ranks sum behind each `depth` layers, and
+    behind the last.
+    """
+    for k, seconds in enumerate(layers, 1):
+        done = batch.compute(sum(halves_of_a_layer(seconds)))
+        if k % depth == 0 or k == len(layers):
+            batch.send(all_reduce, done, blocks=True)
+    batch.compute(0.0)

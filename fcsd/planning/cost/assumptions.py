@@ -56,6 +56,11 @@ ASSUMPTIONS = {
     "side_us": Assumption(24, 20.7, 34, "microseconds of the same by NCCL or RCCL on a side stream, which FarSkip's"
                           " plugins overlap", "by size, GPU and ranks: fcsd/planning/cost/collectives.py",
                           most=100_000),
+    "fused_norm_us": Assumption(3.2, 0, 4.8, "microseconds that an engine saves where it fuses a norm with the"
+                                " all-reduce before it, in line; FarSkip's plugins cannot",
+                                "TensorRT-LLM tech blog 1 (8 B200, DeepSeek-R1: 164 to 168 tokens/s, 2.82 of them a"
+                                " step); least: vllm-project/vllm 22086 (2 H100); most: sgl-project/sglang 7621 (8"
+                                " B200)", most=1000),
     "latency_us": Assumption(20, 12, 47, "fixed microseconds of another exchange, or of an all-reduce without published"
                              " times, in addition to its bytes; twice that between nodes",
                              "within a node: pegainfer 568 (8 H200, DeepEP V2, one token: 12 and 30 to 47),"

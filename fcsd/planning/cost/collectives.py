@@ -7,7 +7,7 @@ was fitted to a gain or to the trace of a whole step. The times hardly depend on
 size below 512 KiB, which is why one constant per byte would not do.
 
 Not covered: groups that span nodes (`fcsd.planning.cost.roofline`), GPUs without a
-published table, a collective fused with the norm behind it.
+published table.
 """
 
 import math
@@ -166,3 +166,23 @@ def published(way: Way, gpu: Gpu, ranks: int) -> Table | None:
             larger = [size for size in sorted(by_ranks) if size >= ranks]
             return by_ranks[larger[0]] if larger else None
     return None
+
+
+FUSED_BELOW_KIB: dict[str, dict[int, int]] = {
+    "NVIDIA H": {2: 512, 4: 2048, 8: 256},
+    "NVIDIA B": {2: 65536, 4: 32768, 8: 1024},
+}
+"""Size, by GPU and ranks, below which an engine fuses an all-reduce with the norm behind
+it and is faster so: vLLM 0.32 (`FI_ALLREDUCE_FUSION_MAX_SIZE_MB`, on by default), less
+where that was measured to be slower (two H100: vllm-project/vllm 22086; eight H200:
+44079). AMD's fused kernel was faster for some numbers of requests and slower for others
+(vllm-project/vllm 37646, SemiAnalysisAI/InferenceX 1527).
+"""
+
+
+def fused_below(gpu: Gpu, ranks: int) -> int:
+    """Return the bytes below which an all-reduce is fused with the norm behind it."""
+    for name, by_ranks in FUSED_BELOW_KIB.items():
+        if gpu.name.startswith(name):
+            return 1024 * by_ranks.get(ranks, 0)
+    return 0

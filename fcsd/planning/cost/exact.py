@@ -1,24 +1,38 @@
-"""Compute the steps of schedules that hide communication and change no equation, as
-today's engines have them: the baselines for FarSkip.
+"""Compute the steps of FarSkip's rivals (`fcsd.planning.cost.rivals`): schedules that
+change no equation, as today's engines have them, and other architectures.
 
-Either the shared expert of a layer hides its exchanges, or two batches take turns: one
+Either other steps of a layer hide its exchanges, or two batches take turns: one
 computes while an exchange of the other runs. The two are the halves of a batch, or, in
 training, a micro-batch in its backward pass and the next one in its forward pass.
 
-Not covered: kernels that fuse a collective with computation (an all-reduce with the
-norm after it, a matmul in chunks); measured times have none of these schedules.
+Not covered: measured times have none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from fcsd.base.text import size
 from fcsd.planning.cost.operations import ModelWork, part_of
 from fcsd.planning.cost.planned import ALL2ALL, Planned
-from fcsd.planning.cost.roofline import total
+from fcsd.planning.cost.rivals import (
+    HALVES,
+    LADDER,
+    MEGA,
+    PAIRS,
+    RECOMPUTED_PAIRS,
+    SHARED,
+    SHORTCUT,
+    TRACK_LAYERS,
+    TRACKS,
+    Rival,
+    rival,
+)
+from fcsd.planning.cost.roofline import Roofline, fused_norm, total
+from fcsd.planning.cost.stored import BFLOAT16
 from fcsd.planning.cost.times import (
     Seconds,
     Step,
@@ -37,30 +51,21 @@ Chain = Sequence[tuple[float, float]]
 then starts and waits for (0: none).
 """
 
-SHARED, HALVES, PAIRS, RECOMPUTED_PAIRS = (
-    "shared expert beside exchanges",
-    "two half batches in turn",
-    "two micro-batches in turn (1F1B)",
-    "1F1B with recomputation",
-)
-
 
 @dataclass(frozen=True)
-class Exact:
-    """A schedule of a step. compute_s, sent_s: seconds of computation and of exchanges.
+class Priced:
+    """A rival's step. compute_s, sent_s: seconds of computation and of exchanges.
     exposed_s: seconds of exchanges that stay exposed. sharding_s: exposed seconds of
     gathered weights and gradients. busy: share of a pipeline's time in which a stage
-    works. released: a release of an engine has it.
+    works.
     """
 
-    name: str
-    assumes: str
+    rival: Rival
     compute_s: float
     sent_s: float
     exposed_s: float
     sharding_s: float = 0.0
     busy: float = 1.0
-    released: bool = True
 
     def facts(self, regular_s: float, slowdown: float) -> dict[str, Any]:
         """Return the row of a plan. regular_s: seconds of the step whose exchanges
@@ -73,10 +78,8 @@ class Exact:
             slowdown,
             sharding=(0.0, self.sharding_s),
         )["overlapped_s"]
-        return {
-            "name": self.name,
-            "assumes": self.assumes,
-            "released": self.released,
+        facts = ("name", "hides", "released", "source")
+        return {name: getattr(self.rival, name) for name in facts} | {
             "step_s": step_s,
             "compute_s": self.compute_s,
             "communication_s": self.busy * self.sent_s,
@@ -86,29 +89,38 @@ class Exact:
 
 
 def compared(planned: Planned, kept: Memory | None = None) -> dict[str, Any]:
-    """Return `plan_times` together with the exact schedules.
+    """Return `plan_times` together with the rivals.
 
     kept: the memory of a rank of a training that keeps all activations of a micro-batch
     (`fcsd.planning.cost.plan.memory`); None: it is taken to fit.
 
-    exact: their rows. not_exact: the schedules that cannot run here, each with the
-    reason. best_exact: name of the fastest that a release has, "regular" where none is
-    faster. over_exact: seconds of the fastest over those of the overlapped step.
+    exact: the rows of schedules. architectures: those of other architectures. not_exact:
+    the schedules that cannot run here, each with the reason. best_exact: name of the
+    fastest that a release has, "regular" where none is faster. over_exact: seconds of
+    the fastest over those of the overlapped step.
     """
     times = plan_times(planned)
     if planned.settings.phase == "train":
-        schedules, missing = _training(planned, kept)
+        priced, missing = _training(planned, kept)
     elif planned.wide:
-        schedules, missing = _wide(planned)
+        priced, missing = _wide(planned)
     else:
-        schedules, missing = _tensor_parallel(planned)
+        priced, missing = _tensor_parallel(planned)
     slowdown = planned.machine.values["slowdown"]
-    rows = [one.facts(times["regular_s"], slowdown) for one in schedules]
+    rows, others = (
+        [
+            p.facts(times["regular_s"], slowdown)
+            for p in priced
+            if p.rival.exact == exact
+        ]
+        for exact in (True, False)
+    )
     seconds = {"regular": times["regular_s"]}
     seconds |= {row["name"]: row["step_s"] for row in rows if row["released"]}
     best = min(seconds, key=lambda name: seconds[name])
     return times | {
         "exact": rows,
+        "architectures": others,
         "not_exact": missing,
         "best_exact": best,
         "over_exact": seconds[best] / times["overlapped_s"],
@@ -186,18 +198,38 @@ def _sent(*chains: Chain) -> float:
     return sum(exchange for chain in chains for _, exchange in chain)
 
 
-def _beside_shared(
-    seconds: Sequence[Seconds], sent_s: float, factor: float = 1.0
+def _beside(
+    one: Rival,
+    layers: Sequence[Seconds],
+    dispatch: float,
+    combine: float,
+    factor: float = 1.0,
 ) -> float:
-    """Return the part of the layers' exchanges that exceeds their shared experts.
-    sent_s: seconds of a layer's exchanges. factor: computation relative to a forward
-    pass.
+    """Return the seconds of the layers' exchanges beyond the steps that run beside them
+    (`Rival.beside`). factor: computation relative to a forward pass.
     """
+    sent = {"dispatch": dispatch, "combine": combine}
     return sum(
-        exposed(sent_s, factor * layer_s["shared expert"])
-        for layer_s in seconds
+        exposed(
+            sum(sent[kind] for kind in kinds),
+            factor * sum(layer_s.get(step, 0.0) for step in steps),
+        )
+        for layer_s in layers
         if "experts" in layer_s
+        for kinds, steps in one.beside
     )
+
+
+def _steps(roofline: Roofline, work: ModelWork, ranks: int) -> list[Seconds]:
+    """Return the seconds of each layer's steps, with attention's core apart from its
+    output projection.
+    """
+    steps: list[Seconds] = []
+    for layer, layer_s in zip(work.layers, roofline.layers(work, ranks), strict=True):
+        core_s = min(roofline.core(layer), layer_s["attention b"])
+        apart = {"core": core_s, "output": layer_s["attention b"] - core_s}
+        steps.append(layer_s | apart)
+    return steps
 
 
 @dataclass(frozen=True)
@@ -224,18 +256,15 @@ class _Training:
         ]
         return joined(forward), joined(behind)
 
-    def exact(
+    def priced(
         self,
         name: str,
-        assumes: str,
         parts: Sequence[ModelWork],
         rest: Sequence[float],
         step: Step | None = None,
-        released: bool = True,
-    ) -> Exact:
-        """Make a schedule. parts: the work of a micro-batch, in parts. rest: the
-        exposed seconds of its forward and of its backward pass. step: another than its
-        own.
+    ) -> Priced:
+        """Price a rival. parts: the work of a micro-batch, in parts. rest: the exposed
+        seconds of its forward and of its backward pass. step: another than its own.
         """
         step = step or self.step
         number, roofline = step.micro_batches, step.roofline
@@ -249,16 +278,25 @@ class _Training:
         sent = _sent(*forward), _sent(*backward)
         loss_s = sum(roofline.loss(part, step.loss_matmuls) for part in parts)
         hidden = [all_s - rest_s for all_s, rest_s in zip(sent, rest, strict=True)]
-        return Exact(
-            name,
-            assumes,
+        return Priced(
+            rival(name, "train"),
             number * (sum(computed) + loss_s) + once,
             number * (sum(sent) + step.blocking_s),
             number * (sum(rest) + step.blocking_s),
             sharding_s(step, computed[0], 0.0, hidden),
             self.planned.micro_batches / number,
-            released,
         )
+
+    def beside(self, name: str) -> Priced:
+        """Price a rival whose exchanges run beside other steps of their layer."""
+        step, ranks = self.step, self.planned.expert_parallel
+        one, layers = rival(name, "train"), _steps(step.roofline, step.work, ranks)
+        dispatch, combine = step.roofline.exchange(step.work, ranks)
+        ahead = _beside(one, layers, dispatch, combine)
+        behind = _beside(one, layers, dispatch, combine, step.backward)
+        # A recomputed layer sends its dispatch again.
+        behind += step.recomputes * _beside(one, layers, dispatch, 0.0)
+        return self.priced(name, [step.work], [ahead, behind])
 
     def pairs(self, step: Step) -> list[float]:
         """Return the exposed seconds of a forward and of a backward pass of two
@@ -278,43 +316,26 @@ class _Training:
         ]
 
 
-def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[str]]:
-    step, ranks = slowest_step(planned), planned.expert_parallel
-    training, work, roofline = _Training(planned, step), step.work, step.roofline
-    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
-    schedules, missing = [], []
-    if any(layer_s.get("shared expert") for layer_s in seconds):
-        ahead = _beside_shared(seconds, sum(exchange))
-        behind = _beside_shared(seconds, sum(exchange), step.backward)
-        behind += step.recomputes * _beside_shared(seconds, exchange[0])
-        assumes = "Megatron's --moe-shared-expert-overlap"
-        schedules.append(training.exact(SHARED, assumes, [work], [ahead, behind]))
+def _training(planned: Planned, kept: Memory | None) -> tuple[list[Priced], list[str]]:
+    step = slowest_step(planned)
+    training, work = _Training(planned, step), step.work
+    priced, missing = [training.beside(SHORTCUT)], []
+    if _has_shared(step.roofline.layers(work, planned.expert_parallel)):
+        priced.append(training.beside(SHARED))
     else:
         missing.append(f"{SHARED}: the model has no shared expert")
     if work.num_rows > 1:
         halves = _halves(work, work.num_tokens)
         chains = [training.passes(half, step.recomputes) for half in halves]
         rest = [in_turn(*both) for both in zip(*chains, strict=True)]
-        assumes = (
-            "the rows of a micro-batch in two halves (torchtitan), which read the"
-            " weights twice and start twice as many exchanges"
-        )
-        schedules.append(training.exact(HALVES, assumes, halves, rest))
+        priced.append(training.priced(HALVES, halves, rest))
     else:
         missing.append(f"{HALVES}: needs --batch 2 or more")
     if planned.micro_batches == 1:
         missing.append(f"{PAIRS}: needs a --global-batch of two micro-batches or more")
-        return schedules, missing
+        return priced, missing
     if step.recomputes:
-        assumes = (
-            f"{PAIRS}, with every layer recomputed; no release has it (Megatron refuses"
-            " full recomputation with it)"
-        )
-        schedules.append(
-            training.exact(
-                RECOMPUTED_PAIRS, assumes, [work], training.pairs(step), released=False
-            )
-        )
+        priced.append(training.priced(RECOMPUTED_PAIRS, [work], training.pairs(step)))
     if kept is not None and not kept["fits"]:
         missing.append(
             f"{PAIRS}: keeps the activations of a micro-batch, in all"
@@ -322,36 +343,42 @@ def _training(planned: Planned, kept: Memory | None) -> tuple[list[Exact], list[
         )
     else:
         keeps = keeping_activations(step)
-        assumes = (
-            "the backward pass of one beside the forward pass of the next (Megatron's"
-            " --overlap-moe-expert-parallel-comm; DualPipe), without recomputation"
-        )
-        schedules.append(
-            training.exact(PAIRS, assumes, [work], training.pairs(keeps), keeps)
-        )
-    return schedules, missing
+        priced.append(training.priced(PAIRS, [work], training.pairs(keeps), keeps))
+    return priced, missing
 
 
-def _wide(planned: Planned) -> tuple[list[Exact], list[str]]:
+def _has_shared(layers: Iterable[Seconds]) -> bool:
+    return any(layer_s.get("shared expert") for layer_s in layers)
+
+
+def _wide(planned: Planned) -> tuple[list[Priced], list[str]]:
     work, roofline, ranks = planned.work, planned.roofline, planned.expert_parallel
-    head_s, back_end = roofline.head(work) + roofline.gap, planned.settings.all2all
-    seconds, exchange = roofline.layers(work, ranks), roofline.exchange(work, ranks)
+    layers, exchange = _steps(roofline, work, ranks), roofline.exchange(work, ranks)
 
     def passed(work: ModelWork) -> Chain:
         exchange = roofline.exchange(work, ranks)
         layers = zip(roofline.layers(work, ranks), work.moe, strict=True)
         return joined(layer_chain(*layer, *exchange) for layer in layers)
 
-    schedules, missing = [], []
-    if any(layer_s.get("shared expert") for layer_s in seconds):
-        chain = passed(work)
-        rest = _beside_shared(seconds, sum(exchange))
-        assumes = "as vLLM does with DeepEP, and otherwise for up to 256 tokens"
-        compute = _computed(chain) + head_s
-        schedules.append(Exact(SHARED, assumes, compute, _sent(chain), rest))
+    def beside(name: str) -> Priced:
+        one, chain = rival(name, "dp"), passed(work)
+        rest = _beside(one, layers, *exchange)
+        return Priced(one, _computed(chain) + outside_s, _sent(chain), rest)
+
+    outside_s = roofline.head(work) + roofline.gap
+    priced, missing = [beside(SHORTCUT)], []
+    if _has_shared(layers):
+        priced.append(beside(SHARED))
     else:
         missing.append(f"{SHARED}: the model has no shared expert")
-    if ALL2ALL[back_end] == "all":
+    if _has_mega_moe(planned):
+        priced.append(beside(MEGA))
+    else:
+        missing.append(
+            f"{MEGA}: needs ranks of one node with experts in FP8 blocks of 128 (Hopper)"
+            " or 4-bit floats (Blackwell)"
+        )
+    if ALL2ALL[planned.settings.all2all] == "all":
         missing.append(
             f"{HALVES}: vLLM's --enable-dbo needs DeepEP; --all2all deepep_low_latency"
         )
@@ -359,35 +386,56 @@ def _wide(planned: Planned) -> tuple[list[Exact], list[str]]:
         missing.append(f"{HALVES}: needs two requests of each rank (--batch)")
     else:
         chains = [passed(half) for half in _halves(work)]
-        assumes = "vLLM's --enable-dbo: weights are read twice, exchanges start twice"
-        compute = _computed(*chains) + head_s
-        schedules.append(
-            Exact(HALVES, assumes, compute, _sent(*chains), in_turn(*chains))
+        compute = _computed(*chains) + outside_s
+        priced.append(
+            Priced(rival(HALVES, "dp"), compute, _sent(*chains), in_turn(*chains))
         )
-    return schedules, missing
+    return priced, missing
 
 
-def _tensor_parallel(planned: Planned) -> tuple[list[Exact], list[str]]:
+def _has_mega_moe(planned: Planned) -> bool:
+    """Whether SGLang's MegaMoE runs with the planned ranks, GPU and weights. The kernel
+    writes into other ranks' memory, by the links of a node.
+    """
+    machine, stored, ranks = planned.machine, planned.stored, planned.expert_parallel
+    if machine.near(ranks, 1) != [ranks]:
+        return False
+    name = machine.gpu.name
+    if name.startswith("NVIDIA H"):
+        return stored.precision == "fp8" and stored.sent < BFLOAT16.sent
+    return name.startswith("NVIDIA B") and stored.name.startswith(("MXFP4", "NVFP4"))
+
+
+def _tensor_parallel(planned: Planned) -> tuple[list[Priced], list[str]]:
     work, roofline = planned.work, planned.roofline
     missing = [f"{SHARED}: tensor-parallel ranks sum it with the routed experts"]
-    if work.tokens < 2 or planned.tensor_parallel == 1:
-        return [], [*missing, f"{HALVES}: needs two tokens, and --tp 2 or more"]
+    if planned.tensor_parallel == 1:
+        return [], [*missing, f"{HALVES}: needs --tp 2 or more"]
 
-    def passed(work: ModelWork) -> Chain:
-        all_reduce_s, chain = roofline.all_reduce(work), []
+    def passed(work: ModelWork, all_reduce_s: float) -> list[tuple[float, float]]:
+        chain = []
         for layer_s in roofline.layers(work, 1):
             attention_s = layer_s["attention a"] + layer_s["attention b"]
             mlp_s = total(layer_s) - attention_s - layer_s.get("arrive", 0.0)
             chain += [(attention_s, all_reduce_s), (mlp_s, all_reduce_s)]
         return chain
 
-    chains = [passed(half) for half in _halves(work)]
-    assumes = (
-        "no release of vLLM or SGLang has it for all-reduces (vLLM pull request 44677):"
-        " weights are read twice, twice as many all-reduces start"
-    )
-    compute = _computed(*chains) + roofline.head(work) + roofline.gap
-    halves = Exact(
-        HALVES, assumes, compute, _sent(*chains), in_turn(*chains), released=False
-    )
-    return [halves], missing
+    outside_s, saved_s = roofline.head(work) + roofline.gap, fused_norm(roofline, work)
+    line_s, side_s = roofline.all_reduce(work), roofline.all_reduce(work, "side")
+    chain = passed(work, side_s)
+    compute = _computed(chain) + outside_s
+    # Each sum runs beside the half of a layer behind it; the engine sends the last.
+    hidden = sum(min(sent, after) for (_, sent), (after, _) in pairwise(chain))
+    sums = -(-len(work.layers) // TRACK_LAYERS)
+    sent_s = _sent(chain) - side_s + line_s
+    ladder, tracks = rival(LADDER, "tp"), rival(TRACKS, "tp")
+    priced = [
+        Priced(ladder, compute - saved_s, sent_s, sent_s - hidden),
+        Priced(tracks, compute - sums * saved_s, sums * line_s, sums * line_s),
+    ]
+    if work.tokens < 2:
+        return priced, [*missing, f"{HALVES}: needs two tokens"]
+    chains = [passed(half, roofline.all_reduce(half)) for half in _halves(work)]
+    compute = _computed(*chains) + outside_s
+    halves = Priced(rival(HALVES, "tp"), compute, _sent(*chains), in_turn(*chains))
+    return [halves, *priced], missing

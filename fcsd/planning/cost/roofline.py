@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from fcsd.planning.cost.assumptions import ALL_REDUCES, ASSUMPTIONS
-from fcsd.planning.cost.collectives import Way, published
+from fcsd.planning.cost.collectives import Way, fused_below, published
 from fcsd.planning.cost.machine import Machine
 from fcsd.planning.cost.operations import WHOLE, LayerWork, ModelWork, Work
 from fcsd.planning.network.simulate import Payload, rows_per_token, simulate
@@ -446,6 +446,18 @@ class Roofline:
         least_us = min(fixed_us, known_us) if way == "engine" else fixed_us
         both_us = sent_us(num_bytes, fixed_us)
         return sent_us(num_bytes, least_us), both_us, both_us
+
+
+def fused_norm(roofline: Roofline, model: ModelWork) -> float:
+    """Return the seconds that an engine saves where it fuses an all-reduce in line with
+    the norm behind it; 0 where it does not, or is not faster so.
+    """
+    ranks, machine = roofline.tensor_parallel, roofline.machine
+    if ranks == 1 or machine.near(ranks, 1) != [ranks]:
+        return 0.0
+    num_bytes = model.tokens * model.hidden_size * roofline.value_bytes
+    is_fused = num_bytes < fused_below(machine.gpu, ranks)
+    return roofline.values["fused_norm_us"] / 1e6 * is_fused
 
 
 def captured(seconds: dict[str, float], least_s: float) -> dict[str, float]:

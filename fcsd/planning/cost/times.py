@@ -25,7 +25,7 @@ from fcsd.planning.cost.collectives import Way
 from fcsd.planning.cost.memory import GPUS_PER_NODE, Layout
 from fcsd.planning.cost.operations import ModelWork
 from fcsd.planning.cost.planned import Planned
-from fcsd.planning.cost.roofline import Roofline, total
+from fcsd.planning.cost.roofline import Roofline, fused_norm, total
 from fcsd.planning.cost.stages import (
     Stage,
     sends_s,
@@ -447,16 +447,28 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
     remaining = sum(
         exposed(side_s, window_s) if window_s else all_reduce_s for window_s in beside
     )
+    # A regular layer has two norms, each behind an all-reduce; one behind an all-reduce
+    # on the side cannot be fused with it.
+    norms, in_line = 2 * len(work.layers), sum(not window_s for window_s in beside)
+    saved_s = fused_norm(roofline, work)
+    lost_s = saved_s * max(0, norms - in_line)
     # Without a combine there are no returned rows to sum.
     compute = (
         sum(total(layer_s) - layer_s.get("arrive", 0.0) for layer_s in seconds)
         + roofline.head(work)
         + roofline.gap
+        - norms * saved_s
     )
     moe = [k for k, is_moe in enumerate(work.moe) if is_moe]
     return summary(
-        compute, communication, remaining, roofline.values["slowdown"], sent=sent
+        compute,
+        communication,
+        remaining,
+        roofline.values["slowdown"],
+        sent=sent,
+        added=lost_s,
     ) | {
+        "fused_norms_s": {"regular": norms * saved_s, "lost": lost_s},
         "overlap": {"forward": 1 - remaining / sent if sent else 0.0},
         "exchange_s": {"all_reduce": all_reduce_s, "side": side_s},
         "windows": [
@@ -474,17 +486,20 @@ def summary(
     slowdown: float,
     *,
     sent: float | None = None,
+    added: float = 0.0,
     sharding: Sequence[float] = (0.0, 0.0),
 ) -> dict[str, Any]:
     """Sum up the regular and the overlapped step.
 
     sent: seconds of the rewired model's communication; None: as long as in the regular
-    one. sharding: exposed seconds of gathers and reductions in both.
+    one. added: seconds of computation that only the rewired model has. sharding: exposed
+    seconds of gathers and reductions in both.
     """
     sent = communication if sent is None else sent
     regular = compute + communication + sharding[0]
     # Hidden communication is not free: it slows down the computation that hides it.
-    overlapped = compute + remaining + slowdown * (sent - remaining) + sharding[1]
+    hiding = slowdown * (sent - remaining)
+    overlapped = compute + added + remaining + hiding + sharding[1]
     return {
         "regular_s": regular,
         "overlapped_s": overlapped,

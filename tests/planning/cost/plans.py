@@ -16,8 +16,10 @@ EIGHT: dict[str, Any] = {
 }
 
 
-BARE = {"kernel_us": 0.0, "gap_us": 0.0}
-"""A server whose kernels have no least duration, and whose step has no gaps."""
+BARE = {"kernel_us": 0.0, "gap_us": 0.0, "fused_norm_us": 0.0}
+"""A server whose kernels have no least duration, whose norms are not fused, and whose step
+has no gaps.
+"""
 
 
 def lite(tmp_path: Path) -> str:

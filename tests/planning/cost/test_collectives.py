@@ -82,6 +82,46 @@ def test_smaller_groups_have_their_own_times_and_other_gpus_latency_and_rates() 
     assert of(two)["all_reduce"] == pytest.approx(50 + sent)
 
 
+@pytest.mark.parametrize(
+    ("settings", "fused"),
+    [
+        ({"batch": 63}, True),
+        # 256 KiB and more go by a faster kernel, which is not fused.
+        ({"batch": 64}, False),
+        ({"batch": 64, "gpu": "b200"}, True),
+        ({"batch": 128, "gpus_per_node": 2}, False),
+        ({"batch": 127, "gpus_per_node": 2}, True),
+        ({"batch": 8, "gpu": "mi300x"}, False),
+        ({"batch": 8, "nodes": 2}, False),
+        ({"batch": 8, "tensor_parallel": 1}, False),
+    ],
+)
+def test_a_norm_is_fused_with_an_all_reduce_where_an_engine_is_faster_so(
+    settings: dict[str, Any], fused: bool
+) -> None:
+    plans = [
+        planned("Qwen3-30B-A3B", {}, QWEN | settings).assuming(fused_norm_us=us)
+        for us in (0.0, 3.0)
+    ]
+    before, after = map(plan_times, plans)
+    # 96 norms of 48 layers, of which the rewired model keeps the one behind the last
+    # all-reduce, which is in line.
+    saved, lost = (96 * 3e-6, 95 * 3e-6) if fused else (0.0, 0.0)
+    assert after["fused_norms_s"] == pytest.approx({"regular": saved, "lost": lost})
+    assert before["regular_s"] - after["regular_s"] == pytest.approx(saved)
+    assert before["overlapped_s"] - after["overlapped_s"] == pytest.approx(saved - lost)
+    text = plan_table(plan(plans[1], advise=False))
+    said = "which saves 0.288 ms; FarSkip loses 0.285 ms of that"
+    assert (said in text) == fused == ("FUSED NORMS" in text)
+
+
+def test_a_model_without_rewired_layers_keeps_every_fused_norm() -> None:
+    settings = QWEN | {"batch": 8, "connectivity": Connectivity(layers="none")}
+    times = plan_times(planned("Qwen3-30B-A3B", {}, settings))
+    assert times["fused_norms_s"]["lost"] == 0
+    assert times["speed_up"] == pytest.approx(1)
+
+
 def test_own_times_replace_the_published_and_their_range() -> None:
     own = planned(
         "Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30, "side_us": 9}}
@@ -127,7 +167,10 @@ def test_a_captured_step_takes_its_kernels_and_its_gap() -> None:
         "attention a": 10, "attention b": 6, "router": 12, "experts": 10,
     }  # fmt: skip
     head = one.roofline.head(one.work)
-    assert times["compute_s"] == pytest.approx(48 * 38e-6 + head + 600e-6, rel=1e-3)
+    # Two norms of a layer are fused with the all-reduces before them.
+    assert times["compute_s"] == pytest.approx(
+        48 * (38e-6 - 2 * 3.2e-6) + head + 600e-6, rel=1e-3
+    )
 
 
 def test_a_large_all_reduce_hangs_on_its_links_and_is_printed_in_whole_microseconds() -> (

@@ -13,18 +13,33 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import planned
-from fcsd.planning.cost.exact import HALVES, PAIRS, RECOMPUTED_PAIRS, SHARED, compared
+from fcsd.planning.cost.exact import compared
+from fcsd.planning.cost.operations import part_of
 from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.rivals import (
+    HALVES,
+    LADDER,
+    MEGA,
+    PAIRS,
+    RECOMPUTED_PAIRS,
+    SHARED,
+    SHORTCUT,
+    TRACKS,
+)
 from fcsd.planning.cost.times import plan_times, slowest_step
 from tests.reference.events import (
     Pass,
     farskip_backward,
     farskip_forward,
+    fused_layer,
+    ladder_forward,
     regular_backward,
     regular_layer,
     shared_layer,
+    shortcut_layer,
     simulate,
     summed_forward,
+    tracks_forward,
 )
 
 H100 = {"gpu": "h100", "nodes": 4, "global_batch": 512}
@@ -44,6 +59,7 @@ TRAININGS = {
 }
 SERVERS = {
     "Qwen3-30B-A3B, decoding": {"phase": "decode", "batch": 64},
+    "Qwen3-30B-A3B, norms fused": {"phase": "decode", "batch": 16},
     "Qwen3-30B-A3B, first token": {"phase": "prefill", "batch": 16, "length": 2048},
 }
 WIDE = {
@@ -139,13 +155,47 @@ def test_tensor_parallel_ranks_take_as_long_as_their_events(name: str) -> None:
     times, roofline = compared(plan), plan.roofline
     layers, all_reduce_s = roofline.layers(plan.work, 1), times["exchange_s"]
     head_s = roofline.head(plan.work) + roofline.gap
+    # 64 KiB: the engine's own kernel computes the norm, too.
+    fused = 3.2e-6 if "fused" in name else 0.0
     for rewired, name in ((False, "regular_s"), (True, "overlapped_s")):
         batch = Pass(name)
         way = "side" if rewired else "all_reduce"
-        summed_forward(batch, layers, all_reduce_s[way], rewired=rewired)
+        summed_forward(
+            batch,
+            layers,
+            all_reduce_s[way],
+            rewired=rewired,
+            fused=0.0 if rewired else fused,
+        )
         assert times[name] == pytest.approx(
             simulate([batch.work]) + head_s, rel=1e-6 if not rewired else 0.01
         )
+    ladder, tracks = Pass("ladder"), Pass("tracks")
+    line_s = all_reduce_s["all_reduce"]
+    ladder_forward(ladder, layers, all_reduce_s["side"], line_s)
+    tracks_forward(tracks, layers, line_s, 8)
+    rows = {row["name"]: row for row in times["architectures"]}
+    for batch, planned_s, fused_norms in (
+        (ladder, rows[LADDER]["step_s"], 1),
+        (tracks, rows[TRACKS]["step_s"], 6),
+    ):
+        events_s = simulate([batch.work]) + head_s - fused_norms * fused
+        assert planned_s == pytest.approx(events_s, rel=0.003)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_two_halves_that_sum_take_as_long_as_their_events(name: str) -> None:
+    plan = planned("Qwen3-30B-A3B", {}, {"gpu": "h200"} | SERVERS[name])
+    plan = plan.assuming(slowdown=0.0)
+    roofline = plan.roofline
+    half = part_of(plan.work, plan.work.tokens // 2)
+    layers, all_reduce_s = roofline.layers(half, 1), roofline.all_reduce(half)
+    halves = Pass("first"), Pass("second")
+    for batch in halves:
+        summed_forward(batch, layers, all_reduce_s, rewired=False)
+    events_s = best(halves) + roofline.head(plan.work) + roofline.gap
+    (row,) = (row for row in compared(plan)["exact"] if row["name"] == HALVES)
+    assert row["step_s"] == pytest.approx(events_s, rel=0.01)
 
 
 def test_ranks_that_exchange_tokens_take_as_long_as_their_events() -> None:
@@ -159,19 +209,51 @@ def test_ranks_that_exchange_tokens_take_as_long_as_their_events() -> None:
         sum(seconds.values()) for seconds in moe
     )
     regular, shared, rewired = Pass("regular"), Pass("shared"), Pass("rewired")
+    shortcut, core_s = Pass("shortcut"), roofline.core(plan.work.layers[-1])
     for seconds in moe:
         regular_layer(regular, seconds, *exchange)
         shared_layer(shared, seconds, *exchange)
+        shortcut_layer(shortcut, seconds, core_s, *exchange)
     farskip_forward(rewired, moe, *exchange)
-    rows = {row["name"]: row for row in times["exact"]}
+    rows = {row["name"]: row for row in (*times["exact"], *times["architectures"])}
     for batch, planned_s, bound in (
         (regular, times["regular_s"], 1e-6),
         (shared, rows[SHARED]["step_s"], 0.01),
+        (shortcut, rows[SHORTCUT]["step_s"], 0.01),
         (rewired, times["overlapped_s"], 0.01),
     ):
         events_s = simulate([batch.work]) + dense_s + head_s
         assert planned_s == pytest.approx(events_s, rel=bound)
-    assert HALVES in rows
+    half = part_of(plan.work, plan.work.tokens // 2)
+    layers = roofline.layers(half, plan.expert_parallel)
+    halves = Pass("first"), Pass("second")
+    for batch in halves:
+        for seconds in layers:
+            regular_layer(
+                batch, seconds, *roofline.exchange(half, plan.expert_parallel)
+            )
+    assert rows[HALVES]["step_s"] == pytest.approx(best(halves) + head_s, rel=0.02)
+
+
+@pytest.mark.parametrize("batch", [64, 65536])
+def test_one_kernel_for_exchanges_and_experts_takes_as_long_as_its_events(
+    batch: int,
+) -> None:
+    """With few tokens the experts are longer than their exchanges, with many shorter."""
+    settings = {"phase": "decode", "gpu": "h200", "batch": batch, "data_parallel": 8}
+    plan = planned("DeepSeek-V3", {}, settings | {"all2all": "deepep_low_latency"})
+    plan = plan.assuming(slowdown=0.0)
+    roofline = plan.roofline
+    layers, exchange = roofline.layers(plan.work, 8), roofline.exchange(plan.work, 8)
+    kernel = Pass("kernel")
+    for seconds in layers:
+        if "experts" in seconds:
+            fused_layer(kernel, seconds, *exchange)
+        else:
+            kernel.compute(sum(seconds.values()))
+    events_s = simulate([kernel.work]) + roofline.head(plan.work) + roofline.gap
+    (row,) = (row for row in compared(plan)["exact"] if row["name"] == MEGA)
+    assert row["step_s"] == pytest.approx(events_s, rel=1e-6)
 
 
 def test_a_reversed_order_is_seen() -> None:

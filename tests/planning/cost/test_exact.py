@@ -10,18 +10,19 @@ import pytest
 
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
-from fcsd.planning.cost.exact import (
-    HALVES,
-    PAIRS,
-    SHARED,
-    compared,
-    in_turn,
-    joined,
-    mirrored,
-)
+from fcsd.planning.cost.exact import compared, in_turn, joined, mirrored
 from fcsd.planning.cost.operations import ModelWork, part_of
 from fcsd.planning.cost.plan import expected_gain, plan
 from fcsd.planning.cost.planned import Planned, PlanSettings
+from fcsd.planning.cost.rivals import (
+    HALVES,
+    LADDER,
+    MEGA,
+    PAIRS,
+    SHARED,
+    SHORTCUT,
+    TRACKS,
+)
 from fcsd.planning.cost.roofline import Roofline
 from fcsd.planning.cost.table import plan_table
 from tests.planning.cost.plans import BARE, lite, with_values
@@ -56,7 +57,11 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     def exchange(self: Roofline, model: ModelWork, ranks: int) -> tuple[float, float]:
         return later(10.0)(self, model), later(10.0)(self, model)
 
+    def core(self: Roofline, layer: object) -> float:
+        return 1.0  # of the 3 seconds of "attention b" of a whole batch
+
     monkeypatch.setattr(Roofline, "layers", layers)
+    monkeypatch.setattr(Roofline, "core", core)
     monkeypatch.setattr(Roofline, "exchange", exchange)
     monkeypatch.setattr(Roofline, "all_reduce", later(6.0))
     monkeypatch.setattr(Roofline, "loss", later(2.0))
@@ -67,7 +72,18 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(planned: Planned) -> tuple[dict[str, Any], dict[str, Any]]:
     facts = compared(with_values(planned, slowdown=0.5, **BARE))
-    return facts, {row["name"]: row for row in facts["exact"]}
+    rows = (*facts["exact"], *facts["architectures"])
+    return facts, {row["name"]: row for row in rows}
+
+
+BLOCKS = {
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128] * 2}
+}
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+WIDE = {
+    "phase": "decode", "batch": 16, "length": 8, "data_parallel": 8,
+    "all2all": "deepep_low_latency",
+}  # fmt: skip
 
 
 def test_two_batches_take_turns_and_share_the_link() -> None:
@@ -151,6 +167,11 @@ def test_the_exact_schedules_of_a_training_by_hand() -> None:
     # 20 beside a shared expert of 2, and of 4 backward; hidden time costs half of
     # itself.
     assert rows[SHARED]["step_s"] == compute + 2 * (18 + 16) + 0.5 * 2 * 6
+    # ShortcutMoE: dispatch beside 2 + 1 and combine beside 2 + 2; twice that backward.
+    rest = 2 * ((7 + 6) + (4 + 2))
+    assert rows[SHORTCUT]["exposed_s"] == rest
+    assert rows[SHORTCUT]["step_s"] == compute + rest + 0.5 * (80 - rest)
+    assert rows[SHORTCUT] in facts["architectures"]
     # Halves, exchanges of 6. Forward: first 0-4 (exchange 4-10), second 4-8 (10-16),
     # first 10-13 (16-22), second 16-19 (22-28), first 22-23, second 28-29: 16 of 29.
     # Backward: 0-2 (2-8), 2-4 (8-14), 8-14 (14-20), 14-20 (20-26), 20-28, 28-36: 32 of
@@ -186,6 +207,7 @@ def test_recomputed_layers_are_part_of_the_backward_pass_by_hand() -> None:
     assert facts["exposed_s"] == (8 + 10) + (6 + 10) + 8
     # The recomputed dispatch alone has the shared expert beside it.
     assert rows[SHARED]["step_s"] == compute + 18 + 8 + 16 + 0.5 * (50 - 42)
+    assert rows[SHORTCUT]["exposed_s"] == (7 + 6) + 7 + (4 + 2)
     # 0-4 (4-10), 4-8 (10-16), 10-16 (16-22), 16-22 (22-28), 22-28 (28-34), 28-34
     # (34-40), 34-42, 42-50: 48 of 50, and forward 13.
     rest = 50 - 48 + 13
@@ -198,18 +220,61 @@ def test_recomputed_layers_are_part_of_the_backward_pass_by_hand() -> None:
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_the_exact_schedules_of_a_wide_server_by_hand(phase: str) -> None:
     """A forward pass as above, and the head, 3."""
-    settings: dict[str, Any] = {
-        "phase": phase, "batch": 16, "length": 8, "data_parallel": 8,
-        "all2all": "deepep_low_latency",
-    }  # fmt: skip
+    settings: dict[str, Any] = WIDE | {"phase": phase}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
     assert facts["regular_s"] == 16 + 3 + 20
     assert rows[SHARED]["step_s"] == 16 + 3 + 18 + 0.5 * 2
     assert rows[HALVES]["step_s"] == 16 + 3 + 13 + 0.5 * (24 - 13)
+    assert rows[SHORTCUT]["step_s"] == 16 + 3 + 13 + 0.5 * 7
     default = settings | {"all2all": "allgather_reducescatter"}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, default))
-    assert list(rows) == [SHARED]
-    assert "vLLM's --enable-dbo needs DeepEP" in facts["not_exact"][0]
+    assert [row["name"] for row in facts["exact"]] == [SHARED]
+    assert "vLLM's --enable-dbo needs DeepEP" in facts["not_exact"][-1]
+
+
+@pytest.mark.usefixtures("by_hand")
+@pytest.mark.parametrize(
+    ("changes", "settings", "runs"),
+    [
+        (BLOCKS, {"gpu": "h200"}, True),
+        ({}, {"gpu": "h200"}, False),
+        ({}, {"gpu": "h200", "dtype": "fp8"}, False),
+        (BLOCKS, {"gpu": "h200", "nodes": 2, "gpus_per_node": 4}, False),
+        (MXFP4, {"gpu": "h200"}, False),
+        (MXFP4, {"gpu": "b200"}, True),
+        (BLOCKS, {"gpu": "b200"}, False),
+        (BLOCKS, {"gpu": "mi300x"}, False),
+    ],
+)
+def test_mega_moe_hides_exchanges_beside_experts_where_its_kernel_runs(
+    changes: dict[str, Any], settings: dict[str, Any], runs: bool
+) -> None:
+    """20 seconds of exchanges beside 6 of experts."""
+    facts, rows = rows_of(
+        published("DeepSeek-V2-Lite", ONE_LAYER | changes, WIDE | settings)
+    )
+    if runs:
+        assert rows[MEGA]["step_s"] == 16 + 3 + 14 + 0.5 * 6
+        assert rows[MEGA]["released"]
+    else:
+        assert MEGA not in rows
+    assert any("MegaMoE: needs" in reason for reason in facts["not_exact"]) != runs
+
+
+def test_mega_moe_saves_about_what_was_published() -> None:
+    """DeepGEMM 383, H200, 8 ranks, up to 128 tokens each: dispatch, experts and combine
+    took 1.1 to 1.6 times as long apart.
+    """
+    settings = WIDE | {"gpu": "h200", "length": 2048, "batch": 512}
+    one = published("DeepSeek-V3", {}, settings)
+    layer_s = one.roofline.layers(one.work, 8)[-1]
+    sent_s, experts_s = sum(one.roofline.exchange(one.work, 8)), layer_s["experts"]
+    assert 1.05 < (sent_s + experts_s) / max(sent_s, experts_s) < 1.6
+    rows = {row["name"]: row for row in compared(one)["exact"]}
+    moe = sum(one.work.moe)
+    assert rows[MEGA]["exposed_s"] == pytest.approx(
+        moe * max(0.0, sent_s - experts_s), abs=1e-9
+    )
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -219,13 +284,18 @@ def test_the_exact_schedule_of_tensor_parallel_ranks_by_hand() -> None:
     """
     settings: dict[str, Any] = {"phase": "prefill", "batch": 2, "length": 8}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, settings))
-    assert facts["regular_s"] == 14 + 3 + 12 and list(rows) == [HALVES]
+    assert facts["regular_s"] == 14 + 3 + 12
+    assert [row["name"] for row in facts["exact"]] == [HALVES]
     assert rows[HALVES]["step_s"] == 14 + 3 + 5.5 + 0.5 * (16 - 5.5)
     # No release has it, so it is not what FarSkip is compared with.
     assert facts["best_exact"] == "regular" and not rows[HALVES]["released"]
+    # Ladder Residual: attention's sum beside the MLP, the last one in line.
+    assert rows[LADDER]["step_s"] == 14 + 3 + 6 + 0.5 * 6
+    # Parallel Track: one sum in eight layers.
+    assert rows[TRACKS]["step_s"] == 14 + 3 + 6
     one = settings | {"phase": "decode", "batch": 1}
     facts, rows = rows_of(published("DeepSeek-V2-Lite", ONE_LAYER, one))
-    assert rows == {} and facts["best_exact"] == "regular"
+    assert facts["exact"] == [] and facts["best_exact"] == "regular"
     assert facts["over_exact"] == facts["speed_up"]
 
 
@@ -255,9 +325,17 @@ def test_the_table_leads_with_the_gain_over_the_best_exact_schedule(
     }
     assert rows["overlapped"][-1] == f"{times['over_exact']:.3f}"
     assert rows[times["best_exact"]][-1] == "1.000"
-    for row in times["exact"]:
-        assert rows[row["name"]][3] == f"{row['speed_up']:.3f}"
-        assert f"\n{row['name']}: {row['assumes']}\n" in text
+    for kind, mark in (
+        ("exact", " (in no release)"),
+        ("architectures", " (another architecture)"),
+    ):
+        for row in times[kind]:
+            marked = row["name"] + ("" if row["released"] else mark)
+            assert rows[marked][3] == f"{row['speed_up']:.3f}"
+    assert "1F1B with recomputation (in no release)" in rows
+    assert "ShortcutMoE (another architecture)" in rows
+    for row in (*times["exact"], *times["architectures"]):
+        assert f"\n{row['name']}: {row['hides']}; " in text
     alone = facts | {"times": times | {"best_exact": "regular"}}
     assert "no exact schedule below is faster than those" in plan_table(alone)
 

@@ -9,9 +9,10 @@ import pytest
 
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
-from fcsd.planning.cost.exact import PAIRS, compared
+from fcsd.planning.cost.exact import compared
 from fcsd.planning.cost.plan import memory
 from fcsd.planning.cost.planned import Planned
+from fcsd.planning.cost.rivals import PAIRS
 from fcsd.planning.cost.roofline import total
 from fcsd.planning.cost.stages import stage_work, stages_of
 from fcsd.planning.cost.times import plan_times

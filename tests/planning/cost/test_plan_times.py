@@ -734,6 +734,7 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
         ),
         plan(published("DeepSeek-V3", V3, {"phase": "prefill", "gpu": "mi325x"})),
         plan(published("DeepSeek-V3", V3, {"phase": "decode", "nodes": 2, "batch": 8})),
+        plan(published("DeepSeek-V3", V3, {"phase": "decode", "batch": 8})),
     ]
     moved = {
         row["name"]
