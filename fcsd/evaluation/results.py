@@ -9,8 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
 from fcsd.evaluation.lines import json_lines
+from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
@@ -281,28 +281,8 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def own_text_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the figures of own text beside its metric, means over prompts."""
-
-    def mean(figure: Callable[[Mapping[str, Any]], float]) -> dict[str, Any]:
-        return mean_of([float(figure(sample)) for sample in samples])
-
-    names = (
-        "forward_kl", "nats", "original_nats", "repeated_4grams", "greedy_repeated_4grams", "ended",
-    )  # fmt: skip
-    return {
-        "by_length": {
-            length: {
-                name: mean_of([sample["by_length"][length][name] for sample in samples])
-                for name in ("own_text_kl", "forward_kl")
-            }
-            for length in samples[0]["by_length"]
-        },
-        **{name: mean(operator.itemgetter(name)) for name in names},
-        # Paired: what is hard to say for both does not count.
-        "nats_above": mean(lambda s: s["nats"] - s["original_nats"]),
-        "num_tokens": mean(lambda s: len(s["tokens"])),
-        "greedy_equal_tokens": mean(operator.itemgetter("greedy_equal")),
-        "greedy_equal": mean(lambda s: s["greedy_equal"] / s["greedy_longest"]),
-    }
+    figures = [figures_of(sample) for sample in samples]
+    return {name: mean_of([sample[name] for sample in figures]) for name in figures[0]}
 
 
 def whole_result(
@@ -427,9 +407,14 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     }
 
 
-def _is_sample(value: Any) -> bool:
+def _is_sample(value: Any, kind: str) -> bool:
     if not isinstance(value, dict):
         return False
+    if kind == "own_text":
+        try:
+            figures_of(value)
+        except (KeyError, TypeError, AttributeError, ZeroDivisionError):
+            return False
     lists = [value.get(key, []) for key in ("choices", "loglikelihoods", "completions")]
     return (
         all(isinstance(value.get(key), kind) for key, kind in _SAMPLE_KEYS.items())
@@ -453,7 +438,7 @@ def read_samples(
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
-        if not _is_sample(sample):
+        if not _is_sample(sample, row["kind"]):
             raise UserError(
                 f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
             )

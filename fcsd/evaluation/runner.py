@@ -53,6 +53,7 @@ TASK_FACTS = (
     "answers_at_limit",
     "answers_with_thoughts",
     "thoughts_closed_by",
+    "original",
 )
 """Facts about a task that its result has, where they are known."""
 Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
@@ -108,6 +109,8 @@ def prepare_evaluation(
             row, suite, data_root, tokenizer, config.limit
         )
         facts[row.task] = task_facts
+        if row.kind == "own_text" and original is not None:
+            task_facts["original"] = original.name
         compared = task_facts["higher_is_better"] or row.kind == "own_text"
         if not (compared or any_direction):
             raise UserError(

@@ -23,12 +23,14 @@ from fcsd.base.stats import (
     standard_error,
 )
 from fcsd.evaluation.members import Sample, by_member
+from fcsd.evaluation.own_text.text import figures_of
 
 # Keys on which two rows must agree: those of a task in the result, and those of its
 # suite, where both results record them.
-_SAME_ROW = ("metric", "num_fewshot", "chat_template")
+_SAME_ROW = ("metric", "num_fewshot", "chat_template", "original")
 _SAME_SUITE_ROW = (
     "system_prompt", "thinking", "max_new_tokens", "stop", "num_samples", "temperature", "top_p", "timeout_s",
+    "prompt_tokens", "seed",
 )  # fmt: skip
 
 
@@ -52,7 +54,9 @@ def paired(
     return _paired(_join(original, converted, task))
 
 
-def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+def _paired(
+    pairs: Sequence[tuple[float, float]], *, higher_is_better: bool = True
+) -> dict[str, Any]:
     from scipy.stats import binomtest
 
     original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
@@ -63,6 +67,13 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     changed = gained + lost
     original_mean = math.fsum(original_scores) / len(pairs)
     converted_mean = math.fsum(converted_scores) / len(pairs)
+    limits = clipped(interval(differences), shares=_shares(pairs))
+    retained = 100 * (converted_mean / original_mean) if original_mean else None
+    if not higher_is_better:
+        gained, lost, retained = lost, gained, None
+        # Nats that are all 0 are not items that are all wrong, of which chance may
+        # change some.
+        limits = limits if any(differences) else [0.0, 0.0]
     return {
         "num_items": len(pairs),
         "original": original_mean,
@@ -71,13 +82,11 @@ def _paired(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
         "converted_stderr": standard_error(converted_scores),
         "delta": math.fsum(differences) / len(pairs),
         "delta_stderr": standard_error(differences),
-        "interval": clipped(interval(differences), shares=_shares(pairs)),
+        "interval": limits,
         "gained": gained,
         "lost": lost,
         "p_value": float(binomtest(gained, changed).pvalue) if changed else 1.0,
-        "retained_percent": 100 * (converted_mean / original_mean)
-        if original_mean
-        else None,
+        "retained_percent": retained,
     }
 
 
@@ -144,11 +153,12 @@ def compare(
     compare, if the results have more. A task is "lost" or "gained" where its p after
     Holm's correction for the number of tasks is below 0.05 and the mean changed in the
     same direction as most changed items; the mean over tasks where its interval
-    does not hold 0, of one task as that task.
+    does not hold 0, of one task as that task. Own text is a "distance" where the
+    original's is 0, which chance cannot make.
 
     Raises:
-        UserError: other tasks, metrics, shots or decoding, or samples that do not
-            match; a metric of which less is better.
+        UserError: other tasks, metrics, shots, decoding or originals, or samples that
+            do not match; a metric of lm-eval of which less is better.
     """
     original_result, converted_result = original["result"], converted["result"]
     tasks: dict[str, Any] = {}
@@ -166,7 +176,9 @@ def compare(
             ) from None
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
-        } | _paired(pairs)
+        } | _paired(pairs, higher_is_better=row["kind"] != "own_text")
+        if row["kind"] == "own_text":
+            tasks[task] |= _own_text(original_samples, converted_samples)
         # Answers that were cut, or have thoughts, may explain a lower score.
         for side, result in (
             ("original", original_result),
@@ -181,18 +193,7 @@ def compare(
                 name: paired(items, converted_members[name], f"{task} {name}")
                 for name, items in members.items()
             }
-    # With many tasks, one of them has a small p by chance: correct for their number.
-    adjusted = holm([row["p_value"] for row in tasks.values()])
-    for row, p_value in zip(tasks.values(), adjusted, strict=True):
-        row["p_holm"] = p_value
-        # With fractional scores many small gains may stand against few large losses.
-        direction = row["gained"] - row["lost"]
-        if p_value >= ALPHA or row["delta"] * direction <= 0:
-            row["verdict"] = "within noise"
-        elif direction > 0:
-            row["verdict"] = "gained"
-        else:
-            row["verdict"] = "lost"
+    _decide(tasks)
     # A limit on either side makes the comparison a quick look.
     limits = [
         evaluation["settings"]["limit"]
@@ -207,6 +208,48 @@ def compare(
             {task: row for task, row in tasks.items() if row["headline"]}, scores
         ),
     }
+
+
+def _own_text(
+    original: Sequence[Sample], converted: Sequence[Sample]
+) -> dict[str, Any]:
+    """Return both sides' figures of own text, paired by prompt."""
+    items = {sample["doc_id"]: figures_of(sample) for sample in original}
+    pairs = [(items[sample["doc_id"]], figures_of(sample)) for sample in converted]
+    figures = {}
+    for name in pairs[0][0]:
+        differences = [b[name] - a[name] for a, b in pairs]
+        figures[name] = {
+            "original": math.fsum(a[name] for a, _ in pairs) / len(pairs),
+            "converted": math.fsum(b[name] for _, b in pairs) / len(pairs),
+            "delta": math.fsum(differences) / len(pairs),
+            "delta_stderr": standard_error(differences),
+        }
+    return {"own_text": figures}
+
+
+def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
+    """Give each task its corrected p and its verdict."""
+    # The original has no distance from itself: nothing is to be tested.
+    rows = []
+    for row in tasks.values():
+        if row["kind"] == "own_text" and not row["original"]:
+            row |= {"verdict": "distance", "p_value": None, "p_holm": None}
+        else:
+            rows.append(row)
+    # With many tasks, one of them has a small p by chance: correct for their number.
+    adjusted = holm([row["p_value"] for row in rows])
+    for row, p_value in zip(rows, adjusted, strict=True):
+        row["p_holm"] = p_value
+        # With fractional scores many small gains may stand against few large losses.
+        direction = row["gained"] - row["lost"]
+        better = -row["delta"] if row["kind"] == "own_text" else row["delta"]
+        if p_value >= ALPHA or better * direction <= 0:
+            row["verdict"] = "within noise"
+        elif direction > 0:
+            row["verdict"] = "gained"
+        else:
+            row["verdict"] = "lost"
 
 
 def _common(
@@ -241,7 +284,7 @@ def _common(
 def _require_same(
     task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
 ) -> None:
-    if any(
+    if original_result["tasks"][task]["kind"] != "own_text" and any(
         result["tasks"][task].get("higher_is_better") is False
         for result in (original_result, converted_result)
     ):
@@ -267,9 +310,10 @@ def _require_same(
                 and original_value is not None
                 and converted_value is not None
             ):
-                raise UserError(
-                    f"{task}: {key} is {original_value} against {converted_value}; evaluate both the same way"
-                )
+                words = f"{key} is {original_value} against {converted_value}"
+                if key == "original":
+                    words = "the two were compared with different originals"
+                raise UserError(f"{task}: {words}; evaluate both the same way")
 
 
 def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:

@@ -98,6 +98,7 @@ class Evaluation:
     name: the model's name in the result. config: batch size, limit, data root, cache,
     server and sandbox. reference: of a model of a recipe. server_check: first check
     which model is served. original: what tasks of kind own_text compare with.
+    texts_of_original: what it has written, for evaluations that share it.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Evaluation:
     reference: Reference | None = None
     server_check: bool = True
     original: EvaluatedModel | None = None
+    texts_of_original: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def writes_own_text(self) -> bool:
@@ -252,7 +254,11 @@ def _original(evaluation: Evaluation, stage: Stage, launch: Launch) -> Original 
     )
     same = model == inputs and evaluation.loading == of_original.loading
     return Original(
-        loaded, itself=same, store=_store(of_original, stage, stage.inputs | inputs)
+        loaded,
+        itself=same,
+        name=content_fingerprint(inputs),
+        store=_store(of_original, stage, stage.inputs | inputs),
+        known=evaluation.texts_of_original,
     )
 
 

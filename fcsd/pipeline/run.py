@@ -251,12 +251,18 @@ def evaluate_models(run: Run) -> None:
         load_suite(config.suite),
         Reference(run.original, run.recipe.data),
     )
-    original = EvaluatedFolder(run.original)
+    original, texts = EvaluatedFolder(run.original), dict[str, Any]()
     for name in run.models():
         run.begin(evaluation(name))
         model = EvaluatedFolder(run.model(name))
         model_evaluation = Evaluation(
-            name, model, suite, config, reference, original=original
+            name,
+            model,
+            suite,
+            config,
+            reference,
+            original=original,
+            texts_of_original=texts,
         )
         folder = run.layout.evaluation(name)
         run_evaluation(model_evaluation, folder, run.launch)

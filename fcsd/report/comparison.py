@@ -22,7 +22,14 @@ from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
-from fcsd.report.verdict import LEGEND, members_line, quick_look, verdict
+from fcsd.report.units import is_own_text
+from fcsd.report.verdict import (
+    LEGEND,
+    OWN_TEXT_LEGEND,
+    members_line,
+    quick_look,
+    verdict,
+)
 
 SCHEMA_VERSION = 1
 LONG_TABLE = 12  # lines; a longer table is folded
@@ -150,16 +157,15 @@ def write_details(
     write_items(evaluated, comparisons, folder / "items.html")
     look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
     chance = chance_levels(evaluated)
-    plot_deltas(
-        comparisons, folder / "deltas.png", note=look, colours=colours, chance=chance
-    )
     mark = f" {look}" if look else ""
     dotted = " Dotted: score of random guessing." if chance else ""
-    figures = {
-        "deltas.png": (
-            f"Difference to the original, with 95 % intervals (paired).{dotted}{mark}"
+    figures = _own_text_figures(evaluated, folder, colours, look)
+    if scores := of_scores(comparisons):
+        plot_deltas(
+            scores, folder / "deltas.png", note=look, colours=colours, chance=chance
         )
-    }
+        caption = "Difference to the original, with 95 % intervals (paired)."
+        figures = {"deltas.png": f"{caption}{dotted}{mark}"} | figures
     for task, row in next(iter(comparisons.values()))["tasks"].items():
         if "members" in row:
             rows = {
@@ -177,6 +183,48 @@ def write_details(
                 f" {' '.join(counts)}{mark}"
             )
     return figures | training_figures(training, folder, colours)
+
+
+def of_scores(comparisons: Comparisons) -> Comparisons:
+    """Return comparisons of the tasks with scores alone, without divergences, which
+    have another unit; {} where there is none.
+    """
+    return {
+        name: comparison
+        | {
+            "tasks": {
+                task: row
+                for task, row in comparison["tasks"].items()
+                if not is_own_text(row)
+            }
+        }
+        for name, comparison in comparisons.items()
+        if not all(map(is_own_text, comparison["tasks"].values()))
+    }
+
+
+def _own_text_figures(
+    evaluated: Evaluated, folder: Path, colours: Mapping[str, str], look: str
+) -> dict[str, str]:
+    """Draw, for each task of own text, the divergence by the length of the text."""
+    from fcsd.report.plots import plot_own_text
+
+    figures = {}
+    results = {name: value["result"]["tasks"] for name, value in evaluated.items()}
+    for task, row in next(iter(results.values())).items():
+        # The original's divergence is 0, which a logarithmic axis cannot show.
+        models = {
+            name: rows[task]
+            for name, rows in results.items()
+            if is_own_text(row) and task in rows and rows[task]["value"]
+        }
+        if models:
+            plot_own_text(task, models, folder / f"{task}.png", colours, look)
+            figures[f"{task}.png"] = (
+                f"{task}: divergence from the original along the model's own samples,"
+                " for their first tokens; growth shows errors that feed on themselves."
+            )
+    return figures
 
 
 def write_comparison(
@@ -249,7 +297,12 @@ def tables(comparisons: Comparisons) -> list[str]:
                 f"{name}, task by task ({len(comparison['tasks'])} tasks)", table
             )
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
-    return [*parts, LEGEND]
+    own_text = any(
+        is_own_text(row)
+        for comparison in comparisons.values()
+        for row in comparison["tasks"].values()
+    )
+    return [*parts, LEGEND, *([OWN_TEXT_LEGEND] if own_text else [])]
 
 
 def figure_parts(figures: Mapping[str, str]) -> list[str]:

@@ -121,8 +121,10 @@ function marked(texts, side) {
 function answer(item, models, side, metric) {
   const model = models[side];
   const given = item.answers[model];
-  const box = element("section", "answer " + (given.score > 0 ? "right" : "wrong"));
-  box.append(element("h3", "", index.models[model] + " · " + given.score + (given.note ? " · " + given.note : "")));
+  // A divergence is neither right nor wrong.
+  const kind = given.shown ? "" : given.score > 0 ? "right" : "wrong";
+  const box = element("section", "answer " + kind);
+  box.append(element("h3", "", index.models[model] + " · " + (given.shown ?? given.score) + (given.note ? " · " + given.note : "")));
   if (given.loglikelihoods) {
     const [best, target] = [chosen(item, given.loglikelihoods, metric), expected(item)];
     const table = element("table");

@@ -22,8 +22,8 @@ from typing import Any
 
 from fcsd.base.files import write_text
 from fcsd.recipe.layout import MAIN
-from fcsd.report.table import percent, with_error
-from fcsd.report.verdict import p_text, quick_look, signed
+from fcsd.report.units import unit_of
+from fcsd.report.verdict import p_text, quick_look
 
 
 def write_items(
@@ -112,11 +112,12 @@ def _valid(value: Any) -> bytes:
 
 
 def _facts(row: Mapping[str, Any]) -> str:
+    unit = unit_of(row)
     return (
         f"{row['metric'].removesuffix(',none')}, {row['num_fewshot']}-shot,"
-        f" {row['num_items']} items: {percent(row['original'])} →"
-        f" {percent(row['converted'])}, delta"
-        f" {with_error(signed(row['delta']), row['delta_stderr'])}, gained"
+        f" {row['num_items']} items: {unit.value(row['original'])} →"
+        f" {unit.value(row['converted'])}, delta"
+        f" {unit.with_error(unit.signed(row['delta']), row['delta_stderr'])}, gained"
         f" {row['gained']}, lost {row['lost']}, p {p_text(row['p_value'])}:"
         f" {row['verdict']}"
     )
@@ -124,7 +125,12 @@ def _facts(row: Mapping[str, Any]) -> str:
 
 def _overview(row: Mapping[str, Any]) -> list[str]:
     """Return the cells of a task: both scores, delta, gained, lost and verdict."""
-    scores = [percent(row["original"]), percent(row["converted"]), signed(row["delta"])]
+    unit = unit_of(row)
+    scores = [
+        unit.value(row["original"]),
+        unit.value(row["converted"]),
+        unit.signed(row["delta"]),
+    ]
     return [*scores, str(row["gained"]), str(row["lost"]), row["verdict"]]
 
 
@@ -157,8 +163,16 @@ def _answer(sample: Mapping[str, Any]) -> dict[str, Any]:
         [sample["completion"]] if "completion" in sample else []
     )
     note = ", ".join(sample.get("outcomes") or [sample.get("outcome") or ""])
+    score = sample["score"]
+    shown = {}
+    if "greedy" in sample:
+        # Own text: the score is a divergence, of which less is better.
+        texts = [*texts, sample["greedy"]]
+        note = "a sample, then the likeliest text"
+        shown, score = {"shown": f"{score:.3f} nats a token"}, 0.0 - score
     answer = {
-        "score": sample["score"],
+        **shown,
+        "score": score,
         "texts": list(texts),
         "note": ": ".join(word for word in (note, sample.get("message")) if word),
     }

@@ -4,6 +4,7 @@ A model has the same colour in all figures of a report (`model_colours`); everyt
 else is black and grey.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,39 @@ def plot_models(
     set_title(axis, "Scores of every model", note)
     legend_beside(axis)
     save_figure(figure, path, around=True)
+
+
+def plot_own_text(
+    task: str,
+    models: Mapping[str, Mapping[str, Any]],
+    path: Path,
+    colours: Colours,
+    note: str = "",
+) -> None:
+    """Draw the divergence of models from their original along their own samples, for
+    the first tokens of a text and for all, with bars of one standard error.
+
+    models: name -> the task's entry in its result.
+    """
+    figure, axis = plt.subplots(figsize=SIZE)
+    first = next(iter(models.values()))["own_text"]
+    lengths = [name for name in first if re.fullmatch(r"own_text_kl_[0-9]+", name)]
+    ticks = [*(f"first {name.rpartition('_')[2]}" for name in lengths), "all"]
+    for name, row in models.items():
+        points = [*(row["own_text"][length] for length in lengths), row]
+        axis.errorbar(
+            range(len(points)),
+            [point["value"] for point in points],
+            yerr=[point["stderr"] or 0.0 for point in points],
+            color=colours[name], label=name, marker="o", markersize=4, capsize=2,
+        )  # fmt: skip
+    axis.set_xticks(range(len(ticks)), ticks)
+    axis.set(xlabel="tokens of the text", ylabel="nats per token")
+    set_log_scale(axis)
+    set_title(axis, f"{task}: KL(model || original) at the model's own tokens", note)
+    axis.grid(alpha=0.3)
+    axis.legend()
+    save_figure(figure, path)
 
 
 def _rows_height(num_rows: int, num_models: int) -> float:

@@ -49,6 +49,7 @@ from fcsd.report.training import (
     training_text,
     trainings_table,
 )
+from fcsd.report.units import is_own_text
 from fcsd.report.verdict import outcome, quick_look, verdict
 from fcsd.training.sweep import choice_text, edges
 
@@ -252,12 +253,14 @@ def _figures(
     """
     figures: dict[str, str] = {}
     models = report["models"]
-    tasks = list(next(iter(models.values()))["result"]["tasks"]) if models else []
+    first = next(iter(models.values()))["result"]["tasks"] if models else {}
+    tasks = [task for task, row in first.items() if not is_own_text(row)]
     if len(tasks) > _FEW_TASKS:  # a few tasks are easier to read in the table
         scores = {
             name: {
                 task: (row["value"], row["stderr"] or 0.0)
                 for task, row in model["result"]["tasks"].items()
+                if task in tasks
             }
             for name, model in models.items()
         }

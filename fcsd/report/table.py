@@ -1,39 +1,28 @@
 """Format results as tables for people, in Markdown."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.text import markdown, metric_words, nats, plus_minus
+from fcsd.base.text import markdown, metric_words, nats
 from fcsd.evaluation.results import read_result
+from fcsd.report.units import NATS, PER_CENT, Unit, is_own_text, unit_of
 from fcsd.report.verdict import (
-    interval_text,
     mean_verdict,
     p_text,
     quick_look,
-    signed,
     task_verdict,
 )
 
-
-def percent(value: float | None) -> str:
-    """Format `97.5`, in per cent."""
-    return "-" if value is None or not math.isfinite(value) else f"{100 * value:.1f}"
+# of scores
+percent, with_error = PER_CENT.value, PER_CENT.with_error
 
 
-def with_error(value: str, stderr: float | None) -> str:
-    """Format `97.5 ± 1.1`, in per cent; `97.5 ± –` for one item."""
-    return f"{value} ± {'–' if stderr is None else f'{100 * stderr:.1f}'}"
-
-
-def figure_text(row: Mapping[str, Any], value: float, stderr: float | None) -> str:
-    """Format a task's figure with its error: a score in per cent, a divergence in
-    nats.
-    """
-    if row["kind"] != "own_text":
-        return with_error(percent(value), stderr)
-    return f"{plus_minus(value, stderr)} nats"
+def figure_text(row: Mapping[str, Any]) -> str:
+    """Format a task's figure with its error, and its unit if it is no score."""
+    unit = unit_of(row)
+    text = unit.with_error(unit.value(row["value"]), row["stderr"])
+    return f"{text} nats" if unit is NATS else text
 
 
 def models_table(
@@ -53,10 +42,7 @@ def models_table(
     for name, model in models.items():
         result = model["result"]
         kl = (result.get("kl_to_original") or {}).get("kl")
-        scores = [
-            figure_text(row, row["value"], row["stderr"])
-            for row in result["tasks"].values()
-        ]
+        scores = [figure_text(row) for row in result["tasks"].values()]
         ends = [percent(result["mean"]), "-" if kl is None else nats(kl)]
         rows.append([name, model["layers"], model["training"], *scores, *ends])
     if len(tasks) > max(5, len(models)):
@@ -73,7 +59,8 @@ def models_table(
         for task, row in model["result"]["tasks"].items()
         for note in _notes_of_task(f"{name}, {task}", row)
     ]
-    return _with_notes(markdown(header, rows), notes)
+    written = _written_tables({n: m["result"] for n, m in models.items()})
+    return _with_notes(markdown(header, rows), [*written, *notes])
 
 
 def _answer_notes(
@@ -100,12 +87,10 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
     notes = _answer_notes(
         name,
         row["num_items"],
-        row.get("answers_at_limit"),
+        # of own text, the table of what models write tells it
+        None if is_own_text(row) else row.get("answers_at_limit"),
         row.get("answers_with_thoughts"),
     )
-    if "own_text" in row:
-        # A text may end at the limit: it is told beside the others.
-        notes = [f"{name}: {own_text_note(row['own_text'])}."]
     if text := row.get("thoughts_closed_by"):
         notes.append(
             f"{name}: the model thinks unasked; fcsd added {text!r} to its prompts, so"
@@ -114,34 +99,71 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
     return notes
 
 
-def own_text_note(figures: Mapping[str, Any]) -> str:
-    """Say the figures of own text beside its metric."""
+# Columns of what models write: name of a figure -> head of its column, and its unit.
+_OWN_TEXT: dict[str, tuple[str, Unit]] = {
+    "own_text_kl_16": ("KL, first 16", NATS),
+    "own_text_kl_64": ("first 64", NATS),
+    "own_text_kl_256": ("first 256", NATS),
+    "forward_kl": ("KL of original", NATS),
+    "nats_above": ("nats above original", NATS),
+    "repeated_4grams": ("repeated 4-grams %", PER_CENT),
+    "greedy_repeated_4grams": ("greedy %", PER_CENT),
+    "ended": ("ended %", PER_CENT),
+    "num_tokens": ("tokens", Unit(1.0, 1, "tokens")),
+    "greedy_equal": ("greedy as original %", PER_CENT),
+}
 
-    def of(name: str, *, sign: str = "", figures: Any = figures) -> str:
-        return plus_minus(figures[name]["value"], figures[name]["stderr"], sign=sign)
 
-    def share(name: str) -> str:
-        return f"{percent(figures[name]['value'])} %"
+def _own_text_table(task: str, models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format what models write beside their divergence, one row each; models: name ->
+    figure -> mean.
+    """
+    shown = [name for name in _OWN_TEXT if name in next(iter(models.values()))]
+    header = [task, *(_OWN_TEXT[name][0] for name in shown)]
+    rows = [
+        [model, *(_OWN_TEXT[name][1].value(figures[name]) for name in shown)]
+        for model, figures in models.items()
+    ]
+    return markdown(header, rows)
 
-    lengths = "".join(
-        f"; of the first {length} tokens {of('own_text_kl', figures=of_length)}"
-        for length, of_length in figures["by_length"].items()
-    )
-    return (
-        f"KL(original || model) {of('forward_kl')}{lengths}; nats under the original"
-        f" {of('nats')}, {of('nats_above', sign='+')} over the original's own; repeated"
-        f" 4-grams {share('repeated_4grams')}, greedy {share('greedy_repeated_4grams')};"
-        f" {share('ended')} end by themselves, after"
-        f" {figures['num_tokens']['value']:.1f} tokens on average; greedy text equal to"
-        f" the original's for {figures['greedy_equal_tokens']['value']:.1f} tokens"
-        f" ({share('greedy_equal')})"
-    )
+
+def _written_tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Format a table for each task of own text; results: name of a model -> result."""
+    first = next(iter(results.values()))["tasks"]
+    return [
+        _own_text_table(
+            task,
+            {
+                name: {
+                    figure: mean["value"]
+                    for figure, mean in result["tasks"][task]["own_text"].items()
+                }
+                for name, result in results.items()
+            },
+        )
+        for task, row in first.items()
+        if is_own_text(row)
+    ]
 
 
 def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
-    return [
+    written = [
+        _own_text_table(
+            task,
+            {
+                name: {
+                    figure: row["own_text"][figure][side] for figure in row["own_text"]
+                }
+                for name, side in (("original", "original"), ("model", "converted"))
+            },
+        )
+        for task, row in comparison["tasks"].items()
+        if is_own_text(row)
+    ]
+    return written + [
         note
         for task, row in comparison["tasks"].items()
+        if not is_own_text(row)
         for name, key in (("original", "original"), ("model", "converted"))
         for note in _answer_notes(
             f"{task}, {name}",
@@ -169,7 +191,8 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
     rows = [
         [
             task if row["headline"] else f"{task} (not in the mean)",
-            row["metric"].removesuffix(",none"),
+            row["metric"].removesuffix(",none")
+            + (" (nats)" if is_own_text(row) else ""),
             str(row["num_fewshot"]),
             str(row["num_items"]),
             *_scores(row),
@@ -224,16 +247,18 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
 
 
 def _narrow(row: Mapping[str, Any]) -> list[str]:
-    delta = f"{signed(row['delta'])} ({interval_text(row['interval'])})"
-    return [percent(row["original"]), percent(row["converted"]), delta]
+    unit = unit_of(row)
+    delta = f"{unit.signed(row['delta'])} ({unit.interval(row['interval'])})"
+    return [unit.value(row["original"]), unit.value(row["converted"]), delta]
 
 
 def _scores(row: Mapping[str, Any]) -> list[str]:
+    unit = unit_of(row)
     return [
-        with_error(percent(row["original"]), row["original_stderr"]),
-        with_error(percent(row["converted"]), row["converted_stderr"]),
-        with_error(signed(row["delta"]), row["delta_stderr"]),
-        interval_text(row["interval"]),
+        unit.with_error(unit.value(row["original"]), row["original_stderr"]),
+        unit.with_error(unit.value(row["converted"]), row["converted_stderr"]),
+        unit.with_error(unit.signed(row["delta"]), row["delta_stderr"]),
+        unit.interval(row["interval"]),
     ]
 
 
@@ -264,7 +289,7 @@ def score_table(result: Mapping[str, Any]) -> str:
             if total == row["num_items"]
             else f"{row['num_items']} of {total}"
         )
-        score = figure_text(row, row["value"], row["stderr"])
+        score = figure_text(row)
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
         if "base" in row:
             base = with_error(percent(row["base"]["value"]), row["base"]["stderr"])
@@ -298,6 +323,7 @@ def score_table(result: Mapping[str, Any]) -> str:
     ]
     for task, row in result["tasks"].items():
         notes += _notes_of_task(task, row)
+    notes = [*_written_tables({"model": result}), *notes]
     limit = result["settings"]["limit"]
     # A file of ready samples may hold any of the problems, not just the first.
     if limit and "scorer" in result["settings"]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.stats import ALPHA
+from fcsd.report.units import NATS, PER_CENT, is_own_text, unit_of
 
 LEGEND = (
     "Per cent ± one standard error; the delta's is paired (same items and prompts for"
@@ -13,6 +14,13 @@ LEGEND = (
     " correction for the number of tasks; of the mean: whether its interval excludes 0."
     " Within noise does not mean that nothing was lost: the interval shows how much may"
     " have been lost."
+)
+
+
+OWN_TEXT_LEGEND = (
+    "own_text_kl: KL(model || original) in nats a token, along the model's own samples;"
+    " less is better, and the original's is 0, so that what a model has is its distance"
+    " from it and not the outcome of a test (docs/evaluate.md)."
 )
 
 
@@ -29,9 +37,9 @@ def quick_look(*limits: float | None) -> str:
 
 def outcome(name: str, comparison: Mapping[str, Any]) -> str:
     """Say in one plain sentence how a model compares with the original."""
-    tasks, mean = comparison["tasks"], comparison["mean"]
+    tasks, mean = scored(comparison), comparison["mean"]
     look = "In a quick look: " if comparison["limit"] else ""
-    if not any(row["gained"] + row["lost"] for row in tasks.values()):
+    if tasks and not any(row["gained"] + row["lost"] for row in tasks.values()):
         return f"**{look}`{name}` scores as the original does, on every item.**"
     if not mean:
         return ""
@@ -59,11 +67,15 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
     """Write two to four sentences on one model: the mean, tasks lost and gained beyond
     noise, and the loss that noise may hide.
     """
-    tasks, mean = comparison["tasks"], comparison["mean"]
+    tasks, mean = scored(comparison), comparison["mean"]
     changed = sum(row["gained"] + row["lost"] for row in tasks.values())
     count = sum(row["num_items"] for row in tasks.values())
+    written = _written(comparison)
+    if not tasks:
+        return f"**{name}**: {written}"
     if not changed:
-        return f"**{name}**: all {count} items have the original's score."
+        text = f"**{name}**: all {count} items have the original's score."
+        return f"{text} {written}".rstrip()
     sentences = [
         (
             f"**{name}**: {_mean(mean, mean_verdict(comparison))}"
@@ -95,7 +107,34 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
             else ", ".join(noise)
         )
         sentences.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
-    return " ".join(sentences)
+    return " ".join([*sentences, *([written] if written else [])])
+
+
+def scored(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return the tasks of a comparison that are tested, without the distances from the
+    original.
+    """
+    return {
+        task: row
+        for task, row in comparison["tasks"].items()
+        if row["verdict"] != "distance"
+    }
+
+
+def _written(comparison: Mapping[str, Any]) -> str:
+    """Say how far what the model writes is from the original."""
+    distances = [
+        f"{NATS.with_error(NATS.value(row['delta']), row['delta_stderr'])} nats a token"
+        f" ({task})"
+        for task, row in comparison["tasks"].items()
+        if row["verdict"] == "distance"
+    ]
+    if not distances:
+        return ""
+    return (
+        "Along what it writes itself it diverges from the original by"
+        f" {' and '.join(distances)}."
+    )
 
 
 def members_line(row: Mapping[str, Any]) -> str:
@@ -113,29 +152,19 @@ def members_line(row: Mapping[str, Any]) -> str:
     )
 
 
-def signed(value: float) -> str:
-    """Format points with their sign: `-3.1`, `+0.4`, `0.0`."""
-    # A value that rounds to 0 is shown without a sign.
-    text = f"{100 * value:+.1f}"
-    return "0.0" if text in ("+0.0", "-0.0") else text
-
-
-def p_text(value: float) -> str:
-    """Format `0.012`, `<0.001`."""
+def p_text(value: float | None) -> str:
+    """Format `0.012`, `<0.001`; `-` where nothing was tested."""
+    if value is None:
+        return "-"
     return "<0.001" if value < 0.001 else f"{value:.3f}"
-
-
-def interval_text(interval: Sequence[float] | None) -> str:
-    """Format `-5.5 to -0.7`, in points; `-` where there is none."""
-    return (
-        "-" if interval is None else f"{signed(interval[0])} to {signed(interval[1])}"
-    )
 
 
 def task_verdict(row: Mapping[str, Any]) -> str:
     """Return a task's verdict; with the reason where its interval excludes 0 or its p is
     small, and yet the verdict is noise.
     """
+    if row["verdict"] == "distance":
+        return "distance from the original"
     if row["verdict"] == "within noise" and row["p_holm"] < ALPHA:
         return "within noise, because most changed items moved against the mean"
     low, high = row["interval"] or (0.0, 0.0)
@@ -160,8 +189,8 @@ def _mean(mean: Mapping[str, Any], verdict: str) -> str:
         else "the one task that counts"
     )
     text = (
-        f"{over} changed by {signed(mean['delta'])} points (95 % interval"
-        f" {interval_text(mean['interval'])})"
+        f"{over} changed by {PER_CENT.signed(mean['delta'])} points (95 % interval"
+        f" {PER_CENT.interval(mean['interval'])})"
     )
     words = {"lost": "a loss beyond noise", "gained": "a gain beyond noise"}
     return f"{text}: {words.get(verdict, verdict)}."
@@ -170,14 +199,22 @@ def _mean(mean: Mapping[str, Any], verdict: str) -> str:
 def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
     worst = sorted(names, key=lambda task: -abs(tasks[task]["delta"]))
     return ", ".join(
-        f"{task} {signed(tasks[task]['delta'])} (p {p_text(tasks[task]['p_value'])})"
+        f"{task} {_change(tasks[task])} (p {p_text(tasks[task]['p_value'])})"
         for task in worst
     )
 
 
+def _change(row: Mapping[str, Any]) -> str:
+    unit = unit_of(row)
+    return unit.signed(row["delta"]) + (f" {unit.amount}" if unit is NATS else "")
+
+
 def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
     lows = {
-        task: tasks[task]["interval"][0] for task in names if tasks[task]["interval"]
+        task: tasks[task]["interval"][0]
+        for task in names
+        # nats are no points
+        if tasks[task]["interval"] and not is_own_text(tasks[task])
     }
     worst = min(lows, key=lows.__getitem__, default=None)
     if worst is None or lows[worst] >= 0:

@@ -15,7 +15,7 @@ Not covered: samples that a server writes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -58,12 +58,14 @@ class Original:
     """The model that a converted one is compared with.
 
     loaded: gives it in memory; all ranks enter the context. itself: the evaluated model
-    is the original. store: keeps the original's own samples, as those of its
-    evaluation. known: those that this process has made or found.
+    is the original. name: its fingerprint, for the record. store: keeps the original's
+    own samples, as those of its evaluation. known: those that this process has made or
+    found.
     """
 
     loaded: Callable[[], AbstractContextManager[PreTrainedModel]]
     itself: bool = False
+    name: str | None = None
     store: TaskStore | None = None
     known: dict[str, list[Sample]] = field(default_factory=dict)
 
@@ -125,7 +127,13 @@ def own_text(
             "greedy_equal": equal_beginning(tokens, others),
             "greedy_longest": max(len(tokens), len(others)),
         }
+    if original.itself:
+        original.known[_key(row, prompts)] = samples
     return samples
+
+
+def _key(row: OwnTextTaskConfig, prompts: Sequence[Prompt]) -> str:
+    return text_hash(f"{row.model_dump_json()} {[prompt_hash(p) for p in prompts]}")
 
 
 def _samples_of(
@@ -137,23 +145,21 @@ def _samples_of(
     facts: Mapping[str, Any],
 ) -> list[Sample]:
     """Return the original's own samples: those that are known, or else new ones."""
-    key = text_hash(f"{row.model_dump_json()} {[prompt_hash(p) for p in prompts]}")
+    key = _key(row, prompts)
     if key in original.known:
         return original.known[key]
     store, ranks = original.store, backend.ranks
     kept = ranks.from_first(lambda: store.get(row) if store is not None else None)
     if kept is not None:
-        original.known[key] = kept[0]
-        return original.known[key]
+        return original.known.setdefault(key, kept[0])
     of_original = InMemoryBackend(
         model, backend.tokenizer, backend.batch.given, ranks, progress=backend.progress
     )
     with of_original.asking():
-        itself = Original(original.loaded, itself=True)
+        itself = replace(original, itself=True)
         samples = own_text(of_original, row, prompts, itself, facts)
     if store is not None and ranks.first:
         store.put(row, samples, {**facts, **at_limit(samples)})
-    original.known[key] = samples
     return samples
 
 

@@ -1,6 +1,7 @@
-"""Figures of a text by its tokens alone. Pure functions."""
+"""Figures of a text, and of a task's samples. Pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 LENGTHS = (16, 64, 256)
 """The divergence is also told for the first tokens of a text: errors that feed on
@@ -26,3 +27,27 @@ def equal_beginning(tokens: Sequence[int], others: Sequence[int]) -> int:
 def lengths_up_to(limit: int) -> list[int]:
     """Return the lengths of `LENGTHS` that texts of at most `limit` tokens can have."""
     return [length for length in LENGTHS if length <= limit]
+
+
+def figures_of(sample: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of one sample whose means a result has, by name.
+
+    own_text_kl_16, forward_kl_16: of the first 16 tokens. nats_above: nats less those
+    of the original's own sample. greedy_equal: share of the greedy text that equals the
+    original's, from its beginning.
+    """
+    kept = (
+        "forward_kl", "nats", "original_nats", "repeated_4grams", "greedy_repeated_4grams", "ended",
+    )  # fmt: skip
+    return {
+        **{
+            f"{name}_{length}": value
+            for length, values in sample["by_length"].items()
+            for name, value in values.items()
+        },
+        **{name: float(sample[name]) for name in kept},
+        "nats_above": sample["nats"] - sample["original_nats"],
+        "num_tokens": float(len(sample["tokens"])),
+        "greedy_equal_tokens": float(sample["greedy_equal"]),
+        "greedy_equal": sample["greedy_equal"] / sample["greedy_longest"],
+    }

@@ -40,6 +40,7 @@ from fcsd.report.comparison import ITEMS_LINK, sandbox_text, settings_line
 from fcsd.report.publish.facts import facts_of_run
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
+from fcsd.report.units import is_own_text
 from fcsd.report.verdict import quick_look, verdict
 from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
@@ -104,7 +105,10 @@ def _tasks(
     return [
         (task, row, suite[task])
         for task, row in result["tasks"].items()
-        if task in suite and hub_id(str(suite[task]["dataset"]))
+        # A divergence from the original is no benchmark's result.
+        if not is_own_text(row)
+        and task in suite
+        and hub_id(str(suite[task]["dataset"]))
     ]
 
 
