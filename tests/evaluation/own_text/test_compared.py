@@ -1,0 +1,290 @@
+"""Own text from the command line: compared with its original and with another model,
+shown side by side, continued after a kill, and refused where something is missing.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.evaluation.config import load_suite, named_tasks
+from fcsd.evaluation.own_text import measure
+from fcsd.evaluation.own_text.text import equal_beginning, repeated_4grams
+from fcsd.evaluation.results import read_result
+from fcsd.model.connectivity.load import load_model
+from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.reference.tiny import tiny_model
+
+ROWS = [
+    {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
+    {"task": "own_chats", "kind": "own_text", "dataset": "o/chats", "chat_template": True, "max_new_tokens": 10},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An original, two conversions of it, their suite, and all results."""
+    root = tmp_path_factory.mktemp("own")
+    model = tiny_model("qwen3_moe", vocab_size=512, num_hidden_layers=3)
+    model.save_pretrained(root / "original")
+    tiny_tokenizer().save_pretrained(root / "original")
+    texts = [{"text": f"{n} and {n * n} is the number of them"} for n in range(5)]
+    chats = [
+        {"messages": [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"it is {n}"}]}
+        for n in range(5)
+    ]  # fmt: skip
+    for name, rows in (("texts", texts), ("chats", chats)):
+        (root / "data/o" / name).mkdir(parents=True)
+        (root / "data/o" / name / "train.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    (root / "suite.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": ROWS}))
+    for name, layers in (("all", "all"), ("last", "last:1")):
+        words = ["convert", root / "original", root / name, "--layers", layers]
+        assert main([str(word) for word in words]) == 0
+    for name in ("original", "all", "last"):
+        assert evaluate(root, name, root / "results" / name) == 0
+    return root
+
+
+def evaluate(place: Path, name: str, output: Path, *options: str | Path) -> int:
+    words = [
+        "evaluate", place / name, "--suite", place / "suite.yaml", "--output", output, "--data-root", place / "data",
+        "--cache", place / "cache", *(options or ("--original", place / "original")),
+    ]  # fmt: skip
+    return main([str(word) for word in words])
+
+
+def test_the_prompts_are_beginnings_of_documents_and_questions_through_the_template(
+    place: Path,
+) -> None:
+    _, samples = read_result(place / "results/last")
+    tokenizer = tiny_tokenizer()
+    for number, sample in enumerate(samples["own_texts"]):
+        text = f"{number} and {number * number} is the number of them"
+        assert sample["prompt"] == tokenizer.decode(tokenizer(text)["input_ids"][:6])
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "what is 3?"}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert samples["own_chats"][3]["prompt"] == asked
+
+
+def test_the_converted_models_diverge_by_as_much_as_is_rewired(place: Path) -> None:
+    results = {
+        name: read_result(place / "results" / name)[0]
+        for name in ("original", "all", "last")
+    }
+    for task in ("own_texts", "own_chats"):
+        rows = {name: result["tasks"][task] for name, result in results.items()}
+        assert rows["original"]["value"] == 0 < rows["last"]["value"]
+        assert rows["last"]["value"] < rows["all"]["value"]
+        assert all(row["higher_is_better"] is False for row in rows.values())
+    own = results["last"]["tasks"]["own_texts"]["own_text"]
+    assert {"own_text_kl_16", "forward_kl_16"} <= own.keys()
+    assert "own_text_kl_64" not in own  # longer than its texts
+    # The original's own nats are those that its own evaluation found.
+    of_original = results["original"]["tasks"]["own_texts"]["own_text"]["nats"]
+    assert own["original_nats"] == of_original
+
+
+def test_a_distance_from_the_original_is_told_and_not_tested(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(place / "results" / name) for name in ("original", "last")]
+    assert main(["compare", *folders, "--output", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "distance from the original" in printed
+    assert "Lost beyond noise" not in printed
+    page = json.loads((tmp_path / "out/comparison.json").read_text())
+    row = page["comparisons"]["last"]["tasks"]["own_texts"]
+    assert (row["verdict"], row["p_value"], row["original"]) == ("distance", None, 0)
+    assert re.search(
+        rf"diverges from the original by {row['converted']:.3f} ± .* nats a token",
+        printed,
+    )
+    figures = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert figures == {"own_texts.png", "own_chats.png"}
+
+
+def test_of_two_conversions_the_one_with_the_smaller_divergence_gains(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(place / "results" / name) for name in ("all", "last")]
+    assert main(["compare", *folders, "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out).values()
+    row = comparison["tasks"]["own_texts"]
+    assert row["delta"] < 0 and (row["gained"], row["lost"]) == (5, 0)
+    _, before = read_result(place / "results/all")
+    _, after = read_result(place / "results/last")
+    differences = [
+        b["forward_kl"] - a["forward_kl"]
+        for a, b in zip(before["own_texts"], after["own_texts"], strict=True)
+    ]
+    paired = row["own_text"]["forward_kl"]
+    assert paired["delta"] == pytest.approx(sum(differences) / 5)
+    assert comparison["mean"] is None
+    assert main(["compare", *reversed(folders), "--json"]) == 0
+    (comparison,) = json.loads(capsys.readouterr().out).values()
+    row = comparison["tasks"]["own_texts"]
+    assert row["delta"] > 0 and (row["gained"], row["lost"]) == (0, 5)
+
+
+def test_another_original_seed_or_length_is_not_compared(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "other"
+    shutil.copytree(place / "results/last", folder)
+    (folder / "manifest.json").unlink()
+    result = json.loads((folder / "results.json").read_text())
+    for change, words in (
+        ({"original": "x"}, "were compared with different originals"),
+        ({"seed": 3}, "seed is 0 against 3"),
+        ({"max_new_tokens": 9}, "max_new_tokens is 18 against 9"),
+    ):
+        changed = json.loads(json.dumps(result))
+        if "original" in change:
+            changed["tasks"]["own_texts"] |= change
+        else:
+            changed["settings"]["suite"]["tasks"][0] |= change
+        (folder / "results.json").write_text(json.dumps(changed))
+        assert main(["compare", str(place / "results/all"), str(folder)]) == 2
+        assert f"own_texts: {words}" in " ".join(
+            capsys.readouterr().err.replace("the two ", "").split()
+        )
+
+
+def test_an_evaluation_that_was_killed_goes_on_to_the_same_samples(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in the second task, and in the middle of the first one."""
+    whole = {
+        task: (place / "results/last" / f"samples_{task}.jsonl").read_bytes()
+        for task in ("own_texts", "own_chats")
+    }
+    options = ("--original", place / "original")
+    calls = 0
+
+    class Killed(BaseException):
+        pass
+
+    written = measure.write
+
+    def dies(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 9):
+            raise Killed
+        return written(*arguments)
+
+    monkeypatch.setattr(measure, "write", dies)
+    words = [
+        "evaluate", place / "last", "--suite", place / "suite.yaml", "--output", tmp_path / "out",
+        "--data-root", place / "data", *options,
+    ]  # fmt: skip
+    for _ in range(2):
+        with pytest.raises(Killed):
+            main([str(word) for word in words])
+    assert main([str(word) for word in words]) == 0
+    for task, content in whole.items():
+        assert (tmp_path / "out" / f"samples_{task}.jsonl").read_bytes() == content
+
+
+def test_what_is_missing_is_one_line(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error(*rows: dict[str, Any], options: Any = ()) -> str:
+        (tmp_path / "s.yaml").write_text(yaml.safe_dump({"name": "s", "tasks": rows}))
+        words = [
+            "evaluate", place / "last", "--suite", tmp_path / "s.yaml", "--output", tmp_path / "never",
+            "--data-root", place / "data", *options,
+        ]  # fmt: skip
+        assert main([str(word) for word in words]) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    named = ("--original", place / "original")
+    texts, chats = ROWS
+    assert "own_texts: compares what the model writes with its original" in error(texts)
+    assert "name that with --original MODEL" in error(texts)
+    plain = {key: value for key, value in chats.items() if key != "chat_template"}
+    assert "row 1: is a conversation, which needs chat_template: true" in error(
+        plain, options=named
+    )
+    templated = texts | {"chat_template": True}
+    assert "has documents, which a chat template does not take" in error(
+        templated, options=named
+    )
+    assert "no document of more than 500 tokens" in error(
+        texts | {"prompt_tokens": 500}, options=named
+    )
+    long = error(texts | {"max_new_tokens": 100_000}, options=named)
+    assert "do not fit the model's" in long and "lower max_new_tokens" in long
+    assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
+
+
+def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
+    def load(**keys: Any) -> Any:
+        row = {"task": "own", "kind": "own_text", "dataset": "x/y", **keys}
+        path = tmp_path / "s.yaml"
+        path.write_text(yaml.safe_dump({"name": "s", "tasks": [row]}))
+        return load_suite(path).tasks[0]
+
+    assert load().headline is False
+    for key, value in (
+        ("headline", True), ("metric", "acc,none"), ("num_fewshot", 2), ("stop", ["x"]), ("num_prompts", 0),
+        ("columns", {"prompt": "q"}),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=key):
+            load(**{key: value})
+    path = str(tmp_path / "s.yaml")
+    load()
+    assert named_tasks(path, ["own"]).tasks[0].headline is False
+
+
+def test_figures_of_a_text_are_those_of_its_tokens() -> None:
+    assert repeated_4grams([1, 2, 3]) == 0
+    assert repeated_4grams([1, 2, 3, 4, 5]) == 0
+    # 1234, 2341, 3412, 4123, 1234: one of five has occurred before
+    assert repeated_4grams([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
+    assert repeated_4grams([7] * 10) == pytest.approx(6 / 7)
+    assert equal_beginning([1, 2, 3], [1, 2, 4]) == 2
+    assert equal_beginning([1, 2], [1, 2, 4]) == 2
+    assert equal_beginning([5], [1, 2, 4]) == 0
+
+
+def test_a_result_of_own_text_whose_samples_lack_a_figure_is_damaged(
+    place: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(place / "results/last", folder)
+    (folder / "manifest.json").unlink()
+    file = folder / "samples_own_texts.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for key in ("forward_kl", "by_length", "tokens", "greedy_longest"):
+        damaged = [{k: v for k, v in line.items() if k != key} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in damaged))
+        with pytest.raises(UserError, match="not a sample"):
+            read_result(folder)
+
+
+def test_a_loaded_conversion_writes_what_the_command_wrote(place: Path) -> None:
+    """The greedy text, decoded by hand."""
+    import torch
+
+    model = load_model(place / "last")
+    _, samples = read_result(place / "results/last")
+    sample = samples["own_texts"][2]
+    ids = tiny_tokenizer()("2 and 4 is the number of them")["input_ids"][:6]
+    new: list[int] = []
+    for _ in range(18):
+        with torch.no_grad():
+            logits = model(torch.tensor([ids + new])).logits[0, -1]
+        new.append(int(logits.argmax()))
+    assert new == sample["greedy_tokens"]
