@@ -408,7 +408,10 @@ def _has_mega_moe(planned: Planned) -> bool:
 
 def _tensor_parallel(planned: Planned) -> tuple[list[Priced], list[str]]:
     work, roofline = planned.work, planned.roofline
-    missing = [f"{SHARED}: tensor-parallel ranks sum it with the routed experts"]
+    missing = [
+        f"{SHARED}: tensor-parallel ranks sum it with the routed experts (vLLM 0.32: but"
+        " for Kimi-K3)"
+    ]
     if planned.tensor_parallel == 1:
         return [], [*missing, f"{HALVES}: needs --tp 2 or more"]
 

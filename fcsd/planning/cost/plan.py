@@ -59,7 +59,7 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     advise: if the plan does not fit, search for settings that do; this traces the model
     several times.
     """
-    kept = _kept(planned)
+    kept = kept_memory(planned)
     times = compared(planned, kept)
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
@@ -232,7 +232,7 @@ def memory(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _kept(planned: Planned) -> dict[str, Any] | None:
+def kept_memory(planned: Planned) -> dict[str, Any] | None:
     """Return the memory of a training that recomputes no layer, as two micro-batches in
     turn need it; None where no two take turns.
 

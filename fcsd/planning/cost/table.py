@@ -516,8 +516,8 @@ def _all_reduces(facts: Mapping[str, Any], ideal: float) -> str:
 def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
     times = facts["times"]
     for row in (*times.get("exact", ()), *times.get("architectures", ())):
-        released = row["released"] or "in no release"
-        yield f"{row['name']}: {row['hides']}; {released} ({row['source']})"
+        had = f"Released: {row['released']}" if row["released"] else "In no release"
+        yield f"{row['name']}: {row['hides']}. {had}. Source: {row['source']}"
     if reasons := times.get("not_exact"):
         yield "not compared with: " + "; ".join(reasons)
     yield "hidden: " + ", ".join(

@@ -335,7 +335,7 @@ def test_the_table_leads_with_the_gain_over_the_best_exact_schedule(
     assert "1F1B with recomputation (in no release)" in rows
     assert "ShortcutMoE (another architecture)" in rows
     for row in (*times["exact"], *times["architectures"]):
-        assert f"\n{row['name']}: {row['hides']}; " in text
+        assert f"\n{row['name']}: {row['hides']}. " in text
     alone = facts | {"times": times | {"best_exact": "regular"}}
     assert "no exact schedule below is faster than those" in plan_table(alone)
 
