@@ -20,7 +20,7 @@ from fcsd.base.artifact import check_outputs, command_record
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_fingerprint, make_folder, read_json, write_text
 from fcsd.base.fingerprints import write_sealed
-from fcsd.base.stats import plain_mean, standard_error
+from fcsd.base.stats import plain_mean, ratio, standard_error
 from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
@@ -241,7 +241,27 @@ def task_result(
         result["own_text"] = own_text_numbers(samples)
     else:
         result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
+        if metrics := _metrics_beside(samples):
+            result["metrics"] = metrics
     return result
+
+
+def _metrics_beside(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `value` and `stderr` of the task's other metrics: the mean over items, or
+    over all parts of items (IFEval's instructions).
+    """
+    names = [
+        name
+        for name in samples[0].get("metrics", {})
+        if all(name in sample.get("metrics", {}) for sample in samples)
+    ]
+    metrics = {}
+    for name in names:
+        values = [sample["metrics"][name] for sample in samples]
+        parts = [value if isinstance(value, list) else [value] for value in values]
+        estimate = ratio([float(sum(part)) for part in parts], list(map(len, parts)))
+        metrics[name] = {"value": estimate["kl"], "stderr": estimate["stderr"]}
+    return metrics
 
 
 def mean_of(scores: Sequence[float]) -> dict[str, Any]:

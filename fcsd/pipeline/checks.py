@@ -16,7 +16,9 @@ from fcsd.base.errors import UserError
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import named_tasks
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, named_tasks
+from fcsd.evaluation.lm_eval.packages import provide_packages
+from fcsd.evaluation.lm_eval.tasks import task_folder
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.connectivity.config import ConnectivityConfig
@@ -171,7 +173,7 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
             train, recipe.data, launch, batch_key=f"{section}.batch_size_tokens"
         )
     if isinstance(recipe.early_stopping, TaskStoppingConfig):
-        dataset_location(recipe.early_stopping.row, run.data_root)
+        _check_suite(recipe.early_stopping.scored, run.data_root)
 
 
 def _check_student(run: Run) -> None:
@@ -361,13 +363,20 @@ def _check_evaluation(run: Run) -> None:
     check_server(evaluation.server, run.launch)
     if evaluation.layer_study is not None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
-    for row in run.suite.tasks:
-        dataset_location(row, run.data_root)
+    _check_suite(run.suite, run.data_root)
     # Starting the sandbox once shows whether it is strong enough.
     if any(row.kind == "code" for row in run.suite.tasks):
         run.launch.ranks.from_first(
             lambda: _start_sandbox(evaluation.allow_weak_sandbox)
         )
+
+
+def _check_suite(suite: SuiteConfig, data_root: Path | None) -> None:
+    """Check that the data of each task, and the packages that grade it, are there."""
+    for row in suite.tasks:
+        dataset_location(row, data_root)
+        if isinstance(row, LMEvalTaskConfig):
+            provide_packages(row.task, task_folder(row, suite))
 
 
 def _start_sandbox(allow_weak_sandbox: bool) -> None:

@@ -278,8 +278,8 @@ def result_table(folder: Path) -> str:
 
 
 def score_table(result: Mapping[str, Any]) -> str:
-    """Format one row for each task: metric, shots, items, score; for code tasks also
-    the base score and the outcomes of the programs.
+    """Format one row for each task: metric, shots, items, score; also its other
+    metrics, and for code tasks the base score and the outcomes of the programs.
     """
     rows = []
     for task, row in result["tasks"].items():
@@ -302,6 +302,9 @@ def score_table(result: Mapping[str, Any]) -> str:
                     base,
                 ]
             )
+        for metric, other in row.get("metrics", {}).items():
+            score = with_error(percent(other["value"]), other["stderr"])
+            rows.append([task, metric, str(row["num_fewshot"]), items, score])
         for k, value in row.get("pass_at_k", {}).items():
             # The headline metric has its row already.
             if row["metric"] != f"pass@{k}":

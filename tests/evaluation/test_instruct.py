@@ -5,14 +5,21 @@ IFEval and MATH need packages of `fcsd[instruct]`; `make test-extras` runs those
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
+import lm_eval
 import pytest
 
+from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
+from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.ready import score_file
+from fcsd.evaluation.results import read_result
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.report.table import score_table
 from tests.evaluation.rows import write_repository
 from tests.evaluation.test_ready import lines
 from tests.reference.tiny import tiny_model
@@ -172,19 +179,14 @@ def test_math_is_graded_by_proof_of_equality(root: Path, tmp_path: Path) -> None
         assert graded(root, tmp_path, "minerva_math500", samples, answer) == value
 
 
-@pytest.mark.extras
-def test_ifeval_checks_every_instruction(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip(
-        "langdetect", reason="`make test-extras` installs fcsd[instruct]"
-    )
-    import nltk
+def ifeval_packages() -> None:
+    for name in ("langdetect", "punkt"):
+        pytest.importorskip(name, reason="`make test-extras` installs fcsd[instruct]")
 
-    # lm-eval fetches nltk's sentence splitter when it is not found; these instructions
-    # do not use it.
-    (tmp_path / "nltk/tokenizers/punkt_tab").mkdir(parents=True)
-    monkeypatch.setattr(nltk.data, "path", [str(tmp_path / "nltk"), *nltk.data.path])
+
+@pytest.mark.extras
+def test_ifeval_checks_every_instruction(root: Path, tmp_path: Path) -> None:
+    ifeval_packages()
     row, samples = asked(root, "ifeval")
     assert (row["metric"], row["num_items"]) == ("prompt_level_strict_acc,none", 1)
     for answer, value in (
@@ -193,3 +195,131 @@ def test_ifeval_checks_every_instruction(
         ("* iron", 0),
     ):
         assert graded(root, tmp_path, "ifeval", samples, answer) == value
+
+
+@pytest.mark.extras
+def test_ifeval_has_its_four_metrics(root: Path, tmp_path: Path) -> None:
+    ifeval_packages()
+    # The comma is in the first line, which the loose metrics leave out, as they do the
+    # last; three bullet points are still more than two.
+    answer = {
+        "doc_id": 0,
+        "completion": "Well, here they are:\n* iron\n* zinc\n* tin\n* gold",
+    }
+    result = score_file(
+        Scoring(
+            samples=lines(tmp_path / "s.jsonl", answer),
+            dataset="ifeval",
+            data_root=root,
+            suite="instruct",
+        )
+    )
+    task = result["tasks"]["ifeval"]
+    assert task["value"] == 0
+    assert task["metrics"] == {
+        "inst_level_strict_acc": {"value": 0, "stderr": None},
+        "prompt_level_loose_acc": {"value": 0, "stderr": None},
+        "inst_level_loose_acc": {"value": 0.5, "stderr": None},
+    }
+    table = score_table(result)
+    assert re.search(r"inst_level_loose_acc +\| +0 \| +1 \| +50.0 ± –", table), table
+
+
+@pytest.mark.extras
+def test_ifevals_541_prompts_are_graded_without_the_network(
+    tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures that are compared are counted here from the answers, which follow
+    every instruction of one kind and none of another.
+    """
+    ifeval_packages()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = shared_data / "hub/google/IFEval"
+    documents = datasets.load_dataset(str(folder), split="train")
+    assert len(documents) == 541
+    answers = [
+        {"doc_id": number, "completion": "no comma and a small text"}
+        for number in range(541)
+    ]
+    result = score_file(
+        Scoring(
+            samples=lines(tmp_path / "s.jsonl", *answers),
+            dataset="ifeval",
+            data_root=shared_data / "hub",
+            suite="instruct",
+            output=tmp_path / "out",
+        )
+    )
+    task = result["tasks"]["ifeval"]
+    samples = read_result(tmp_path / "out")[1]["ifeval"]
+    kinds = {"punctuation:no_comma": True, "language:response_language": False}
+    seen = 0
+    for document, sample in zip(documents, samples, strict=True):
+        followed = sample["metrics"]["inst_level_strict_acc"]
+        assert sample["score"] == all(followed)
+        for name, value in zip(document["instruction_id_list"], followed, strict=True):
+            seen += name in kinds
+            assert kinds.get(name, value) == value, (document["prompt"], name)
+    assert seen > 90
+    total = sum(len(document["instruction_id_list"]) for document in documents)
+    followed = sum(sum(s["metrics"]["inst_level_strict_acc"]) for s in samples)
+    assert task["metrics"]["inst_level_strict_acc"]["value"] == followed / total
+
+
+@pytest.mark.extras
+def test_the_sentence_splitter_of_the_package_is_nltks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ifeval_packages()
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    folder = Path(str(lm_eval.__file__)).parent / "tasks" / "ifeval"
+    provide_packages("ifeval", folder)
+    text = "Dr. Smith went home at 5 p.m. on Monday. He was tired. Was he? Yes!"
+    tokenizer = nltk.data.load("nltk:tokenizers/punkt/english.pickle")
+    assert len(tokenizer.tokenize(text)) == 4
+    assert nltk.word_tokenize("It works, really.") == [
+        "It", "works", ",", "really", "."
+    ]  # fmt: skip
+
+
+def test_a_missing_sentence_splitter_is_one_line_before_a_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setitem(sys.modules, "punkt", None)
+    (tmp_path / "own.yaml").write_text("process_results: !function utils.grade\n")
+    (tmp_path / "utils.py").write_text("import re\n\nfrom . import split\n")
+    (tmp_path / "split.py").write_text('import nltk\n\nnltk.download("punkt_tab")\n')
+    with pytest.raises(
+        UserError,
+        match=re.escape(
+            "task own: needs nltk's sentence splitter (punkt_tab), which is not"
+            " installed; pip install 'fcsd[instruct]' brings it"
+        ),
+    ):
+        provide_packages("own", tmp_path)
+
+
+def test_packages_that_a_definition_imports_are_named_and_others_are_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.yaml").write_text("process_results: !function utils.grade\n")
+    (tmp_path / "utils.py").write_text(
+        "import re\nimport no_such_package\nfrom helper import x\n"
+        "try:\n    import optional_one\nexcept ImportError:\n    pass\n"
+    )
+    (tmp_path / "helper.py").write_text("from no_such_either.part import y\n")
+    # Not called by the definition.
+    (tmp_path / "prepare.py").write_text("import unused_one\n")
+    with pytest.raises(
+        UserError,
+        match=re.escape(
+            "task own: needs packages that are not installed (no_such_package,"
+            " no_such_either); pip install 'fcsd[instruct]'"
+        ),
+    ):
+        provide_packages("own", tmp_path)

@@ -3,6 +3,7 @@ hours of training.
 """
 
 import copy
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,10 @@ WRONG = {
         {"evaluation": {"suite": "tiny", "data_root": "."}},
         r"task tiny_code: .*: no such folder; the data root must hold",
     ),
+    "package of a grader": (
+        {"evaluation": {"suite": "./graded.yaml", "data_root": "."}},
+        r"task graded: needs packages that are not installed \(no_such_package\); pip",
+    ),
 }
 
 
@@ -81,6 +86,13 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alpaca.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
     (tmp_path / "empty.jsonl").write_text("")
+    graded = tmp_path / "graded"
+    graded.mkdir()
+    (graded / "graded.yaml").write_text("process_results: !function utils.grade\n")
+    (graded / "utils.py").write_text("import no_such_package\n")
+    row = {"task": "graded", "kind": "generation", "metric": "acc,none"}
+    suite = {"name": "own", "tasks": [row | {"dataset": "graded"}]}
+    (tmp_path / "graded.yaml").write_text(json.dumps(suite))
     find = checks.check_reporters.__globals__["importlib"].util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)

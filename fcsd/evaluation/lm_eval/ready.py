@@ -170,6 +170,7 @@ def _whole(
         return first
     scores = [sample["score"] for sample in samples]
     del first["completion"]
+    first.pop("metrics", None)  # of the first answer alone
     return first | {
         "score": sum(scores) / len(scores),
         "completions": (

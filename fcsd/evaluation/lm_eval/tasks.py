@@ -27,6 +27,7 @@ from fcsd.base.temporary import scratch_folder
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
+from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.progress import Work
 from fcsd.evaluation.results import generation_settings, lm_eval_sample
 from fcsd.evaluation.suites import (
@@ -52,7 +53,8 @@ def load_task(
     the row's settings.
     """
     require_chat_template(tokenizer, row)
-    folder = _task_folder(row, suite)
+    folder = task_folder(row, suite)
+    provide_packages(row.task, folder)
     location = dataset_location(row, data_root)
     overrides: dict[str, Any] = {
         "num_fewshot": row.num_fewshot,
@@ -141,7 +143,7 @@ def named_splits(row: LMEvalTaskConfig, suite: SuiteConfig) -> set[tuple[str, st
     from lm_eval.tasks import TaskManager
 
     registry = TaskManager(
-        include_path=[str(_task_folder(row, suite))], include_defaults=False
+        include_path=[str(task_folder(row, suite))], include_defaults=False
     )
     keys = ("training_split", "validation_split", "test_split", "fewshot_split")
     return {
@@ -207,7 +209,7 @@ def tasks_folder() -> Path:
     return Path(str(lm_eval.__file__)).parent / "tasks"
 
 
-def _task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
+def task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
     """Find the row's task YAML: beside the suite, in eval/tasks, or in lm-eval's tasks."""
     if (folder := definition_folder(row, suite)) is not None:
         return folder
@@ -379,7 +381,8 @@ def run_task(
     for task in tasks.values():
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     language_model.think(row)
-    with quiet(), _no_bars_while_building():
+    # Some graders draw numbers: IFEval's, for what a prompt leaves open.
+    with quiet(), _no_bars_while_building(), _seeded():
         from lm_eval.evaluator import evaluate
 
         try:
@@ -406,6 +409,11 @@ def run_task(
         )
         scores = [float(item[metric]) for item in chosen]
         _require_mean(row, float(output["results"][task][row.metric]), scores)
+        beside = [
+            key
+            for key in (tasks[task].aggregation() if row.kind == "generation" else ())
+            if key != metric and _adds_up(chosen, key, output["results"][task], name)
+        ]
         for item, score in zip(chosen, scores, strict=True):
             cut = any(
                 str(arguments[0]) in language_model.cut
@@ -416,6 +424,8 @@ def run_task(
             )
             answer = _prediction(tasks[task], item, metric)
             sample |= {} if answer is None else {"prediction": answer}
+            if beside:
+                sample["metrics"] = {key: item[key] for key in beside}
             samples.append(sample | ({"cut": True} if cut else {}))
     return samples
 
@@ -468,6 +478,25 @@ def _no_bars_while_building() -> Iterator[None]:
         yield
     finally:
         task.tqdm = bar
+
+
+def _adds_up(
+    items: Sequence[dict[str, Any]], key: str, values: dict[str, Any], name: str
+) -> bool:
+    """Tell whether a metric of these items is a mean over them, or, of lists, over all
+    that they hold: then it is told beside the row's own.
+    """
+    value = values.get(f"{key},{name}")
+    numbers: list[float] = []
+    for item in items:
+        part = item.get(key)
+        parts = part if isinstance(part, list) else [part]
+        if not all(isinstance(number, bool | int | float) for number in parts):
+            return False
+        numbers += parts
+    if not numbers or not isinstance(value, int | float):
+        return False
+    return math.isclose(value, math.fsum(numbers) / len(numbers), abs_tol=1e-9)
 
 
 def _require_mean(row: LMEvalTaskConfig, value: float, scores: list[float]) -> None:
