@@ -4,6 +4,7 @@ Not covered: stages that continue after an interruption; `fcsd evaluate` and rec
 have them.
 """
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.backend import Batches
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
+from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
@@ -66,6 +68,7 @@ def evaluate_model(
     *,
     tasks: list[str] | None = None,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    original: Any = None,
     data_root: str | Path | None = None,
     batch_size: int | Literal["auto"] = 16,
     limit: int | None = None,
@@ -88,6 +91,8 @@ def evaluate_model(
             `SuiteConfig`.
         tasks: only these: tasks of the suite, or any task, group or tag of lm-eval,
             with its own shots and metric.
+        original: for tasks of kind own_text: the model that this one was converted
+            from, in memory or as a path.
         data_root: folder that holds the data sets in hub layout; None: the Hub.
         batch_size: sequences in one forward pass, or "auto".
         limit: only the first items of every task, for a quick look.
@@ -150,12 +155,33 @@ def evaluate_model(
         store=store,
         ranks=launch.ranks,
         progress=progress,
+        original=_original(original, model, name),
     )
     with preserved(model, tokenizer), prepared as evaluate:
         result, samples = evaluate(model, name, batches)
     # All ranks report the clock of the first, so that their results are equal.
     result["wall_s"] = launch.ranks.from_first(lambda: time.monotonic() - start)
     return Evaluation(result, samples)
+
+
+def _original(original: Any, model: Any, name: str) -> Original | None:
+    """Return the original of an evaluation; None if none is given."""
+    if original is None:
+        return None
+    if isinstance(original, str | Path):
+        from fcsd.api.models import load
+
+        loaded = model if str(original) == name else load(original)[0]
+    else:
+        check_kind(
+            "original",
+            original,
+            nn.Module,
+            "a model in memory (the first value that fcsd.load returns) or its path",
+        )
+        loaded = original
+    refuse_not_finite(loaded, "original")
+    return Original(lambda: contextlib.nullcontext(loaded), itself=loaded is model)
 
 
 def _check_kinds(suite: Any, launch: Any) -> None:

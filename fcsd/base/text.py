@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-RELATIVE = ("heldout_kl",)  # metrics whose min_delta is a share of the score
+# Metrics in nats, of which less is better and min_delta is a share of the score.
+RELATIVE = ("heldout_kl", "own_text_kl")
 
 
 def scored_row(section: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,8 +95,10 @@ def _decimals(value: float) -> int:
 
 def items_text(metric: str, num_items: int | None, num_items_total: int | None) -> str:
     """Format `40 of 378 items`, or `256 rows` for held-out text."""
-    if metric in RELATIVE or num_items_total is None:
-        return f"{num_items} {'rows' if metric in RELATIVE else 'items'}"
+    if metric == "heldout_kl":
+        return f"{num_items} rows"
+    if num_items_total is None:
+        return f"{num_items} items"
     return f"{num_items} of {num_items_total} items"
 
 

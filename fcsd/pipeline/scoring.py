@@ -7,16 +7,18 @@ unchanged.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_fingerprint
+from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.load import load_checkpoint
+from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
 from fcsd.recipe.recipe import (
@@ -25,7 +27,7 @@ from fcsd.recipe.recipe import (
 )
 from fcsd.training.arguments import Scorer
 from fcsd.training.early_stopping import EarlyStopper, Score
-from fcsd.training.heldout import HeldoutKL
+from fcsd.training.heldout import ComparingScore, HeldoutKL
 
 
 @contextlib.contextmanager
@@ -56,6 +58,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
         yield stopper, HeldoutKL(rows, lambda: load_checkpoint(run.teacher), run.launch)
         return
     row, overrides = rule.row, {"batch_size": rule.batch_size, "limit": rule.limit}
+    own_text = OwnTextScore(lambda: load_checkpoint(run.teacher), run.launch)
     # Scoring during training drops no tokens.
     overrides |= {"capacity_factor": None, "capacity_drop": None}
     # The evaluation, with its sandbox, stays open for the whole training.
@@ -70,6 +73,7 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
                     # A second progress bar would break up that of the training.
                     progress=False,
                     any_direction=True,
+                    original=own_text.compared,
                 )
             )
 
@@ -82,7 +86,33 @@ def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | Non
                 higher_is_better=task["higher_is_better"],
             )
 
-        yield stopper, score
+        own_text.score = score
+        yield stopper, own_text if row.kind == "own_text" else score
+
+
+class OwnTextScore(ComparingScore):
+    """The score of a task of own text, whose original is the teacher of the run.
+
+    score: scores a student by the task that has `compared` as its original.
+    """
+
+    named = "task: own text"
+    score: Scorer
+
+    def __init__(self, original: Callable[[], PreTrainedModel], launch: Launch):
+        super().__init__(original, launch)
+        self.compared = Original(self._loaded)
+
+    def __call__(self, student: PreTrainedModel) -> Score:
+        # A copy is needed again at every score.
+        self.teacher = self.compared_with(student)
+        return self.score(student)
+
+    @contextlib.contextmanager
+    def _loaded(self) -> Iterator[Any]:
+        assert self.teacher is not None
+        with self.teacher.as_teacher(), self.teacher.arithmetic():
+            yield self.teacher.model
 
 
 def scored_data(run: Run) -> dict[str, str]:

@@ -224,7 +224,7 @@ class StoppingBase(Strict):
     every_steps: int = Field(1000, gt=0)
     patience: int = Field(20, gt=0)  # evaluations without an improvement
     # An improvement is more than this better than the best so far: a difference of
-    # scores, a share of the held-out KL.
+    # scores, a share of a KL (held-out text, own text).
     min_delta: float = Field(0.02, ge=0, lt=1)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
 
+from fcsd.base.text import RELATIVE
 from fcsd.report.figure import (
     GREY,
     SIZE,
@@ -77,7 +78,7 @@ def plot_scores(
     `tokens`.
     """
     figure, axis = plt.subplots(figsize=SIZE)
-    by_kl = metric == "heldout_kl"
+    by_kl = metric in RELATIVE
     shares = not by_kl and all(
         abs(point["score"]) <= 1 for points in curves.values() for point in points
     )
@@ -105,7 +106,8 @@ def plot_scores(
     if by_kl:
         axis.set_ylabel("nats per token")
         set_log_scale(axis)
-        set_title(axis, "KL to the original on held-out text, while training")
+        text = "held-out text" if metric == "heldout_kl" else "the student's own text"
+        set_title(axis, f"KL to the original on {text}, while training")
     else:
         name = metric.partition(",")[0]
         axis.set(ylabel=f"{name}{' (per cent)' if shares else ''}")

@@ -81,7 +81,7 @@ class EarlyStopper:
     the model worse leaves the weights that it began with.
 
     `min_delta` is a difference of scores. KLs span orders of magnitude, so for
-    heldout_kl it is relative: inside, the score is -ln(KL), and a fall by 2 % is a gain
+    heldout_kl and own text it is relative: inside, the score is -ln(KL), and a fall by 2 % is a gain
     of -ln(1 - 0.02).
 
     points: one dict per evaluation: step, score, stderr, and change and change_stderr
@@ -263,7 +263,7 @@ class EarlyStopper:
             f" {self.min_delta:g}, is less than that error, so chance decides what"
             " counts as an improvement: raise it, or "
         )
-        if relative:
+        if self.metric == "heldout_kl":
             return text + "data.heldout_examples"
         assert self.num_items is not None
         if self.num_items_total is None or self.num_items_total <= self.num_items:

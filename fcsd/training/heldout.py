@@ -88,26 +88,19 @@ class HeldoutCE:
         return {"objective": CrossEntropyObjectiveConfig(name="ce"), "labels": targets}
 
 
-class HeldoutKL(HeldoutCE):
-    """KL(teacher || student) in nats per kept token on `rows`, for a student in
-    training with its loss head.
+class ComparingScore:
+    """A score that compares the student in training with its teacher.
 
-    The teacher's head and its (kept tokens, D) final hidden states of the rows are
-    kept, the latter in main memory. `original` loads the model to compare with, for
-    runs whose teacher cannot be run on other rows (a cache), or that have none (sft).
+    original: loads the model to compare with, for runs whose teacher cannot be run on
+    other rows (a cache), or that have none (sft). named: the score, in errors.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        original: Callable[[], PreTrainedModel],
-        launch: Launch,
-    ):
-        super().__init__(rows, launch)
-        self.original = original
-        self.teacher: Teacher | None = None
+    named = "metric: heldout_kl"
+
+    def __init__(self, original: Callable[[], PreTrainedModel], launch: Launch):
+        self.original, self.of_launch = original, launch
+        self.teacher: LiveTeacher | None = None
         self.under_autocast = False
-        self.head: nn.Module | None = None
 
     def set_teacher(
         self, teacher: Teacher | None, *, sharded: bool, under_autocast: bool = False
@@ -123,22 +116,46 @@ class HeldoutKL(HeldoutCE):
             self.teacher = teacher
         elif sharded:
             raise UserError(
-                "early_stopping.metric: heldout_kl needs a loaded teacher: under FSDP"
-                " or DeepSpeed, use teacher.backend: sharded, with an objective that"
-                " has a teacher"
+                f"early_stopping.{self.named} needs a loaded teacher: under FSDP or"
+                " DeepSpeed, use teacher.backend: sharded, with an objective that has a"
+                " teacher"
             )
+
+    def compared_with(self, student: PreTrainedModel) -> LiveTeacher:
+        """Return the run's teacher, or a copy of the original that computes like the
+        student.
+        """
+        if self.teacher is not None:
+            return self.teacher
+        copy = ModelTeacher(nn.Module.to(self.original(), self.of_launch.device))
+        # Otherwise the KL would begin with the rounding in which the two differ, not at
+        # 0.
+        copy.compute_as(student, under_autocast=self.under_autocast)
+        return copy
+
+
+class HeldoutKL(ComparingScore, HeldoutCE):
+    """KL(teacher || student) in nats per kept token on `rows`, for a student in
+    training with its loss head.
+
+    The teacher's head and its (kept tokens, D) final hidden states of the rows are
+    kept, the latter in main memory.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Any],
+        original: Callable[[], PreTrainedModel],
+        launch: Launch,
+    ):
+        HeldoutCE.__init__(self, rows, launch)
+        ComparingScore.__init__(self, original, launch)
+        self.head: nn.Module | None = None
 
     def _prepare(self, student: PreTrainedModel) -> list[Batch]:
         run_teacher = self.teacher
-        if run_teacher is None:
-            self.teacher = ModelTeacher(
-                nn.Module.to(self.original(), self.launch.device)
-            )
-            # Otherwise the KL would begin with the rounding in which the two differ,
-            # not at 0.
-            self.teacher.compute_as(student, under_autocast=self.under_autocast)
+        self.teacher = self.compared_with(student)
         batches = super()._prepare(student)
-        assert self.teacher is not None
         # A copy that was loaded for this pass is dropped; only its head is needed
         # again.
         self.head, self.teacher = self.teacher.head, run_teacher

@@ -56,7 +56,7 @@ from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import ReadyTrainer, begin
-from fcsd.training.heldout import HeldoutKL
+from fcsd.training.heldout import ComparingScore
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import Ready
 from fcsd.training.teachers.lora import leave_adapters
@@ -101,7 +101,7 @@ def _train(run: TrainingRun) -> dict[str, Any]:
         # Events and scores belong to the run, not to its checkpoints, which are
         # removed.
         trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
-        if isinstance(run.score, HeldoutKL):
+        if isinstance(run.score, ComparingScore):
             sharded = run.launch.engine.shards
             under_autocast = trainer.args.bf16 and not sharded
             run.score.set_teacher(

@@ -55,7 +55,24 @@ def metrics(bench: Bench) -> dict[str, dict[str, Any]]:
         "likelihood": bench.choice | OFTEN,
         "generation": of(bench.choice | OFTEN, **answers, max_new_tokens=2),
         "heldout_kl": OFTEN | {"metric": "heldout_kl"},
+        "own_text": OFTEN | {"task": own_row(bench), "suite": "s", "limit": 3},
     }
+
+
+def own_row(bench: Bench) -> dict[str, Any]:
+    questions = [
+        {
+            "prompt": [{"role": "user", "content": f"{n} - 1"}],
+            "completion": [{"role": "assistant", "content": "x"}],
+        }
+        for n in range(8)
+    ]
+    path = bench.folder / "questions.jsonl"
+    write_rows(path, questions)
+    return {
+        "kind": "own_text", "task": "own", "dataset": str(path), "chat_template": True, "num_prompts": 6,
+        "max_new_tokens": 5,
+    }  # fmt: skip
 
 
 def of(stopping: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -105,6 +122,7 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
         assert [point["step"] for point in record["points"]] == [0, 1, 2, 3, 4]
         assert (record["num_items"], record["num_items_total"]) == {
             "code": (1, 1), "likelihood": (4, 8), "generation": (4, 5), "heldout_kl": (record["num_items"], None),
+            "own_text": (3, 6),
         }[kind]  # fmt: skip
         assert all(
             (point["stderr"] is None) == (kind == "code") for point in record["points"]
@@ -185,6 +203,27 @@ def test_a_score_is_what_evaluate_gives(
     assert (record["best_score"], record["best_stderr"]) == pytest.approx(
         (task["value"], task["stderr"])
     )
+
+
+def test_own_text_is_scored_as_evaluate_does_and_less_is_better(bench: Bench) -> None:
+    """Against the teacher of the run, or a copy of it where the run has none."""
+    for name, objective in (("kl", None), ("sft", {"name": "ce"})):
+        stopping = OFTEN | {"task": own_row(bench), "suite": "s"}
+        changes = {} if objective is None else {"objective": objective}
+        path = recipe(bench, name, stopping, train=TRAIN | {"max_steps": 2}, **changes)
+        assert main(["distill", str(path)]) == 0
+        record = scores(bench, name)
+        folder = bench.folder / name
+        model, suite = folder / "distill/model", bench.folder / f"{name}-stopping.yaml"
+        words = ["evaluate", model, "--suite", suite, "--output", folder / "out"]
+        words += ["--original", bench.base]
+        assert main([str(word) for word in words]) == 0
+        task = read_json(folder / "out/results.json")["tasks"]["own"]
+        best = min(record["points"], key=lambda point: (point["score"], -point["step"]))
+        assert record["best_score"] <= best["score"] / (1 - 0.02) + 1e-9
+        assert (record["best_score"], record["best_stderr"]) == pytest.approx(
+            (task["value"], task["stderr"]), rel=1e-3
+        )
 
 
 def test_one_sandbox_serves_all_scores_and_ends_with_the_run(

@@ -37,6 +37,7 @@ from fcsd.evaluation.results import end_of, text_hash
 from fcsd.evaluation.store import TaskStore
 from fcsd.model.families.structure import head_scaling, unpadded_vocab_size
 from fcsd.model.positions import num_positions
+from fcsd.model.preserve import preserved
 from fcsd.parallel.ranks import input_device
 from fcsd.parallel.shard import whole_head
 from fcsd.training.generation import OVERFLOW, Decoding, Sampling
@@ -111,7 +112,7 @@ def own_text(
             for text, of_text in zip(sampled, own.under(backend.model), strict=True)
         ]
     else:
-        with original.loaded() as model:
+        with original.loaded() as model, preserved(model):
             figures = own.under(model)
             originals = _samples_of(original, model, backend, row, prompts, facts)
     samples = [

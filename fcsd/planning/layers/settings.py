@@ -166,7 +166,9 @@ def metrics(study: Study) -> list[dict[str, str]]:
         else []
     )
     return kl + [
-        {"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"}
+        {"name": row.task, "unit": "nats per token", "better": "lower"}
+        if row.kind == "own_text"
+        else {"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"}
         for row in rows
     ]
 

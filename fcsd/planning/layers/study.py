@@ -41,6 +41,7 @@ from fcsd.data.dataset import build_dataset, heldout_fingerprint, heldout_rows
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
+from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.connectivity import convert_model, unconvert_model
@@ -90,6 +91,14 @@ weights, not with copied ones.
 """
 
 
+def _second_view(model: Any) -> Any:
+    """Return a second set of modules around the parameters of a model."""
+    # The memo makes deepcopy keep every parameter: new modules, shared weights.
+    return copy.deepcopy(
+        model, {id(parameter): parameter for parameter in model.parameters()}
+    )
+
+
 class Calibrations:
     """Calibrate one selection after another in the single model that is rewired in
     place.
@@ -104,10 +113,7 @@ class Calibrations:
 
     def __init__(self, model: Any, rows: Sequence[Any], ranks: Ranks) -> None:
         self.model, self.rows, self.ranks = model, rows, ranks
-        # The memo makes deepcopy keep every parameter: new modules, shared weights.
-        self.original = copy.deepcopy(
-            model, {id(parameter): parameter for parameter in model.parameters()}
-        )
+        self.original = _second_view(model)
 
     @contextlib.contextmanager
     def folded(self) -> Iterator[None]:
@@ -379,6 +385,9 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
         # The suite is prepared once; each selection then only runs the model.
         evaluate = None
         if suite is not None:
+            # Before the first rewiring, as for the calibrations.
+            regular = _second_view(model)
+            original = Original(lambda: contextlib.nullcontext(regular))
             plan = EvaluationConfig(
                 data_root=study.data_root,
                 batch_size=study.batch_size,
@@ -386,7 +395,14 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                 allow_weak_sandbox=study.allow_weak_sandbox,
             )
             evaluate = stack.enter_context(
-                prepare_evaluation(tokenizer, suite, plan, ranks=ranks, progress=False)
+                prepare_evaluation(
+                    tokenizer,
+                    suite,
+                    plan,
+                    ranks=ranks,
+                    progress=False,
+                    original=original,
+                )
             )
         original_outputs = (
             read_original(model, rows, ranks=ranks, in_parts=True)

@@ -1,0 +1,83 @@
+"""Own text in the layer study, in a plan of its layers, and from Python."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fcsd
+from fcsd.base.errors import UserError
+from fcsd.cli.main import main
+from fcsd.evaluation.results import read_result
+from fcsd.planning.layers.points import loss_text
+from tests.evaluation.own_text.test_compared import place
+
+__all__ = ["place"]  # a fixture
+
+
+@pytest.fixture(scope="module")
+def study(place: Path) -> Path:
+    words = [
+        "layers", place / "original", "--output", place / "study", "--suite", place / "suite.yaml",
+        "--task", "own_texts", "--data-root", place / "data",
+    ]  # fmt: skip
+    assert main([str(word) for word in words]) == 0
+    return place / "study"
+
+
+def test_a_layer_study_finds_what_evaluate_finds(place: Path, study: Path) -> None:
+    content = json.loads((study / "layers.json").read_text())
+    (metric,) = content["metrics"]
+    assert metric == {"name": "own_texts", "unit": "nats per token", "better": "lower"}
+    assert loss_text(metric) == "own_texts added"
+    values = {
+        (point["side"], point["num_layers"]): point["values"]["own_texts"]
+        for point in content["points"]
+    }
+    assert values["none", 0]["value"] == pytest.approx(0, abs=1e-6)
+    for name, key in (("last", ("last", 1)), ("all", ("last", 3))):
+        row = read_result(place / "results" / name)[0]["tasks"]["own_texts"]
+        assert values[key]["value"] == pytest.approx(row["value"], rel=1e-3)
+        assert values[key]["stderr"] == pytest.approx(row["stderr"], rel=1e-3)
+    assert (study / "layers.png").is_file()
+
+
+def test_layers_are_planned_by_the_divergence_that_they_add(
+    study: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan-layers", str(study), "--budget", "1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    content = json.loads((study / "layers.json").read_text())
+    single = {
+        point["layers"][0]: point["values"]["own_texts"]["value"]
+        for point in content["points"]
+        if point["side"] == "single"
+        or (point["side"], point["num_layers"]) in (("first", 1), ("last", 1))
+    }
+    cheapest = min(single, key=lambda layer: single[layer])
+    chosen = [row["layer"] for row in plan["sensitivities"] if row["rewired"]]
+    assert chosen == [cheapest]
+
+
+def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> None:
+    model, tokenizer = fcsd.load(place / "last")
+    original, _ = fcsd.load(place / "original")
+    options: dict[str, Any] = {
+        "suite": place / "suite.yaml", "data_root": place / "data", "tokenizer": tokenizer, "progress": False,
+    }  # fmt: skip
+    found = fcsd.evaluate_model(model, original=original, **options)
+    by_path = fcsd.evaluate_model(model, original=place / "original", **options)
+    expected = read_result(place / "results/last")[0]["tasks"]
+    for task, row in expected.items():
+        for result in (found, by_path):
+            assert result["tasks"][task]["value"] == pytest.approx(row["value"])
+            assert result["tasks"][task]["own_text"] == row["own_text"]
+    itself = fcsd.evaluate_model(original, original=original, **options)
+    assert {row["value"] for row in itself["tasks"].values()} == {0.0}
+    compared = fcsd.compare(itself, found)
+    assert compared["tasks"]["own_texts"]["verdict"] == "distance"
+    with pytest.raises(UserError, match=r"own_texts: compares .*in Python: original="):
+        fcsd.evaluate_model(model, **options)
+    with pytest.raises(UserError, match="original: an int; a model in memory"):
+        fcsd.evaluate_model(model, original=3, **options)
