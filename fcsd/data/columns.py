@@ -39,6 +39,7 @@ _BESIDE: dict[str, tuple[str, ...]] = {
         "completion_mask",
         "assistant_masks",
         "loss_mask",
+        "text",  # of the tokens, which is compared with test items
     ),
     "messages": ("tools", "system", "chat_template_kwargs"),
     "response": ("input", "tools", "system", "history", "chat_template_kwargs"),

@@ -56,6 +56,34 @@ def source_option(text: str | None, option: str) -> dict[str, Any] | None:
     return validate(SourceConfig, {"columns": None} | source, option).model_dump()
 
 
+class WrittenConfig(Strict):
+    """The original continues the prompts of a source, once; its text takes the place of
+    the source's answers.
+    """
+
+    max_new_tokens: int = Field(512, gt=0)
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)  # 0: the likeliest token
+    # of a document: its beginning is the prompt
+    prompt_tokens: int = Field(32, gt=0)
+    batch_size: int = Field(32, gt=0)
+    server: str | None = None  # the original's address; null: it is in memory
+
+
+class TrainingSourceConfig(SourceConfig):
+    """A source of a training, whose text may be the original's own."""
+
+    written: WrittenConfig | None = None
+
+    @model_validator(mode="after")
+    def _so_many_are_written(self) -> Self:
+        if self.written is not None and self.max_examples is None:
+            raise ValueError(
+                "written: needs max_examples, the number of prompts that the original"
+                " continues"
+            )
+        return self
+
+
 class DecontaminateConfig(Strict):
     """Test items: training examples that share `ngram` words in a row with one are left
     out and listed.
@@ -68,7 +96,7 @@ class DecontaminateConfig(Strict):
 class TrainingDataConfig(RowsConfig):
     """Training text."""
 
-    train: list[SourceConfig] = Field(min_length=1)
+    train: list[TrainingSourceConfig] = Field(min_length=1)
     decontaminate: DecontaminateConfig | None = None
 
 

@@ -126,16 +126,16 @@ def example_texts(example: Mapping[str, Any], columns: Mapping[Any, str]) -> lis
     ids, which have no text.
     """
     # All texts count, not only those with loss: a prompt may hold a test item, too.
+    if "text" in columns:
+        return [_text(example, columns["text"])]
     read = read_example(example, columns)
-    if isinstance(read, str):
-        return [read]
     if isinstance(read, Completion):
         return [read.prompt, read.completion]
     if isinstance(read, Conversation):
         return [message["content"] for message in read.messages]
     raise UserError(
-        "token ids cannot be compared with test items; give messages or text, or set"
-        " decontaminate: null"
+        "token ids cannot be compared with test items; give messages or text, or their"
+        " text in a column `text` beside them, or set decontaminate: null"
     )
 
 

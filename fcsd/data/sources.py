@@ -109,7 +109,8 @@ def check_source(source: TextConfig) -> None:
     check_place(source)
     if home(source.path).exists():
         split = re.split(_PART_OF_SPLIT, source.split)[0]
-        open_source(SourceConfig(**source.model_dump() | {"split": split}))
+        keys = source.model_dump(include={*SourceConfig.model_fields})
+        open_source(SourceConfig(**keys | {"split": split}))
 
 
 def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:

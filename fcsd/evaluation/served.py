@@ -192,6 +192,31 @@ class ServedBackend:
             for reader, answer in zip(reading, answers, strict=True)
         ]
 
+    def continued(
+        self, prompts: Sequence[Sequence[int]], limit: int, settings: Sequence[Body]
+    ) -> list[list[int]]:
+        """Return the new tokens of prompts, special ones and what follows an end
+        included; settings: fields of each request.
+        """
+        bodies: list[Body] = [
+            {
+                "prompt": list(prompt),
+                "max_tokens": limit,
+                "stop_token_ids": self.ends,
+                "skip_special_tokens": False,
+                **of_request,
+            }
+            for prompt, of_request in zip(prompts, settings, strict=True)
+        ]
+        texts = []
+        for answer in self.ask("generation", bodies):
+            if not isinstance(answer, list):
+                ended = [] if answer["at_limit"] else self.ends[:1]
+                tokens = self.tokenizer(answer["text"], add_special_tokens=False)
+                answer = [*tokens["input_ids"], *ended]
+            texts.append(answer)
+        return texts
+
     @staticmethod
     def sampled(sampling: Sampling | None, seed: int, penalty: float = 1.0) -> Body:
         """Return the fields of a request for sampling, or for the likeliest token. All are

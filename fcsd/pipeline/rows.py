@@ -27,6 +27,7 @@ from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
+from fcsd.pipeline.written import with_written
 
 _DATE = "date.json"  # beside a run's tokens: the date that its chat templates write
 
@@ -54,6 +55,7 @@ def training_rows(
     `build_dataset`, and UserError if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
+    data = with_written(data, run)
     # In some models, packed examples attend to each other despite their position ids.
     if (
         apart_in is not None

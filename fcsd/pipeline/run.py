@@ -39,6 +39,7 @@ from fcsd.pipeline.progress import (
 )
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.rows import tokenize
+from fcsd.pipeline.written import write_all
 from fcsd.planning.layers.settings import Study
 from fcsd.planning.layers.study import study_layers
 from fcsd.recipe.layout import MAIN
@@ -174,6 +175,8 @@ def run_only(
     written: dict[str, Callable[..., Path]] = {"report": report, "publish": publish}
     if stage in written:
         return Path(ranks.from_first(lambda: str(written[stage](run, as_json=as_json))))
+    if stage == "write":
+        return write_all(run)
     if stage == "tokenize":
         _tokenize(run, num_rows_shown)
         return layout.tokens

@@ -3,6 +3,7 @@
 pretrain/            model from scratch (only with a `pretrain` section)
 convert/             the original, rewired, untrained
 calibrate/NAME/      the same with calibrated weights, for the main distillation or a variant
+written/             text that the original writes for the trainings
 tokens/              tokens of the training data, and which of them share a row
 sweep/               batch size and learning rate
 distill/             the main distillation
@@ -17,6 +18,7 @@ publish/             the folder that goes to the Hub
 from pathlib import Path
 
 STAGES = (
+    "write",
     "tokenize",
     "pretrain",
     "convert",
@@ -43,6 +45,7 @@ _FOLDERS = (
     "pretrain",
     "convert",
     "calibrate",
+    "written",
     "tokens",
     "sweep",
     "distill",
@@ -63,6 +66,7 @@ class RunLayout:
         self.root = root
         self.pretrain = root / "pretrain"
         self.convert = root / "convert"
+        self.written = root / "written"
         self.tokens = root / "tokens"
         self.sweep = root / "sweep"
         self.teacher_cache = root / "teacher-cache"

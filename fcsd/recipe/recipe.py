@@ -38,6 +38,7 @@ from fcsd.base.unions import OneOf, choice_of, drop_foreign_keys
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.evaluation.config import (
     EvaluationConfig,
+    ServerConfig,
     SuiteConfig,
     TaskConfig,
     named_tasks,
@@ -416,6 +417,20 @@ class Recipe(Strict):
                     f"objective.{key} has no meaning with lora, which freezes all"
                     " weights; leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_written_has_a_writer(self) -> "Recipe":
+        if self.pretrain is not None and any(
+            source.written is not None for source in self.pretrain.data.train
+        ):
+            raise ValueError(
+                "pretrain.data.train: written: the original would write its own"
+                " training text before it exists; leave the key out"
+            )
+        for source in self.data.train:
+            if source.written is not None and source.written.server is not None:
+                ServerConfig(url=source.written.server)
         return self
 
     @model_validator(mode="after")

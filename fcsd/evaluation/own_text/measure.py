@@ -174,8 +174,12 @@ def write(
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
     temperature: float,
+    *,
+    first: int = 0,
 ) -> list[Written]:
-    """Continue the prompts, the n-th of all with the n-th seed."""
+    """Continue the prompts, the n-th of all with the n-th seed. first: the number of
+    the first one.
+    """
     _check_positions(row, prompts, backend.model.config)
     ends, sampling = backend.ends, None
     if temperature:
@@ -188,13 +192,19 @@ def write(
     texts = backend.continued(
         [list(prompt.tokens) for prompt in prompts],
         [reader] * len(prompts),
-        [row.seed * _SEEDS + number for number in range(len(prompts))],
+        [seed_of(row, first + number) for number in range(len(prompts))],
         Decoding(sampling),
     )
-    return [_cut(tokens[: row.max_new_tokens], ends) for tokens in texts]
+    return [cut(tokens[: row.max_new_tokens], ends) for tokens in texts]
 
 
-def _cut(tokens: list[int], ends: Sequence[int]) -> Written:
+def seed_of(row: OwnTextTaskConfig, number: int) -> int:
+    """Return the seed of the sample of a prompt."""
+    return row.seed * _SEEDS + number
+
+
+def cut(tokens: list[int], ends: Sequence[int]) -> Written:
+    """Return tokens up to the first one that ends a sequence, which is included."""
     for index, token in enumerate(tokens):
         if token in ends:
             return Written(tokens[: index + 1], True)

@@ -62,7 +62,7 @@ def load_prompts(
     except UserError as error:
         advice = "" if Path(location).exists() else hub_advice(row, data_root)
         raise UserError(f"task {row.task}: {error}{advice}") from error
-    found = _prompts(row, opened.examples, columns_of(opened.settings), tokenizer)
+    found = prompts_in(row, opened.examples, columns_of(opened.settings), tokenizer)
     prompts = list(itertools.islice(found, row.num_prompts))
     if not prompts:
         raise UserError(
@@ -72,9 +72,10 @@ def load_prompts(
     return prompts
 
 
-def _prompts(
+def prompts_in(
     row: OwnTextTaskConfig, examples: Any, columns: Mapping[Any, str], tokenizer: Any
 ) -> Iterator[Prompt]:
+    """Yield the prompts of examples, in order; UserError as `load_prompts`."""
     for number, example in enumerate(examples):
         try:
             read = read_example(example, columns)

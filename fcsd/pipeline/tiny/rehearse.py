@@ -190,7 +190,12 @@ def _replaced(recipe: Recipe, folder: Path) -> dict[str, Any]:
 def _small_data(data: TrainingDataConfig, folder: Path, section: str) -> dict[str, Any]:
     def small(source: TextConfig, name: str) -> dict[str, Any]:
         path = str(_place(source.path, folder, f"{section}-{name}"))
-        return source.model_dump(mode="json") | {"path": path, "revision": None}
+        raw = source.model_dump(mode="json") | {"path": path, "revision": None}
+        if raw.get("written") is not None:
+            number = min(raw["written"]["max_new_tokens"], _MAX_LENGTH // 2)
+            # a server has another model
+            raw["written"] |= {"max_new_tokens": number, "server": None}
+        return raw
 
     sources = [small(source, str(index)) for index, source in enumerate(data.train)]
     changes = {"train": sources, "max_length": min(data.max_length, _MAX_LENGTH)}
