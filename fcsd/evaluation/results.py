@@ -238,7 +238,7 @@ def task_result(
     if row.kind == "code":
         result |= code_numbers(samples)
     elif row.kind == "own_text":
-        result["own_text"] = own_text_numbers(samples)
+        result["metrics"] = own_text_numbers(samples)
     else:
         result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
         if metrics := _metrics_beside(samples):

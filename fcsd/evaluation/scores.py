@@ -225,7 +225,7 @@ def _own_text(
             "delta": math.fsum(differences) / len(pairs),
             "delta_stderr": standard_error(differences),
         }
-    return {"own_text": figures}
+    return {"metrics": figures}
 
 
 def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:

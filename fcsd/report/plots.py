@@ -194,11 +194,11 @@ def plot_own_text(
     models: name -> the task's entry in its result.
     """
     figure, axis = plt.subplots(figsize=SIZE)
-    first = next(iter(models.values()))["own_text"]
+    first = next(iter(models.values()))["metrics"]
     lengths = [name for name in first if re.fullmatch(r"own_text_kl_[0-9]+", name)]
     ticks = [*(f"first {name.rpartition('_')[2]}" for name in lengths), "all"]
     for name, row in models.items():
-        points = [*(row["own_text"][length] for length in lengths), row]
+        points = [*(row["metrics"][length] for length in lengths), row]
         axis.errorbar(
             range(len(points)),
             [point["value"] for point in points],

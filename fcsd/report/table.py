@@ -136,7 +136,7 @@ def _written_tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             {
                 name: {
                     figure: mean["value"]
-                    for figure, mean in result["tasks"][task]["own_text"].items()
+                    for figure, mean in result["tasks"][task]["metrics"].items()
                 }
                 for name, result in results.items()
             },
@@ -152,7 +152,7 @@ def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
             task,
             {
                 name: {
-                    figure: row["own_text"][figure][side] for figure in row["own_text"]
+                    figure: row["metrics"][figure][side] for figure in row["metrics"]
                 }
                 for name, side in (("original", "original"), ("model", "converted"))
             },
@@ -302,7 +302,9 @@ def score_table(result: Mapping[str, Any]) -> str:
                     base,
                 ]
             )
-        for metric, other in row.get("metrics", {}).items():
+        # What a model writes has a table of its own.
+        others = {} if is_own_text(row) else row.get("metrics", {})
+        for metric, other in others.items():
             score = with_error(percent(other["value"]), other["stderr"])
             rows.append([task, metric, str(row["num_fewshot"]), items, score])
         for k, value in row.get("pass_at_k", {}).items():

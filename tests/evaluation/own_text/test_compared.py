@@ -87,11 +87,11 @@ def test_the_converted_models_diverge_by_as_much_as_is_rewired(place: Path) -> N
         assert rows["original"]["value"] == 0 < rows["last"]["value"]
         assert rows["last"]["value"] < rows["all"]["value"]
         assert all(row["higher_is_better"] is False for row in rows.values())
-    own = results["last"]["tasks"]["own_texts"]["own_text"]
+    own = results["last"]["tasks"]["own_texts"]["metrics"]
     assert {"own_text_kl_16", "forward_kl_16"} <= own.keys()
     assert "own_text_kl_64" not in own  # longer than its texts
     # The original's own nats are those that its own evaluation found.
-    of_original = results["original"]["tasks"]["own_texts"]["own_text"]["nats"]
+    of_original = results["original"]["tasks"]["own_texts"]["metrics"]["nats"]
     assert own["original_nats"] == of_original
 
 
@@ -128,7 +128,7 @@ def test_of_two_conversions_the_one_with_the_smaller_divergence_gains(
         b["forward_kl"] - a["forward_kl"]
         for a, b in zip(before["own_texts"], after["own_texts"], strict=True)
     ]
-    paired = row["own_text"]["forward_kl"]
+    paired = row["metrics"]["forward_kl"]
     assert paired["delta"] == pytest.approx(sum(differences) / 5)
     assert comparison["mean"] is None
     assert main(["compare", *reversed(folders), "--json"]) == 0

@@ -72,7 +72,7 @@ def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> No
     for task, row in expected.items():
         for result in (found, by_path):
             assert result["tasks"][task]["value"] == pytest.approx(row["value"])
-            assert result["tasks"][task]["own_text"] == row["own_text"]
+            assert result["tasks"][task]["metrics"] == row["metrics"]
     itself = fcsd.evaluate_model(original, original=original, **options)
     assert {row["value"] for row in itself["tasks"].values()} == {0.0}
     compared = fcsd.compare(itself, found)

@@ -146,7 +146,7 @@ def test_the_mean_of_samples_is_that_of_all_continuations_within_its_error(
         )  # fmt: skip
     assert exact["mass"] == pytest.approx(1, abs=BOUND)
     row = result["tasks"]["own"]
-    own = row["own_text"]
+    own = row["metrics"]
     assert len({tuple(sample["tokens"]) for sample in samples["own"]}) > 20
     for found, expected in (
         (row, exact["kl"]),
@@ -173,7 +173,7 @@ def test_the_original_diverges_from_itself_by_exactly_nothing(
             prompt = [WORDS.index(word) for word in sample["prompt"].split()]
             nats = figures(model, model, prompt, sample["tokens"])[2]
             assert sample["nats"] == pytest.approx(nats, abs=BOUND)
-    own = result["tasks"]["own"]["own_text"]
+    own = result["tasks"]["own"]["metrics"]
     assert result["tasks"]["own"]["value"] == own["forward_kl"]["value"] == 0
     assert own["nats_above"]["value"] == 0
     assert own["greedy_equal"]["value"] == 1
