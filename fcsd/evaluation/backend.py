@@ -107,11 +107,35 @@ class Backend(Protocol):
     """A model that answers questions, wherever it runs.
 
     at_limit, unasked: problems of the last code task with a completion that ended at
-    the token limit, or with thoughts that were not asked for.
+    the token limit, or with thoughts that were not asked for. config, tokenizer: of the
+    model.
     """
 
     at_limit: set[str]
     unasked: set[str]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def ends(self) -> list[int]:
+        """The tokens that end a sequence."""
+
+    @property
+    def thoughts(self) -> Thoughts:
+        """The marks of the model's thoughts."""
+
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        seeds: Sequence[int],
+        decoding: Decoding,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt, and perhaps others behind their end, in
+        the order of the prompts, on all ranks.
+        """
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for all questions; it leaves the model unchanged."""
@@ -142,6 +166,13 @@ class Served(Backend, Protocol):
     @property
     def facts(self) -> dict[str, Any]:
         """The engine and its configuration, which the answers depend on."""
+
+    def likeliest(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[list[dict[int, float]]]:
+        """Return the log-probabilities of the likeliest tokens at each token of the
+        texts after these prompts.
+        """
 
     def check(self, evaluation: Any) -> None:
         """Refuse a task of a `PreparedEvaluation` that the server cannot answer."""
@@ -304,6 +335,10 @@ class InMemoryBackend:
             task_id: [answer.text for answer in of_problem]
             for task_id, of_problem in completions.items()
         }
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
 
     @functools.cached_property
     def ends(self) -> list[int]:

@@ -54,6 +54,7 @@ TASK_FACTS = (
     "answers_with_thoughts",
     "thoughts_closed_by",
     "original",
+    "lower_bound",
 )
 """Facts about a task that its result has, where they are known."""
 Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
@@ -310,6 +311,9 @@ class PreparedEvaluation:
                     ) from error
                 if row.kind == "own_text":
                     facts[row.task] |= at_limit(samples[row.task])
+                    facts[row.task]["lower_bound"] = not isinstance(
+                        backend, InMemoryBackend
+                    )
                 elif row.kind != "likelihood":
                     source = backend if row.kind == "code" else backend.language_model
                     facts[row.task]["answers_at_limit"] = len(source.at_limit)
@@ -352,13 +356,15 @@ class PreparedEvaluation:
         self, backend: Backend, row: OwnTextTaskConfig
     ) -> list[dict[str, Any]]:
         assert self.original is not None
-        if not isinstance(backend, InMemoryBackend):
-            raise UserError(
-                f"task {row.task}: needs a model in memory; evaluate it without --server"
+
+        def in_memory(model: PreTrainedModel) -> InMemoryBackend:
+            size, shown = self.config.batch_size, self.progress
+            return InMemoryBackend(
+                model, self.tokenizer, size, self.ranks, progress=shown
             )
-        return own_text(
-            backend, row, self.prepared[row.task], self.original, self.facts[row.task]
-        )
+
+        facts, prompts = self.facts[row.task], self.prepared[row.task]
+        return own_text(backend, row, prompts, self.original, facts, in_memory)
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
         """Generate on all ranks, and score on the first, which has the scorer; one

@@ -6,7 +6,7 @@ client was killed continues with the next one. Temperature 0 is greedy; a sample
 drawn with a seed of its own, so neither the order of requests nor their concurrency
 changes it, but it is not the sample that transformers draws.
 
-Not covered: KL, which needs all logits; several ranks.
+Not covered: KL on given text, which needs all logits; several ranks.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from fcsd.evaluation.answers import Answer, Reader
 from fcsd.evaluation.backend import noted
 from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
+from fcsd.evaluation.config import CodeTaskConfig, OwnTextTaskConfig, TaskConfig
 from fcsd.evaluation.identity import check_identity
 from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
@@ -33,10 +33,16 @@ from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
 from fcsd.training.generation import (
     SAMPLING_SEED,
+    Decoding,
     Sampling,
     end_tokens,
     set_aside,
 )
+
+TOP = 20
+"""Log-probabilities at a token that vLLM gives unless it is started with more or fewer
+(`--max-logprobs`).
+"""
 
 
 class ServedBackend:
@@ -101,6 +107,9 @@ class ServedBackend:
 
     def _check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
         context = self.server.context
+        if row.kind == "own_text":
+            self._check_own_text(row, items)
+            return
         if row.kind != "code":
             if row.kind == "likelihood" and not self.server.prompt_logprobs:
                 raise self.server.error(
@@ -121,6 +130,25 @@ class ServedBackend:
                 f" {num_tokens} or more"
             )
 
+    def _check_own_text(self, row: OwnTextTaskConfig, items: Any) -> None:
+        for name, given in (
+            ("token_ids", self.server.token_ids),
+            ("prompt_logprobs", self.server.prompt_logprobs),
+        ):
+            if not given:
+                raise self.server.error(
+                    f"returns no {name}, which task {row.task} needs; vLLM returns them"
+                )
+        needed = row.max_new_tokens + max(len(item.tokens) for item in items)
+        context = self.server.context
+        # One more, because a request for log-probabilities also writes a token.
+        if context is not None and needed + 1 > context:
+            raise self.server.error(
+                f"accepts {context} tokens, but task {row.task} needs {needed + 1} for"
+                " a prompt and its text; start it with --max-model-len"
+                f" {needed + 1} or more"
+            )
+
     def begin(self, journal: Journal) -> None:
         """Start a task."""
         self._journal = journal
@@ -139,7 +167,7 @@ class ServedBackend:
         """Generate the completions; the n-th sample of all has the n-th seed."""
         tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
         sampling = Sampling(row.temperature, row.top_p) if row.temperature else None
-        reading = readers(Thoughts(self.tokenizer), row, tokens, self.ends)
+        reading = readers(self.thoughts, row, tokens, self.ends)
         # A seed follows the sample's number, so the order of requests does not matter.
         samples = [
             index for index in range(len(tokens)) for _ in range(row.num_samples)
@@ -157,6 +185,57 @@ class ServedBackend:
             task_id: [answer.text for answer in of_problem]
             for task_id, of_problem in completions.items()
         }
+
+    @functools.cached_property
+    def thoughts(self) -> Thoughts:
+        """The marks of the model's thoughts."""
+        return Thoughts(self.tokenizer)
+
+    def continued(
+        self,
+        prompts: Sequence[Sequence[int]],
+        reading: Sequence[Reader],
+        seeds: Sequence[int],
+        decoding: Decoding,
+    ) -> list[list[int]]:
+        """Return the new tokens of each prompt, special ones and what follows an end
+        included.
+        """
+        bodies: list[Body] = [
+            {
+                "prompt": list(prompt),
+                "max_tokens": reader.limit,
+                "stop_token_ids": self.ends,
+                "skip_special_tokens": False,
+                **self.sampled(decoding.sampling, seed),
+            }
+            for prompt, reader, seed in zip(prompts, reading, seeds, strict=True)
+        ]
+        texts = []
+        for answer in self.ask("generation", bodies):
+            if not isinstance(answer, list):
+                ended = [] if answer["at_limit"] else self.ends[:1]
+                tokens = self.tokenizer(answer["text"], add_special_tokens=False)
+                answer = [*tokens["input_ids"], *ended]
+            texts.append(answer)
+        return texts
+
+    def likeliest(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]
+    ) -> list[list[dict[int, float]]]:
+        """Return the log-probabilities of the `TOP` likeliest tokens at each token of
+        the texts after these prompts.
+        """
+        bodies = [
+            {"prompt": [*prompt, *text], "answer_tokens": len(text), "top": TOP}
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        rows = self.ask("likeliest", bodies)
+        # JSON has no other keys than texts.
+        return [
+            [{int(token): p for token, p in place.items()} for place in row]
+            for row in rows
+        ]
 
     def generate(
         self,
@@ -191,31 +270,6 @@ class ServedBackend:
             else reader.text(answer["text"], answer["at_limit"])
             for reader, answer in zip(reading, answers, strict=True)
         ]
-
-    def continued(
-        self, prompts: Sequence[Sequence[int]], limit: int, settings: Sequence[Body]
-    ) -> list[list[int]]:
-        """Return the new tokens of prompts, special ones and what follows an end
-        included; settings: fields of each request.
-        """
-        bodies: list[Body] = [
-            {
-                "prompt": list(prompt),
-                "max_tokens": limit,
-                "stop_token_ids": self.ends,
-                "skip_special_tokens": False,
-                **of_request,
-            }
-            for prompt, of_request in zip(prompts, settings, strict=True)
-        ]
-        texts = []
-        for answer in self.ask("generation", bodies):
-            if not isinstance(answer, list):
-                ended = [] if answer["at_limit"] else self.ends[:1]
-                tokens = self.tokenizer(answer["text"], add_special_tokens=False)
-                answer = [*tokens["input_ids"], *ended]
-            texts.append(answer)
-        return texts
 
     @staticmethod
     def sampled(sampling: Sampling | None, seed: int, penalty: float = 1.0) -> Body:
@@ -266,13 +320,18 @@ class ServedBackend:
         task's) has no answer to are sent.
 
         The answer to a "likelihood" is [log-probabilities, ranks] of the last
-        `answer_tokens` of the prompt; that to a "generation" is its token ids, or where
+        `answer_tokens` of the prompt; that to "likeliest" has token -> log-probability
+        at each of them; that to a "generation" is its token ids, or where
         the server gives no ids {"text": …, "at_limit": …}.
         """
         journal = self._journal if journal is None else journal
         answers = [journal.get(body) for body in bodies]
         missing = [number for number, answer in enumerate(answers) if answer is None]
-        read = self._read_likelihood if kind == "likelihood" else self._read_generation
+        read = {
+            "likelihood": self._read_likelihood,
+            "likeliest": self._read_likeliest,
+            "generation": self._read_generation,
+        }[kind]
         # Answers in the journal are not requested again.
         requests = [self._request(kind, bodies[number]) for number in missing]
         with progress_bar(
@@ -299,12 +358,12 @@ class ServedBackend:
         """Return the body of the request. A server that returns tokens is told to
         ignore its end tokens, and answers are cut here.
         """
-        if kind == "likelihood":
+        if kind in ("likelihood", "likeliest"):
             return {
                 "prompt": body["prompt"],
                 "max_tokens": 1,
                 "temperature": 0.0,
-                "prompt_logprobs": 0,
+                "prompt_logprobs": body.get("top", 0),
             }
         if self.server.token_ids:
             return {**body, "ignore_eos": True, "return_token_ids": True}
@@ -313,18 +372,13 @@ class ServedBackend:
     def _read_likelihood(
         self, body: Body, answer: Body
     ) -> tuple[list[float], list[int]]:
-        entries = answer["choices"][0]["prompt_logprobs"]
-        count = body["answer_tokens"]
-        if len(entries) != len(body["prompt"]):
-            raise ValueError(
-                f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens"
-            )
-        # The first token has no log-probability. An entry names the prompt's token, and
-        # perhaps likelier ones beside it.
+        # An entry names the prompt's token, and perhaps likelier ones beside it.
         tokens = [
             entry[str(token)]
             for entry, token in zip(
-                entries[-count:], body["prompt"][-count:], strict=True
+                self._prompt_entries(body, answer),
+                body["prompt"][-body["answer_tokens"] :],
+                strict=True,
             )
         ]
         logprobs = [float(token_entry["logprob"]) for token_entry in tokens]
@@ -334,6 +388,27 @@ class ServedBackend:
                 " overflows in its precision; serve it in bfloat16 or float32"
             )
         return logprobs, [int(token_entry["rank"]) for token_entry in tokens]
+
+    def _prompt_entries(self, body: Body, answer: Body) -> list[Any]:
+        entries = answer["choices"][0]["prompt_logprobs"]
+        if len(entries) != len(body["prompt"]):
+            raise ValueError(
+                f"{len(entries)} prompt_logprobs for {len(body['prompt'])} tokens"
+            )
+        # The first token of a prompt has no log-probability.
+        return list(entries[-body["answer_tokens"] :])
+
+    def _read_likeliest(self, body: Body, answer: Body) -> list[dict[str, float]]:
+        places = []
+        for entry in self._prompt_entries(body, answer):
+            place = {token: float(values["logprob"]) for token, values in entry.items()}
+            if len(place) < body["top"]:
+                raise ValueError(
+                    f"{len(place)} log-probabilities of {body['top']} likeliest tokens"
+                )
+            # Those of zero probability add nothing to a divergence.
+            places.append({t: p for t, p in place.items() if math.isfinite(p)})
+        return places
 
     def _read_generation(self, body: Body, answer: Body) -> list[int] | Body:
         (choice,) = answer["choices"]

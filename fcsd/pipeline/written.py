@@ -27,13 +27,12 @@ from fcsd.data.sources import columns_of, open_source
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig
 from fcsd.evaluation.models import EvaluatedFolder
-from fcsd.evaluation.own_text.measure import Written, cut, seed_of, write
+from fcsd.evaluation.own_text.measure import Written, write
 from fcsd.evaluation.own_text.prompts import Prompt, prompts_in
 from fcsd.evaluation.stage import check_server
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.context import Run
-from fcsd.training.generation import Sampling
 
 FILE = "text.jsonl"
 MAY_CHANGE = ("written.batch_size", "written.server")
@@ -180,14 +179,7 @@ def _writer(
         served.identify(lambda: original.load(launch))
 
         def behind_server(prompts: Sequence[Prompt], first: int) -> list[Written]:
-            sampling = Sampling(row.temperature) if row.temperature else None
-            requests = [
-                served.sampled(sampling, seed_of(row, first + number))
-                for number in range(len(prompts))
-            ]
-            tokens = [prompt.tokens for prompt in prompts]
-            texts = served.continued(tokens, row.max_new_tokens, requests)
-            return [cut(text, served.ends) for text in texts]
+            return write(served, row, prompts, row.temperature, first=first)
 
         return behind_server
     backend = InMemoryBackend(

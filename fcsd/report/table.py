@@ -91,6 +91,11 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
         None if is_own_text(row) else row.get("answers_at_limit"),
         row.get("answers_with_thoughts"),
     )
+    if row.get("lower_bound"):
+        notes.append(
+            f"{name}: a lower bound, because the server tells only the probabilities of"
+            " the likeliest tokens."
+        )
     if text := row.get("thoughts_closed_by"):
         notes.append(
             f"{name}: the model thinks unasked; fcsd added {text!r} to its prompts, so"
@@ -118,10 +123,11 @@ def _own_text_table(task: str, models: Mapping[str, Mapping[str, Any]]) -> str:
     """Format what models write beside their divergence, one row each; models: name ->
     figure -> mean.
     """
-    shown = [name for name in _OWN_TEXT if name in next(iter(models.values()))]
+    given = {name for figures in models.values() for name in figures}
+    shown = [name for name in _OWN_TEXT if name in given]
     header = [task, *(_OWN_TEXT[name][0] for name in shown)]
     rows = [
-        [model, *(_OWN_TEXT[name][1].value(figures[name]) for name in shown)]
+        [model, *(_OWN_TEXT[name][1].value(figures.get(name)) for name in shown)]
         for model, figures in models.items()
     ]
     return markdown(header, rows)

@@ -9,23 +9,26 @@ temperature of the samples, from one pass over prompt and text without padding. 
 token is a token like others. A task's figures are means over prompts, of which each
 counts the same, however long its text.
 
-Not covered: samples that a server writes.
+Of a model behind a server only the log-probabilities of the likeliest tokens are known:
+its own_text_kl is that of these tokens and of all others together, a lower bound, and
+it has no forward_kl.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.data.batches import NO_LOSS, Batch, next_token_targets
+from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
 from fcsd.evaluation.answers import Reader
-from fcsd.evaluation.backend import InMemoryBackend
+from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
 from fcsd.evaluation.own_text.text import (
@@ -42,7 +45,7 @@ from fcsd.parallel.ranks import input_device
 from fcsd.parallel.shard import whole_head
 from fcsd.training.generation import OVERFLOW, Decoding, Sampling
 from fcsd.training.losses.fused import Head, fused_linear_loss
-from fcsd.training.losses.head import batch_hidden
+from fcsd.training.losses.head import batch_hidden, head_logits
 from fcsd.training.losses.kl import evaluating, read_rows
 from fcsd.training.losses.objectives import (
     CrossEntropyObjectiveConfig,
@@ -52,6 +55,9 @@ from fcsd.training.losses.objectives import (
 Sample = dict[str, Any]
 # A sample has the seed of its prompt's number; those of two seeds of a row never meet.
 _SEEDS = 1_000_000
+# What the log-probabilities of a server, in float32, leave of a sum of 1.
+_ROUNDING = 1e-6
+InMemory = Callable[[PreTrainedModel], InMemoryBackend]
 
 
 @dataclass
@@ -81,40 +87,49 @@ class Written(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """The divergences at each token of a text, and its mean nats under the original."""
+    """The divergences at each token of a text, and its mean nats under the original.
+
+    forward_kl: None where it is not known.
+    """
 
     own_text_kl: list[float]
-    forward_kl: list[float]
+    forward_kl: list[float] | None
     nats: float
 
 
 def own_text(
-    backend: InMemoryBackend,
+    backend: Backend,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
     original: Original,
     facts: Mapping[str, Any],
+    in_memory: InMemory,
 ) -> list[Sample]:
     """Return a sample of each prompt; all ranks call this and get the same.
 
-    facts: about the task, kept with the original's samples.
+    facts: about the task, kept with the original's samples. in_memory: makes the
+    backend of the original.
     """
     sampled = write(backend, row, prompts, row.temperature)
     greedy = sampled
     if row.temperature:
         greedy = write(backend, row, prompts, 0.0)
-    own = _Read(backend, prompts, sampled)
-    originals = None
+    originals, own = None, _read(backend, prompts, sampled)
+    if original.itself and isinstance(backend, InMemoryBackend):
+        there: AbstractContextManager[Any] = contextlib.nullcontext(backend.model)
+    else:
+        there = original.loaded()
+    with there as model, preserved(model):
+        figures = own.under(model)
+        if not original.itself:
+            of_original = in_memory(model)
+            originals = _samples_of(original, of_original, row, prompts, facts)
     if original.itself:
         # The divergence of a model from itself is 0, without the rounding of a pass.
         figures = [
             Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
-            for text, of_text in zip(sampled, own.under(backend.model), strict=True)
+            for text, of_text in zip(sampled, figures, strict=True)
         ]
-    else:
-        with original.loaded() as model, preserved(model):
-            figures = own.under(model)
-            originals = _samples_of(original, model, backend, row, prompts, facts)
     samples = [
         _sample(backend, row, prompt, (text, greedy_text), of_text)
         for prompt, text, greedy_text, of_text in zip(
@@ -139,8 +154,7 @@ def _key(row: OwnTextTaskConfig, prompts: Sequence[Prompt]) -> str:
 
 def _samples_of(
     original: Original,
-    model: PreTrainedModel,
-    backend: InMemoryBackend,
+    of_original: InMemoryBackend,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
     facts: Mapping[str, Any],
@@ -149,16 +163,15 @@ def _samples_of(
     key = _key(row, prompts)
     if key in original.known:
         return original.known[key]
-    store, ranks = original.store, backend.ranks
+    store, ranks = original.store, of_original.ranks
     kept = ranks.from_first(lambda: store.get(row) if store is not None else None)
     if kept is not None:
         return original.known.setdefault(key, kept[0])
-    of_original = InMemoryBackend(
-        model, backend.tokenizer, backend.batch.given, ranks, progress=backend.progress
-    )
     with of_original.asking():
         itself = replace(original, itself=True)
-        samples = own_text(of_original, row, prompts, itself, facts)
+        samples = own_text(
+            of_original, row, prompts, itself, facts, lambda model: of_original
+        )
     if store is not None and ranks.first:
         store.put(row, samples, {**facts, **at_limit(samples)})
     return samples
@@ -170,7 +183,7 @@ def at_limit(samples: Sequence[Sample]) -> dict[str, int]:
 
 
 def write(
-    backend: InMemoryBackend,
+    backend: Backend,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
     temperature: float,
@@ -180,11 +193,11 @@ def write(
     """Continue the prompts, the n-th of all with the n-th seed. first: the number of
     the first one.
     """
-    _check_positions(row, prompts, backend.model.config)
+    _check_positions(row, prompts, backend.config)
     ends, sampling = backend.ends, None
     if temperature:
         # Padding rows of the head are no tokens.
-        size = unpadded_vocab_size(backend.model.config)
+        size = unpadded_vocab_size(backend.config)
         sampling = Sampling(temperature, vocab_size=size)
     reader = Reader(
         backend.thoughts, "", (), row.max_new_tokens, ends, chats=False, thinking=False
@@ -195,7 +208,7 @@ def write(
         [seed_of(row, first + number) for number in range(len(prompts))],
         Decoding(sampling),
     )
-    return [cut(tokens[: row.max_new_tokens], ends) for tokens in texts]
+    return [cut(tokens, ends) for tokens in texts]
 
 
 def seed_of(row: OwnTextTaskConfig, number: int) -> int:
@@ -222,6 +235,14 @@ def _check_positions(
             f" {row.max_new_tokens} do not fit the model's {positions} positions;"
             " lower max_new_tokens"
         )
+
+
+def _read(
+    backend: Backend, prompts: Sequence[Prompt], texts: Sequence[Written]
+) -> "_Read | _Served":
+    if isinstance(backend, InMemoryBackend):
+        return _Read(backend, prompts, texts)
+    return _Served(cast(Served, backend), prompts, texts)
 
 
 class _Read:
@@ -306,6 +327,60 @@ class _Read:
         )
 
 
+class _Served:
+    """What a server tells of a model at its own tokens: the log-probabilities of the
+    likeliest.
+    """
+
+    def __init__(
+        self, backend: Served, prompts: Sequence[Prompt], texts: Sequence[Written]
+    ):
+        self.rows = [
+            _row(prompt.tokens, text.tokens)
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        self.places = backend.likeliest(
+            [prompt.tokens for prompt in prompts], [text.tokens for text in texts]
+        )
+
+    @torch.no_grad()
+    def under(self, original: PreTrainedModel) -> list[Figures]:
+        """Return the figures of each text under the original."""
+        device, size = input_device(original), unpadded_vocab_size(original.config)
+        figures = []
+        with evaluating(original):
+            for row, places in zip(self.rows, self.places, strict=True):
+                batch = {
+                    name: value.to(device) for name, value in Collator()([row]).items()
+                }
+                hidden = batch_hidden(original, batch)
+                _, targets = next_token_targets(batch["labels"], batch["position_ids"])
+                divergences, nats = [], 0.0
+                for place, state, target in zip(places, hidden, targets, strict=True):
+                    logits = head_logits(original, state)[:size]
+                    logprobs = logits.double().log_softmax(-1)
+                    nats -= float(logprobs[target])
+                    divergences.append(_of_likeliest(place, logprobs))
+                figures.append(Figures(divergences, None, nats / len(places)))
+        return figures
+
+
+def _of_likeliest(own: Mapping[int, float], logprobs: Tensor) -> float:
+    """Return KL(model || original) of some tokens and of all others together, a lower
+    bound of the whole.
+
+    own: token -> log-probability of the model. logprobs: (V,) of the original.
+    """
+    others = logprobs[torch.tensor(list(own), device=logprobs.device)].tolist()
+    pairs = list(zip(own.values(), others, strict=True))
+    kl = math.fsum(math.exp(a) * (a - b) for a, b in pairs)
+    rest, other_rest = (
+        max(1 - math.fsum(math.exp(pair[side]) for pair in pairs), _ROUNDING)
+        for side in (0, 1)
+    )
+    return kl + rest * math.log(rest / other_rest)
+
+
 def _row(prompt: Sequence[int], text: Sequence[int]) -> dict[str, Any]:
     ids = [*prompt, *text]
     return {
@@ -320,7 +395,7 @@ def _head(hidden: Tensor, head: nn.Linear, config: Any) -> Head:
 
 
 def _sample(
-    backend: InMemoryBackend,
+    backend: Backend,
     row: OwnTextTaskConfig,
     prompt: Prompt,
     texts: tuple[Written, Written],
@@ -335,6 +410,10 @@ def _sample(
     def shown(text: Written) -> str:
         return backend.thoughts.decode(text.tokens)
 
+    known = {"own_text_kl": figures.own_text_kl}
+    if figures.forward_kl is not None:
+        known["forward_kl"] = figures.forward_kl
+    beside = {name: mean(known[name]) for name in known if name != "own_text_kl"}
     return {
         "doc_id": prompt.doc_id,
         "doc_hash": text_hash(prompt.source),
@@ -346,12 +425,9 @@ def _sample(
         "tokens": sampled.tokens,
         "greedy_tokens": greedy.tokens,
         "ended": sampled.ended,
-        "forward_kl": mean(figures.forward_kl),
+        **beside,
         "by_length": {
-            str(length): {
-                "own_text_kl": mean(figures.own_text_kl, length),
-                "forward_kl": mean(figures.forward_kl, length),
-            }
+            str(length): {name: mean(known[name], length) for name in known}
             for length in lengths_up_to(row.max_new_tokens)
         },
         "nats": figures.nats,

@@ -45,7 +45,8 @@ def figures_of(sample: Mapping[str, Any]) -> dict[str, float]:
             for length, values in sample["by_length"].items()
             for name, value in values.items()
         },
-        **{name: float(sample[name]) for name in kept},
+        # A server gives some of them only.
+        **{name: float(sample[name]) for name in kept if name in sample},
         "nats_above": sample["nats"] - sample["original_nats"],
         "num_tokens": float(len(sample["tokens"])),
         "greedy_equal_tokens": float(sample["greedy_equal"]),
