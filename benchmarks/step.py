@@ -22,13 +22,17 @@ the matmuls of an SFT step is printed; in Qwen3-30B-A3B it is a tenth.
     --lengths mixed   lengths are log-normal (sigma 0.9), an eighth of a row in the mean. fcsd packs them into rows, its
                       default; GKDTrainer cannot pack
 
+    --own-text        the student writes everything behind the prompts itself: `kl` with own_text 1, `gkd` with lmbda 1,
+                      at temperature 1, without a token that would end a text; equal lengths only. Both cut the batch
+                      into --micro-batches; GKDTrainer writes in each of them, fcsd once for all
+
 A quarter of every example is its prompt and carries no loss. Each variant is a separate
 process; all of them stay alive and take turns, in an order that changes every round. A
 ratio is the median over rounds of (time here / time of sft in the same round); seconds
 are those of the fastest round; tokens are those of the examples, without padding. On a
 CPU, time is processor time of one thread, and memory is the peak of resident memory
 over that before the models were made. The losses of `kl` and `gkd` at every step are
-compared before anything is printed.
+compared before anything is printed; those of own text are of other samples.
 """
 
 import argparse
@@ -74,6 +78,10 @@ def example_lengths(options: argparse.Namespace, lengths: str) -> list[int]:
     return [clipped[k * 5 % count] for k in range(count)] if count % 5 else clipped
 
 
+def prompt_tokens(length: int) -> int:
+    return max(1, length // 4)
+
+
 def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]:
     """Return {"input_ids", "loss_mask"} of each example, as `fcsd.data.rows.pack` takes
     them.
@@ -84,7 +92,7 @@ def examples(options: argparse.Namespace, lengths: str) -> list[dict[str, list]]
     made = []
     for length in example_lengths(options, lengths):
         ids = torch.randint(6, options.vocab, (length,), generator=generator).tolist()
-        prompt = max(1, length // 4)
+        prompt = prompt_tokens(length)
         made.append(
             {
                 "input_ids": ids,
@@ -208,24 +216,28 @@ def train_with_fcsd(
 
     from fcsd.parallel.join import join_launch
 
+    tokenizer = tiny_tokenizer(512)
+    if options.own_text:
+        tokenizer.eos_token = None
     run = product.TrainingRun(
         launch=join_launch(),
         folder=Path(folder),
         description=variant,
         student=student,
         teacher=teacher,
-        tokenizer=tiny_tokenizer(512),
+        tokenizer=tokenizer,
         rows=Repeated(rows, num_steps),
         data=product.RowsConfig(max_length=options.length),
         objective=(
-            KLObjectiveConfig()
+            KLObjectiveConfig(own_text=1.0 if options.own_text else None)
             if has_teacher
             else CrossEntropyObjectiveConfig(name="sft")
         ),
         train=TrainConfig(
             max_steps=num_steps,
             batch_size_tokens=len(rows) * options.length,
-            per_device_train_batch_size=len(rows),
+            per_device_train_batch_size=len(rows)
+            // (options.micro_batches if options.own_text else 1),
             learning_rate=LEARNING_RATE,
             warmup_steps=0,
             lr_scheduler_type="constant_with_warmup",
@@ -281,11 +293,16 @@ def train_with_gkd(
 
     from fcsd.pipeline.tiny.models import tiny_tokenizer
 
+    tokenizer = tiny_tokenizer(512)
+    if options.own_text:
+        tokenizer.eos_token = None
     if variant == "gkd sorted":
         batch = sorted(batch, key=lambda example: len(example["input_ids"]))
     # A single micro-batch of padded examples of mixed lengths would be several times as
     # large as the packed rows.
-    micro_batches = 1 if len(batch) == options.rows else options.micro_batches
+    micro_batches = options.micro_batches
+    if len(batch) == options.rows and not options.own_text:
+        micro_batches = 1
     records = [
         {
             "prompt": "p",  # its length comes from the mask
@@ -317,7 +334,8 @@ def train_with_gkd(
         remove_unused_columns=False,
         disable_tqdm=True,
         max_length=options.length,
-        lmbda=0.0,
+        lmbda=1.0 if options.own_text else 0.0,
+        max_new_tokens=options.length - prompt_tokens(options.length),
         beta=0.0,
         seq_kd=False,
         temperature=1.0,
@@ -329,7 +347,7 @@ def train_with_gkd(
         teacher_model=teacher.eval().requires_grad_(False),
         args=arguments,
         train_dataset=datasets.Dataset.from_list(records * num_steps),
-        processing_class=tiny_tokenizer(512),
+        processing_class=tokenizer,
     )
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(watcher)
@@ -418,6 +436,8 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
     names = list(VARIANTS)
     if lengths == "equal":
         names.remove("gkd sorted")  # there is nothing to sort
+    if options.own_text:
+        names.remove("kl cached")  # it knows no text that the student writes
     if importlib.util.find_spec("trl") is None:
         names = [name for name in names if not name.startswith("gkd")]
     # Only the last --lengths counts.
@@ -447,7 +467,9 @@ def run(options: argparse.Namespace, lengths: str) -> dict[str, Any]:
         "load": loads,
         "results": results,
         "ratios": ratios(results),
-        "largest_loss_difference": largest_difference(results),
+        "largest_loss_difference": (
+            {} if options.own_text else largest_difference(results)
+        ),
     }
 
 
@@ -456,8 +478,9 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
     rounds.
     """
     figures = {
-        "kl / sft": results["kl"]["time_ratio"],
-        "kl cached / sft": results["kl cached"]["time_ratio"],
+        f"{name} / sft": results[name]["time_ratio"]
+        for name in ("kl", "kl cached")
+        if name in results
     }
     for name, result in results.items():
         if name.startswith("gkd"):
@@ -511,13 +534,18 @@ def table(report: dict[str, Any], part: dict[str, Any]) -> str:
             f" {r['tokens_per_second']:9.0f} {r['peak_bytes'] / 2**20:9.0f}"
         )
     lines.append("")
+    own = s["own_text"]
     for name, value in part["ratios"].items():
-        lines.append(f"{name:28} {value:.2f}{verdict(name, value)}")
-    differences = part["largest_loss_difference"]
-    lines.append(
-        "losses at every step against kl: "
-        + ", ".join(f"{name} within {value:.1e}" for name, value in differences.items())
-    )
+        # An SFT step writes nothing.
+        note = "" if own and name == "kl / sft" else verdict(name, value)
+        lines.append(f"{name:28} {value:.2f}{note}")
+    if differences := part["largest_loss_difference"]:
+        lines.append(
+            "losses at every step against kl: "
+            + ", ".join(
+                f"{name} within {value:.1e}" for name, value in differences.items()
+            )
+        )
     return "\n".join(lines)
 
 
@@ -538,10 +566,14 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--vocab", type=int, default=6144)
     made.add_argument(
-        "--micro-batches", type=int, default=4, help="of gkd, with mixed lengths"
+        "--micro-batches",
+        type=int,
+        default=4,
+        help="of gkd with mixed lengths, of all with --own-text",
     )
     made.add_argument("--dtype", choices=LARGEST_DIFFERENCE, default="float32")
     made.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    made.add_argument("--own-text", action="store_true", help="see above")
     made.add_argument(
         "--rounds", type=int, default=5, help="timed rounds, after one that is not"
     )
@@ -556,6 +588,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.worker:
         worker(options)
         return 0
+    if options.own_text:
+        options.lengths = ["equal"]
+        if options.rows % options.micro_batches:
+            parser().error("--own-text: --rows must be a multiple of --micro-batches")
     share = head_share(make_model(options, rewired=False))
     settings = {
         k: v
@@ -573,7 +609,7 @@ def main(arguments: list[str] | None = None) -> int:
         report["parts"].append(part)
         print("\n" + table(report, part), flush=True)
         wrong |= (
-            max(part["largest_loss_difference"].values())
+            max(part["largest_loss_difference"].values(), default=0.0)
             > LARGEST_DIFFERENCE[options.dtype]
         )
     if importlib.util.find_spec("trl") is None:

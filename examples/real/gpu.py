@@ -5,7 +5,7 @@ gpu.yaml, several at once, each with its KL on four kinds of text and its benchm
 
     runs/gpu/models      what prepare.py makes
     runs/gpu/moe         the MoE after moe.yaml: the original of all trainings
-    runs/gpu/own.jsonl   text that the dense model writes (own_text.py)
+    runs/gpu/own.jsonl   text that the dense model writes (own.yaml)
     runs/gpu/results     one file per training, and its benchmarks
 
 One network of this size cannot fill a GPU: a step waits for the CPU that starts its
@@ -35,7 +35,7 @@ from typing import Any
 from prepare import source_arguments
 
 from fcsd.base.errors import one_line
-from fcsd.base.files import read_json, write_json
+from fcsd.base.files import read_json, write_json, write_text
 from fcsd.base.text import progress_bar
 
 HERE = Path(__file__).parent
@@ -149,13 +149,11 @@ def prepare(state: Path, options: argparse.Namespace) -> None:
     layers = ["--layers", "2", "--tokens", "2048"] if options.small else []
     python = [sys.executable]
     call(state, "prepare", *python, HERE / "prepare.py", models, "--model", options.model, *data, *layers)  # fmt: skip
-    writing = []
-    for name, rows, seed in (("own", 8192, 0), ("own-heldout", KL_TEXTS, 1)):
-        if not (state / f"{name}.jsonl").is_file():
-            words = [models / "dense", state / f"{name}.jsonl", "--seed", seed]
-            small = ["--rows", 4, "--tokens", 100]
-            words += small if options.small else ["--rows", rows, "--batch-size", 2048]
-            writing.append(start(state, name, *python, HERE / "own_text.py", *words))
+    writing = {
+        name: start(state, name, *python, "-m", "fcsd", *own_text(state, name, options))
+        for name in ("own", "own-heldout")
+        if not (state / f"{name}.jsonl").is_file()
+    }
     if not (state / "moe").is_dir():
         settings = {
             "output_dir": state / "heal",
@@ -184,9 +182,38 @@ def prepare(state: Path, options: argparse.Namespace) -> None:
         fcsd = [*python, "-m", "fcsd"]
         call(state, "heal", *fcsd, "distill", HERE / "moe.yaml", *words)
         call(state, "unconvert", *fcsd, "unconvert", state / "heal/distill/model", state / "moe")  # fmt: skip
-    for process in writing:
+    for name, process in writing.items():
         if process.wait():
-            sys.exit(f"own_text.py failed: {state}/logs")
+            sys.exit(f"writing {name} failed: {state}/logs/{name}")
+        files = sorted((state / "run" / name / "written").glob("*/text.jsonl"))
+        write_text(
+            state / f"{name}.jsonl", "".join(file.read_text("utf-8") for file in files)
+        )
+
+
+def own_text(state: Path, name: str, options: argparse.Namespace) -> list[str]:
+    """Return the command with which the dense model writes the text of own.yaml, or
+    answers the held-out conversations.
+    """
+    data, heldout = state / "models/data", name == "own-heldout"
+    settings: dict[str, Any] = {
+        "output_dir": state / "run" / name,
+        "model.path": state / "models/dense",
+        "model.dtype": "bfloat16" if torch_has_gpu() else "float32",
+        "seed": int(heldout),
+    }
+    if heldout:
+        source = {"path": str(data / "heldout.jsonl"), "max_examples": KL_TEXTS}
+        written = {"max_new_tokens": 192, "batch_size": 256}
+        settings["data.train"] = [source | {"written": written}]
+    else:
+        settings["data.train.0.path"] = data / "train.jsonl"
+        settings["data.train.1.path"] = data / "text.jsonl"
+    for index in range(1 if heldout else 2) if options.small else ():
+        settings[f"data.train.{index}.max_examples"] = 4
+        settings[f"data.train.{index}.written.max_new_tokens"] = 64
+    words = [f"--set={key}={json_text(value)}" for key, value in settings.items()]
+    return ["run", str(HERE / "own.yaml"), "--only", "write", *words]
 
 
 def start(state: Path, name: str, *words: Any) -> subprocess.Popen[bytes]:

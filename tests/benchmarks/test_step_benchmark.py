@@ -71,6 +71,36 @@ def test_all_distillations_have_the_same_losses_after_the_same_updates(
         )
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
+def test_with_own_text_both_trainers_learn_from_as_many_own_tokens(
+    benchmark, tmp_path, monkeypatch
+):
+    options = benchmark.parser().parse_args(
+        [*SMALL, "--rows", "4", "--micro-batches", "2", "--own-text"]
+    )
+    own = 4 * (64 - benchmark.prompt_tokens(64))
+    watcher, found = Losses(), []
+    watcher.on_log = lambda *_, logs=None, **__: found.append(logs)
+    benchmark.train_variant("kl", options, "equal", str(tmp_path), 1, watcher)
+    (entry,) = [entry for entry in found if "own_rows" in entry]
+    assert entry["own_rows"] == entry["own_cut"] == 4
+    assert entry["own_rows"] * entry["own_mean_tokens"] == own
+    if importlib.util.find_spec("trl") is None:
+        return
+    from trl.experimental.gkd import GKDTrainer
+
+    kept, compute = [], GKDTrainer.compute_loss
+
+    def noted(self, model, inputs, *args, **others):
+        kept.append(int((inputs["labels"] != benchmark.NO_LOSS).sum()))
+        return compute(self, model, inputs, *args, **others)
+
+    monkeypatch.setattr(GKDTrainer, "compute_loss", noted)
+    benchmark.train_variant("gkd", options, "equal", str(tmp_path), 1, Losses())
+    assert kept == [own // 2, own // 2]
+
+
 def test_the_mixed_batch_fills_its_rows_and_the_equal_one_needs_no_padding(benchmark):
     options = benchmark.parser().parse_args([])
     for lengths, fewest in (("equal", 1.0), ("mixed", 0.9)):
