@@ -25,6 +25,7 @@ from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
+from fcsd.evaluation.floor import floor_of
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.suites import dataset_location, fetched_revision
@@ -223,6 +224,7 @@ def task_result(
     result: dict[str, Any] = {
         "metric": row.metric,
         **mean_of([sample["score"] for sample in samples]),
+        "floor": floor_of(row.model_dump(), samples),
         "num_items": len(samples),
         "num_items_total": num_items_total,
         "num_fewshot": row.num_fewshot,

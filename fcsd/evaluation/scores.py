@@ -22,6 +22,7 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
+from fcsd.evaluation.floor import at_floor, floor_of
 from fcsd.evaluation.members import Sample, by_member
 from fcsd.evaluation.own_text.text import figures_of
 
@@ -153,7 +154,8 @@ def compare(
     compare, if the results have more. A task is "lost" or "gained" where its p after
     Holm's correction for the number of tasks is below 0.05 and the mean changed in the
     same direction as most changed items; the mean over tasks where its interval
-    does not hold 0, of one task as that task. Own text is a "distance" where the
+    does not hold 0, of one task as that task. A task without such a difference is "at
+    the floor" if a model is there (`fcsd.evaluation.floor`). Own text is a "distance" where the
     original's is 0, which chance cannot make.
 
     Raises:
@@ -179,6 +181,7 @@ def compare(
         } | _paired(pairs, higher_is_better=row["kind"] != "own_text")
         if row["kind"] == "own_text":
             tasks[task] |= _own_text(original_samples, converted_samples)
+        tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
         # Answers that were cut, or have thoughts, may explain a lower score.
         for side, result in (
             ("original", original_result),
@@ -207,7 +210,34 @@ def compare(
         "mean": _mean(
             {task: row for task, row in tasks.items() if row["headline"]}, scores
         ),
+        "kinds": {
+            kind: _mean(
+                {task: row for task, row in of_kind.items() if row["headline"]}, scores
+            )
+            for kind, of_kind in by_kind(tasks).items()
+        },
     }
+
+
+def by_kind(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Sort tasks by what their scores have seen: "likelihood" of given answers, or
+    "generation", what the model writes (answers, programs, own text).
+    """
+    kinds: dict[str, dict[str, Any]] = {}
+    for task, row in tasks.items():
+        kind = "likelihood" if row["kind"] == "likelihood" else "generation"
+        kinds.setdefault(kind, {})[task] = row
+    return kinds
+
+
+def _floor(row: Mapping[str, Any], floor: float | None) -> dict[str, Any]:
+    """Return a task's floor, and which of the two models are at it."""
+    sides = [
+        side
+        for side in ("original", "converted")
+        if at_floor(row[side], row[f"{side}_stderr"], floor)
+    ]
+    return {"floor": floor, "at_floor": sides}
 
 
 def _own_text(
@@ -246,7 +276,8 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
         direction = row["gained"] - row["lost"]
         better = -row["delta"] if row["kind"] == "own_text" else row["delta"]
         if p_value >= ALPHA or better * direction <= 0:
-            row["verdict"] = "within noise"
+            # At the floor there is nothing to lose.
+            row["verdict"] = "at the floor" if row["at_floor"] else "within noise"
         elif direction > 0:
             row["verdict"] = "gained"
         else:
@@ -385,6 +416,8 @@ def _mean(
         mean["verdict"] = "lost"
     elif low > 0:
         mean["verdict"] = "gained"
+    elif all(row["verdict"] == "at the floor" for row in tasks.values()):
+        mean["verdict"] = "at the floor"
     else:
         mean["verdict"] = "within noise"
     if mean["original"]:

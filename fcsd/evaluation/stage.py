@@ -195,6 +195,8 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         "evaluate",
         evaluation.settings(),
         launch.ranks.from_first(evaluation.inputs),
+        # Words, which change no score.
+        may_change=("suite.description",),
     )
     if _begin(evaluation, stage, launch) == "finished":
         _drop_finished_tasks(stage, launch)

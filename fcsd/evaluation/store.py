@@ -48,10 +48,10 @@ class TaskStore:
         return {
             "schema_version": SCHEMA_VERSION,
             **self.identity,
-            # Whether a task counts in the mean, and its data set's name, change no
-            # answer.
+            # Whether a task counts in the mean, what random answers get, and its data
+            # set's name change no answer.
             "row": row.model_dump(
-                mode="json", exclude={"headline", "dataset", "revision"}
+                mode="json", exclude={"headline", "floor", "dataset", "revision"}
             ),
             "data": self.data[row.task],
         }

@@ -8,13 +8,13 @@ items, prompts, shots and metrics must be the same.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold, markdown, metric_words
+from fcsd.evaluation.floor import floor_of
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.scores import compare
@@ -26,9 +26,10 @@ from fcsd.report.units import is_own_text
 from fcsd.report.verdict import (
     LEGEND,
     OWN_TEXT_LEGEND,
+    SCORED_BY,
     members_line,
     quick_look,
-    verdict,
+    verdict_lines,
 )
 
 SCHEMA_VERSION = 1
@@ -101,7 +102,7 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
     parts = []
     for name, comparison in comparisons.items():
         sentences = [
-            verdict(name, comparison).replace("**", ""),
+            *(line.replace("**", "") for line in verdict_lines(name, comparison)),
             quick_look(comparison["limit"]),
         ]
         title = f"{name} (model) against {original} (original)"
@@ -117,16 +118,11 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
     """Return task -> the score of guessing, for tasks with answers to choose from."""
     first = next(iter(evaluated.values()))
-    levels = {}
-    for task, row in first["result"]["tasks"].items():
-        counts = [
-            len(sample.get("loglikelihoods", ())) for sample in first["samples"][task]
-        ]
-        # Items of one task may offer different numbers of answers, so the chance level
-        # is a mean.
-        if row["metric"].startswith("acc") and counts and min(counts) > 1:
-            levels[task] = fmean(1 / count for count in counts)
-    return levels
+    levels = {
+        task: floor_of(row, first["samples"][task])
+        for task, row in first["result"]["tasks"].items()
+    }
+    return {task: level for task, level in levels.items() if level}
 
 
 def write_details(
@@ -278,11 +274,13 @@ def write_comparison(
 
 def verdicts(comparisons: Comparisons) -> list[str]:
     """Return the summary for an impatient reader, as parts of a Markdown page: the mark
-    of a quick look, and one line for each model.
+    of a quick look, and one line for each model and kind of tasks.
     """
     look = quick_look(*(comparison["limit"] for comparison in comparisons.values()))
     lines = "\n".join(
-        f"- {verdict(name, comparison)}" for name, comparison in comparisons.items()
+        f"- {line}"
+        for name, comparison in comparisons.items()
+        for line in verdict_lines(name, comparison)
     )
     return [*([f"**{look}**"] if look else []), lines]
 
@@ -346,6 +344,7 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
         [
             task,
             metric_words(row["metric"]),
+            SCORED_BY[row["kind"]],
             str(row["num_fewshot"]),
             "chat template" if row.get("chat_template") else "plain text",
             str(row["num_items"]),
@@ -358,7 +357,9 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
             facts.setdefault(key, {})[name] = value
     rows = [[key, _by_value(values, len(results))] for key, values in facts.items()]
     return [
-        markdown(["task", "metric", "shots", "prompt", "items"], tasks, left=5),
+        markdown(
+            ["task", "metric", "scored by", "shots", "prompt", "items"], tasks, left=6
+        ),
         markdown(["setting", "value"], rows, left=2),
     ]
 

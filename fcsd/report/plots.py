@@ -350,7 +350,7 @@ def _intervals(
             delta, (low, high) = row["delta"], _bounds(row)
             # Members have no verdict, only the interval.
             noise = (
-                row["verdict"] == "within noise"
+                row["verdict"] in ("within noise", "at the floor")
                 if "verdict" in row
                 else low <= 0 <= high
             )

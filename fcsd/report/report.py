@@ -50,7 +50,7 @@ from fcsd.report.training import (
     trainings_table,
 )
 from fcsd.report.units import is_own_text
-from fcsd.report.verdict import outcome, quick_look, verdict
+from fcsd.report.verdict import outcome, quick_look, verdict_lines
 from fcsd.training.sweep import choice_text, edges
 
 SCHEMA_VERSION = 1
@@ -137,8 +137,9 @@ def write_report(
         write_text(new / "report.md", text)
         write_page(text, new / "report.html")
     sentences = [
-        verdict(name, comparison).replace("**", "")
+        line.replace("**", "")
         for name, comparison in comparisons.items()
+        for line in verdict_lines(name, comparison)
     ]
     if models and columns is not None:
         table = "\n\n".join([models_table(models, columns), *([look] if look else [])])

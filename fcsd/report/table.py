@@ -5,15 +5,20 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
+from fcsd.evaluation.floor import at_floor
 from fcsd.evaluation.results import read_result
 from fcsd.report.units import NATS, PER_CENT, Unit, is_own_text, unit_of
 from fcsd.report.verdict import (
     mean_verdict,
     p_text,
     quick_look,
+    scored_by,
     task_verdict,
 )
 
+FLOOR = "(floor)"
+"""Marks scores at the floor."""
+FLOOR_NOTE = f"{FLOOR}: not above the score of random answers by two standard errors."
 # of scores
 percent, with_error = PER_CENT.value, PER_CENT.with_error
 
@@ -22,6 +27,8 @@ def figure_text(row: Mapping[str, Any]) -> str:
     """Format a task's figure with its error, and its unit if it is no score."""
     unit = unit_of(row)
     text = unit.with_error(unit.value(row["value"]), row["stderr"])
+    if at_floor(row["value"], row["stderr"], row.get("floor")):
+        return f"{text} {FLOOR}"
     return f"{text} nats" if unit is NATS else text
 
 
@@ -60,6 +67,8 @@ def models_table(
         for note in _notes_of_task(f"{name}, {task}", row)
     ]
     written = _written_tables({n: m["result"] for n, m in models.items()})
+    if any(f" {FLOOR}" in cell for line in rows for cell in line):
+        notes.append(FLOOR_NOTE)
     return _with_notes(markdown(header, rows), [*written, *notes])
 
 
@@ -255,21 +264,36 @@ def narrow_table(comparison: Mapping[str, Any]) -> str:
 def _narrow(row: Mapping[str, Any]) -> list[str]:
     unit = unit_of(row)
     delta = f"{unit.signed(row['delta'])} ({unit.interval(row['interval'])})"
-    return [unit.value(row["original"]), unit.value(row["converted"]), delta]
+    scores = (f"{unit.value(row[side])}{_mark(row, side)}" for side in _SIDES)
+    return [*scores, delta]
 
 
 def _scores(row: Mapping[str, Any]) -> list[str]:
     unit = unit_of(row)
     return [
-        unit.with_error(unit.value(row["original"]), row["original_stderr"]),
-        unit.with_error(unit.value(row["converted"]), row["converted_stderr"]),
+        *(
+            unit.with_error(unit.value(row[side]), row[f"{side}_stderr"])
+            + _mark(row, side)
+            for side in _SIDES
+        ),
         unit.with_error(unit.signed(row["delta"]), row["delta_stderr"]),
         unit.interval(row["interval"]),
     ]
 
 
+_SIDES = ("original", "converted")
+
+
+def _mark(row: Mapping[str, Any], side: str) -> str:
+    """Mark the score of a model that is at the floor; the mean has no floor."""
+    return f" {FLOOR}" if side in row.get("at_floor", ()) else ""
+
+
 def _retained(row: Mapping[str, Any]) -> str:
-    return "-" if row["retained_percent"] is None else f"{row['retained_percent']:.1f}"
+    share = row["retained_percent"]
+    # A share of what random answers get has not been retained.
+    nothing = share is None or row["verdict"] == "at the floor"
+    return "-" if nothing else f"{share:.1f}"
 
 
 def result_table(folder: Path) -> str:
@@ -334,7 +358,9 @@ def score_table(result: Mapping[str, Any]) -> str:
     ]
     for task, row in result["tasks"].items():
         notes += _notes_of_task(task, row)
-    notes = [*_written_tables({"model": result}), *notes]
+    if any(f" {FLOOR}" in cell for line in rows for cell in line):
+        notes.append(FLOOR_NOTE)
+    notes = [*_written_tables({"model": result}), scored_by(result["tasks"]), *notes]
     limit = result["settings"]["limit"]
     # A file of ready samples may hold any of the problems, not just the first.
     if limit and "scorer" in result["settings"]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.stats import ALPHA
+from fcsd.evaluation.scores import by_kind
 from fcsd.report.units import NATS, PER_CENT, is_own_text, unit_of
 
 LEGEND = (
@@ -13,7 +14,8 @@ LEGEND = (
     " alone splits the changed items this unevenly. Verdict: p below 0.05 after Holm's"
     " correction for the number of tasks; of the mean: whether its interval excludes 0."
     " Within noise does not mean that nothing was lost: the interval shows how much may"
-    " have been lost."
+    " have been lost. At the floor: a score is not two standard errors above that of"
+    " random answers, so that no loss can show."
 )
 
 
@@ -35,12 +37,49 @@ def quick_look(*limits: float | None) -> str:
     return f"Only the first {part} items of every task: a quick look, not a result."
 
 
+SCORED_BY = {
+    "likelihood": "likelihood of given answers",
+    "generation": "the answer that it writes",
+    "code": "the program that it writes",
+    "own_text": "its own text",
+}
+"""Kind of a task -> what its score has seen."""
+_KINDS = {
+    "likelihood": "by likelihood of given answers",
+    "generation": "by what it writes",
+}
+_UNSEEN = "Choice tasks alone have not seen the model write"
+
+
+def scored_by(tasks: Mapping[str, Any]) -> str:
+    """Say which tasks are scored by likelihood and which by what the model writes."""
+    kinds = by_kind(tasks)
+    words = [
+        f"{text.removeprefix('by ')}: {', '.join(kinds[kind])}"
+        for kind, text in _KINDS.items()
+        if kind in kinds
+    ]
+    unseen = "" if "generation" in kinds else f" {_UNSEEN}."
+    return f"Scored by {'; by '.join(words)}.{unseen}"
+
+
 def outcome(name: str, comparison: Mapping[str, Any]) -> str:
-    """Say in one plain sentence how a model compares with the original."""
+    """Say in a plain sentence how a model compares with the original."""
     tasks, mean = scored(comparison), comparison["mean"]
     look = "In a quick look: " if comparison["limit"] else ""
+    unseen = "" if "generation" in by_kind(comparison["tasks"]) else f" {_UNSEEN}."
+    floors = [task for task, row in tasks.items() if row["verdict"] == "at the floor"]
+    if tasks and len(floors) == len(tasks):
+        return (
+            f"**{look}`{name}` cannot be compared with the original:** on every task"
+            f" one of them scores as random answers do.{unseen}"
+        )
+    apart = f"; {', '.join(floors)} cannot show a loss (floor)" if floors else ""
     if tasks and not any(row["gained"] + row["lost"] for row in tasks.values()):
-        return f"**{look}`{name}` scores as the original does, on every item.**"
+        return (
+            f"**{look}`{name}` scores as the original does, on every item"
+            f"{apart}.**{unseen}"
+        )
     if not mean:
         return ""
     word = mean_verdict(comparison).partition(",")[0]
@@ -48,6 +87,7 @@ def outcome(name: str, comparison: Mapping[str, Any]) -> str:
         "lost": "is worse than the original",
         "gained": "is better than the original",
         "within noise": "is not measurably worse than the original",
+        "at the floor": "cannot be compared with the original",
     }
     over = f"over {mean['num_tasks']} tasks" if mean["num_tasks"] > 1 else "on one task"
     text = (
@@ -60,31 +100,48 @@ def outcome(name: str, comparison: Mapping[str, Any]) -> str:
     lost = [task for task, row in tasks.items() if row["verdict"] == "lost"]
     if lost and word != "lost":
         text += f"; but worse, beyond noise, on {', '.join(lost)}"
-    return f"{text}."
+    return f"{text}{apart}.{unseen}"
 
 
-def verdict(name: str, comparison: Mapping[str, Any]) -> str:
-    """Write two to four sentences on one model: the mean, tasks lost and gained beyond
-    noise, and the loss that noise may hide.
+def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
+    """Write a line of a few sentences on one model for each kind of tasks: those scored
+    by likelihood, and those scored by what it writes.
     """
-    tasks, mean = scored(comparison), comparison["mean"]
-    changed = sum(row["gained"] + row["lost"] for row in tasks.values())
-    count = sum(row["num_items"] for row in tasks.values())
-    written = _written(comparison)
-    if not tasks:
-        return f"**{name}**: {written}"
-    if not changed:
-        text = f"**{name}**: all {count} items have the original's score."
-        return f"{text} {written}".rstrip()
-    sentences = [
-        (
-            f"**{name}**: {_mean(mean, mean_verdict(comparison))}"
-            if mean
-            else f"**{name}**: no task counts in the mean."
-        )
+    kinds = by_kind(comparison["tasks"])
+    lines = [
+        f"**{name}**, {words}: {_sentences(kinds[kind], comparison['kinds'][kind])}"
+        for kind, words in _KINDS.items()
+        if kind in kinds
     ]
-    for word in ("lost", "gained"):
-        names = [task for task, row in tasks.items() if row["verdict"] == word]
+    if "generation" not in kinds:
+        lines.append(
+            f"**{name}**, {_KINDS['generation']}: not measured. {_UNSEEN}"
+            " (docs/evaluate.md)."
+        )
+    return lines
+
+
+def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
+    """Write two to five sentences on tasks of one kind: the mean, tasks lost and gained
+    beyond noise, the loss that noise may hide, tasks at the floor, and the distance of
+    what the model writes.
+    """
+    written = _written(tasks)
+    tested = {task: row for task, row in tasks.items() if row["verdict"] != "distance"}
+    if not tested:
+        return written
+    changed = sum(row["gained"] + row["lost"] for row in tested.values())
+    count = sum(row["num_items"] for row in tested.values())
+    floors = _floors(tested)
+    sentences = []
+    if not changed:
+        sentences.append(f"all {count} items have the original's score.")
+    elif mean:
+        sentences.append(_mean(mean, _mean_verdict(tasks, mean)))
+    else:
+        sentences.append("no task counts in the mean.")
+    for word in ("lost", "gained") if changed else ():
+        names = [task for task, row in tested.items() if row["verdict"] == word]
         # Many small changes may be noise in each task and yet show in the mean.
         adds_up = mean is not None and mean["verdict"] == word
         # Losses are always mentioned, even to say that there is none; gains only where
@@ -96,18 +153,29 @@ def verdict(name: str, comparison: Mapping[str, Any]) -> str:
                 else "no task"
             )
             sentences.append(
-                f"{word.capitalize()} beyond noise: {_named(tasks, names) or none}."
+                f"{word.capitalize()} beyond noise: {_named(tested, names) or none}."
             )
-    if noise := [
-        task for task, row in tasks.items() if row["verdict"] == "within noise"
-    ]:
+    noise = [task for task, row in tested.items() if row["verdict"] == "within noise"]
+    if changed and noise:
         named = (
-            f"all {len(tasks)} tasks"
-            if len(noise) == len(tasks) > 3
+            f"all {len(tested)} tasks"
+            if len(noise) == len(tested) > 3
             else ", ".join(noise)
         )
-        sentences.append(f"Within noise: {named}{_hidden(tasks, noise)}.")
-    return " ".join([*sentences, *([written] if written else [])])
+        sentences.append(f"Within noise: {named}{_hidden(tested, noise)}.")
+    return " ".join([*sentences, *filter(None, [floors, written])])
+
+
+def _floors(tasks: Mapping[str, Any]) -> str:
+    """Name the tasks in which a model at the floor hides what may have been lost."""
+    words = [
+        f"{task} (original {PER_CENT.value(row['original'])}, model"
+        f" {PER_CENT.value(row['converted'])}, random answers"
+        f" {PER_CENT.value(row['floor'])})"
+        for task, row in tasks.items()
+        if row["verdict"] == "at the floor"
+    ]
+    return f"At the floor, where no loss can show: {', '.join(words)}." if words else ""
 
 
 def scored(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
@@ -121,12 +189,12 @@ def scored(comparison: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     }
 
 
-def _written(comparison: Mapping[str, Any]) -> str:
+def _written(tasks: Mapping[str, Any]) -> str:
     """Say how far what the model writes is from the original."""
     distances = [
         f"{NATS.with_error(NATS.value(row['delta']), row['delta_stderr'])} nats a token"
         f" ({task})"
-        for task, row in comparison["tasks"].items()
+        for task, row in tasks.items()
         if row["verdict"] == "distance"
     ]
     if not distances:
@@ -165,6 +233,10 @@ def task_verdict(row: Mapping[str, Any]) -> str:
     """
     if row["verdict"] == "distance":
         return "distance from the original"
+    if row["verdict"] == "at the floor":
+        return f"at the floor, {PER_CENT.value(row['floor'])} by random answers"
+    if row["verdict"] == "lost" and "converted" in row["at_floor"]:
+        return "lost, down to the floor"
     if row["verdict"] == "within noise" and row["p_holm"] < ALPHA:
         return "within noise, because most changed items moved against the mean"
     low, high = row["interval"] or (0.0, 0.0)
@@ -178,8 +250,12 @@ def task_verdict(row: Mapping[str, Any]) -> str:
 
 def mean_verdict(comparison: Mapping[str, Any]) -> str:
     """Return the verdict of the mean; of a single task, that of the task."""
-    rows = [row for row in comparison["tasks"].values() if row["headline"]]
-    return task_verdict(rows[0]) if len(rows) == 1 else comparison["mean"]["verdict"]
+    return _mean_verdict(comparison["tasks"], comparison["mean"])
+
+
+def _mean_verdict(tasks: Mapping[str, Any], mean: Mapping[str, Any]) -> str:
+    rows = [row for row in tasks.values() if row["headline"]]
+    return task_verdict(rows[0]) if len(rows) == 1 else str(mean["verdict"])
 
 
 def _mean(mean: Mapping[str, Any], verdict: str) -> str:
@@ -193,7 +269,8 @@ def _mean(mean: Mapping[str, Any], verdict: str) -> str:
         f" {PER_CENT.interval(mean['interval'])})"
     )
     words = {"lost": "a loss beyond noise", "gained": "a gain beyond noise"}
-    return f"{text}: {words.get(verdict, verdict)}."
+    head, comma, reason = verdict.partition(",")
+    return f"{text}: {words.get(head, head)}{comma}{reason}."
 
 
 def _named(tasks: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ schema of each data set.
 IFEval and MATH need packages of `fcsd[instruct]`; `make test-extras` runs those two.
 """
 
+import random
 import re
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
+from fcsd.evaluation.floor import at_floor
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
@@ -264,6 +266,32 @@ def test_ifevals_541_prompts_are_graded_without_the_network(
     total = sum(len(document["instruction_id_list"]) for document in documents)
     followed = sum(sum(s["metrics"]["inst_level_strict_acc"]) for s in samples)
     assert task["metrics"]["inst_level_strict_acc"]["value"] == followed / total
+
+
+@pytest.mark.extras
+def test_random_words_are_at_the_floor_of_ifeval(
+    tmp_path: Path, shared_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some instructions are followed by any text: no comma, few words, lower case."""
+    ifeval_packages()
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rng = random.Random(1)
+    words = [f"{a}{b}n" for a in "bdfklmt" for b in "aeiou"]
+    answers = [
+        {"doc_id": number, "completion": " ".join(rng.choices(words, k=100))}
+        for number in range(541)
+    ]
+    result = score_file(
+        Scoring(
+            samples=lines(tmp_path / "s.jsonl", *answers),
+            dataset="ifeval",
+            data_root=shared_data / "hub",
+            suite="instruct",
+        )
+    )
+    row = result["tasks"]["ifeval"]
+    assert row["value"] > 0.08 and at_floor(row["value"], row["stderr"], row["floor"])
+    assert "(floor)" in score_table(result)
 
 
 @pytest.mark.extras

@@ -3,6 +3,7 @@ and lm-eval's files.
 """
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fcsd.evaluation.results import write_result
 from fcsd.evaluation.scores import compare
 from fcsd.report.comparison import read_evaluated, training_of
 from fcsd.report.table import narrow_table, paired_table
-from fcsd.report.verdict import quick_look, verdict
+from fcsd.report.verdict import quick_look, verdict_lines
 from tests.evaluation.test_scores import result as scored
 from tests.report.test_report import result
 from tests.support import documented_keys
@@ -83,16 +84,25 @@ def test_compare_prints_every_task_and_the_mean_or_json(
         "mean",
     ]
     assert rows[4][4:10] == [
-        "66.7 ± 21.1",
-        "50.0 ± 22.4",
+        # two choices an item
+        "66.7 ± 21.1 (floor)",
+        "50.0 ± 22.4 (floor)",
         "-16.7 ± 30.7",
         "-76.1 to +51.1",
         "1",
         "2",
     ]
+    assert rows[4][-2:] == ["-", "at the floor, 50.0 by random answers"]
+    likelihood, generation = (line for line in text.splitlines() if "fcsd, by" in line)
+    assert "Within noise: choice; its interval does not exclude" in likelihood
+    assert likelihood.endswith(
+        "At the floor, where no loss can show: mmlu (original 66.7, model 50.0, random"
+        " answers 50.0)."
+    )
+    assert generation.startswith("fcsd, by what it writes: the one task that counts")
     assert (
-        "Within noise: code, choice, mmlu; their intervals do not exclude losses of up"
-        " to 81.6" in text
+        "Within noise: code; its interval does not exclude a loss of up to 81.6"
+        in generation
     )
 
 
@@ -125,7 +135,10 @@ def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
     whole = json.loads((out / "comparison.json").read_text())
     assert whole["schema_version"] == 1 and whole["original"] == "original"
     text = (out / "comparison.md").read_text()
-    assert "| mmlu " in text and "| mmlu   | accuracy | 5     | plain text " in text
+    assert "| mmlu " in text and re.search(
+        r"\| mmlu +\| accuracy +\| likelihood of given answers +\| 5 +\| plain text ",
+        text,
+    )
     for figure in ("deltas.png", "mmlu_members.png"):
         assert f"({figure})" in text and (out / figure).read_bytes().startswith(
             b"\x89PNG"
@@ -572,9 +585,14 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
             "extra": [0.0] * 10,
         }
     )
-    text = verdict("fcsd", compare(a, b))
+    text, unseen = verdict_lines("fcsd", compare(a, b))
     assert text.startswith(
-        "**fcsd**: the mean over 2 tasks changed by -10.0 points (95 % interval -14."
+        "**fcsd**, by likelihood of given answers: the mean over 2 tasks changed by"
+        " -10.0 points (95 % interval -14."
+    )
+    assert unseen.startswith(
+        "**fcsd**, by what it writes: not measured. Choice tasks alone have not seen"
+        " the model write"
     )
     assert (
         "): a loss beyond noise. Lost beyond noise: hard -20.0 (p <0.001). Within"
@@ -584,11 +602,15 @@ def test_the_verdict_says_what_was_lost_and_what_noise_may_hide() -> None:
     assert text.endswith("losses of up to 25.7 points (extra).")
     assert "Gained" not in text
     same = compare(a, a)
-    assert verdict("x", same) == "**x**: all 210 items have the original's score."
+    assert (
+        verdict_lines("x", same)[0]
+        == "**x**, by likelihood of given answers: all 210 items have the original's"
+        " score."
+    )
     little = [
         {task: [share] * 5 + [1.0] * 45 for task in "xyz"} for share in (1.0, 0.0)
     ]
-    text = verdict("x", compare(*map(evaluated, little)))
+    text = verdict_lines("x", compare(*map(evaluated, little)))[0]
     assert (
         "a loss beyond noise. Lost beyond noise: no single task shows it, but together they do."
         in text
@@ -630,7 +652,7 @@ def test_a_single_task_is_not_called_noise_by_a_correction_for_several() -> None
     for text in (
         paired_table(comparison),
         narrow_table(comparison),
-        verdict("fcsd", comparison),
+        verdict_lines("fcsd", comparison)[0],
     ):
         assert "within noise, because p is not below 0.05" in text
         assert "correction" not in text

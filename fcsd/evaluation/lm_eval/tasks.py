@@ -490,7 +490,7 @@ def _adds_up(
     numbers: list[float] = []
     for item in items:
         part = item.get(key)
-        parts = part if isinstance(part, list) else [part]
+        parts: list[Any] = part if isinstance(part, list) else [part]
         if not all(isinstance(number, bool | int | float) for number in parts):
             return False
         numbers += parts

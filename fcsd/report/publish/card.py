@@ -41,7 +41,7 @@ from fcsd.report.publish.facts import facts_of_run
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.units import is_own_text
-from fcsd.report.verdict import quick_look, verdict
+from fcsd.report.verdict import quick_look, verdict_lines
 from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
 
@@ -78,7 +78,9 @@ def _result(facts: Facts) -> dict[str, str] | None:
     is_code = any(row["kind"] == "code" for row in result["tasks"].values())
     return {
         "look": quick_look(result["settings"]["limit"]),
-        "verdict": verdict(facts.name.split("/")[-1], comparison) if comparison else "",
+        "verdict": "\n\n".join(
+            verdict_lines(facts.name.split("/")[-1], comparison) if comparison else []
+        ),
         "table": (
             narrow_table(comparison)
             if comparison
