@@ -1,0 +1,75 @@
+"""Own text in a recipe, which knows its original: evaluated, reported and published."""
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+
+from fcsd.base.files import read_json
+from fcsd.cli.main import main
+from fcsd.evaluation.own_text import measure
+from tests.pipeline.test_scoring import own_row
+from tests.support import Bench
+
+
+def test_a_run_measures_and_reports_what_each_of_its_models_writes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = bench.folder / "suite.yaml"
+    rows = [bench.choice["task"], own_row(bench)]
+    suite.write_text(yaml.safe_dump({"name": "mine", "tasks": rows}))
+    train = {
+        "max_steps": 2, "batch_size_tokens": 64, "per_device_train_batch_size": 1, "learning_rate": 1e-3,
+        "warmup_steps": 1, "logging_steps": 1, "save_steps": 2,
+    }  # fmt: skip
+    path = bench.recipe(
+        "run", train=train, evaluation={"suite": str(suite), "batch_size": 4}
+    )
+    texts, written = [], measure.write
+
+    def noted(backend: Any, *arguments: Any, **options: Any) -> Any:
+        texts.append(type(backend).__name__)
+        return written(backend, *arguments, **options)
+
+    monkeypatch.setattr(measure, "write", noted)
+    assert main(["run", str(path)]) == 0
+    # The original's samples are made once: two texts of each of three models.
+    assert len(texts) == 2 * 3
+    folder = bench.folder / "run"
+    report = read_json(folder / "report/report.json")
+    values = {
+        name: model["result"]["tasks"]["own"]["value"]
+        for name, model in report["models"].items()
+    }
+    assert values["original"] == 0 < min(values["converted"], values["fcsd"])
+    # A mean of scores has no nats in it.
+    for model in report["models"].values():
+        result = model["result"]
+        assert result["mean"] == result["tasks"]["tiny_choice"]["value"]
+    row = report["comparisons"]["fcsd"]["tasks"]["own"]
+    assert row["verdict"] == "distance" and row["converted"] == values["fcsd"]
+    page = (folder / "report/report.md").read_text()
+    assert f"{values['fcsd']:.3f}" in page and "own.png" in page
+    assert "own_text_kl: KL(model || original) in nats a token" in page
+    assert (folder / "report/own.png").is_file()
+    card = (folder / "publish/README.md").read_text()
+    assert f"{values['fcsd']:.3f}" in card and "distance from the original" in card
+    front = yaml.safe_load(card.split("---")[1])
+    assert "own" not in json.dumps(front.get("model-index", []))
+    items = (folder / "report/items.html").read_text()
+    assert "distance" in items
+
+
+def test_a_recipe_is_rehearsed_with_own_text(bench: Bench) -> None:
+    suite = bench.folder / "suite.yaml"
+    row = own_row(bench) | {"dataset": "nobody/prompts"}
+    suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
+    path = bench.recipe("rehearsed", evaluation={"suite": str(suite)})
+    folder = bench.folder / "rehearsal"
+    assert main(["run", str(path), "--rehearse", str(folder)]) == 0
+    prompts = min(folder.rglob("prompts/*.jsonl"))
+    assert "messages" in json.loads(prompts.read_text().splitlines()[0])
+    report = min(folder.rglob("report/report.json"))
+    rows = read_json(report)["comparisons"]["fcsd"]["tasks"]
+    assert rows["own"]["verdict"] == "distance"
