@@ -2,6 +2,7 @@
 each connectivity alone, and measured.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Collection
@@ -16,6 +17,8 @@ from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.own_text.measure import Original
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.load import load_tokenizer
@@ -27,6 +30,7 @@ from tests.planning.layers.test_kinds import ATTENTION, KINDS, written
 from tests.planning.layers.test_study import ROWS, command
 from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import text as text
+from tests.support import evaluate
 
 Run = Callable[..., Any]
 
@@ -389,3 +393,53 @@ def test_verify_measures_the_choice_and_the_last_layers_that_are_as_fast(
     for row, value in zip(result["compared"][1:], values[1:], strict=True):
         margin = row["difference"]["value"]
         assert margin == pytest.approx(values[0] - value, abs=1e-6)
+
+
+def test_a_study_measures_own_text_and_its_front_has_it_beside_the_kl(
+    model: Path, text: Path, tmp_path: Path, run: Run
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"text": f"{n} + {n % 7} is it {n} or {n}"}) for n in range(6)]
+    prompts.write_text("\n".join(lines) + "\n")
+    suite = tmp_path / "suite.yaml"
+    row = {
+        "task": "own", "kind": "own_text", "dataset": str(prompts), "prompt_tokens": 4,
+        "max_new_tokens": 6,
+    }  # fmt: skip
+    suite.write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
+    words = [
+        "--mlp",
+        "selected",
+        "--sides",
+        "single",
+        "--suite",
+        suite,
+        "--task",
+        "own",
+    ]
+    run(*command(model, text, tmp_path / "s", *map(str, words)))
+    study = read_study(tmp_path / "s")
+    assert study["metrics"][1] == {
+        "name": "own", "unit": "nats per token", "better": "lower",
+    }  # fmt: skip
+    original = load_model(model)
+    beside = Original(lambda: contextlib.nullcontext(original))
+    points = {(p["side"], *p["layers"]): p["values"]["own"] for p in study["points"]}
+    assert points["none",]["value"] == pytest.approx(0, abs=1e-6)
+    for (side, *layers), value in list(points.items())[1:4]:
+        spec = Connectivity("all", "partial", layers or "full")
+        converted = load_model(model, connectivity=spec)
+        result, _ = evaluate(
+            converted, load_tokenizer(model), load_suite(suite), original=beside,
+            progress=False,
+        )  # fmt: skip
+        measured = result["tasks"]["own"]["value"]
+        assert value["value"] == pytest.approx(measured, rel=1e-4), side
+    words = ["plan-layers", tmp_path / "s", "--gpu", "h100", "--phase", "decode"]
+    words += ["--tp", "2", "--batch", "64", "--metric", "own"]
+    facts = run(*words, "--json")
+    assert facts["metric"]["name"] == "own" and facts["steps"] > 1
+    first = facts["rows"][1]["losses"]
+    assert first["own"]["value"] > 0 and set(first) == {"kl", "own"}
+    header = run(*words)
+    assert "own added" in header and "KL" in header
