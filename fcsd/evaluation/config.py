@@ -383,7 +383,7 @@ class ServerConfig(Strict):
         return value.rstrip("/").removesuffix("/v1")
 
 
-Side = Literal["first", "last", "single"]
+Side = Literal["first", "last", "single", "attention"]
 
 
 class LayerStudyConfig(Strict):

@@ -1,8 +1,8 @@
 """Choose the halves of a conversion by planned time saved per loss: the front of time
 against quality.
 
-    half     the MoE block of one layer ahead of its attention; in a study of MLP sides
-             also attention ahead, in all layers
+    half     the MLP side (MoE block) of one layer ahead, or attention ahead: of one layer
+             where the study measured that, else of all layers or with its layer
     price    the loss that the half adds alone, measured by a layer study
     worth    the planned seconds that it saves beside the halves chosen before it
 
@@ -13,15 +13,15 @@ largest worth per price first (greedy), as long as they save time.
 A sum of prices is not the loss of the selection (`fcsd.planning.layers.proposal`).
 Losses that the study measured stand beside the sums.
 
-Not covered: halves of attention layer by layer, which no study measures; the quality
-after distillation.
+Not covered: the quality after distillation.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from fcsd.base.errors import UserError
 from fcsd.base.text import markdown, nats
@@ -32,6 +32,7 @@ from fcsd.model.connectivity.spec import (
 )
 from fcsd.model.families import FAMILIES
 from fcsd.planning.layers.points import (
+    attention_losses,
     base_loss,
     loss_text,
     number_text,
@@ -50,42 +51,92 @@ PRECISION = 1e-9
 
 @dataclass(frozen=True)
 class Half:
-    """A half that can be chosen. layer: None: attention, in all layers. price: the loss
-    that it adds alone.
+    """What can be chosen. side: layer: both sides of a layer, where a study has no price
+    of attention. layer: None: of all layers.
     """
 
+    side: Literal["attention", "MLP", "layer"]
     layer: int | None
-    price: float
 
     @property
     def name(self) -> str:
-        return (
-            "attention in all layers" if self.layer is None else f"layer {self.layer}"
+        place = "in all layers" if self.layer is None else str(self.layer)
+        return f"{self.side} {place}"
+
+
+Halves = frozenset[Half]
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What each half costs alone in a metric of a study.
+
+    mlp: of the MLP side of each layer, or of the whole layer (`whole`). attention: of
+    each layer, where the study measured that. everywhere: of attention in all layers,
+    where it is part of all that the study measured.
+    """
+
+    mlp: Mapping[int, float]
+    attention: Mapping[int, float]
+    everywhere: float | None
+    whole: bool
+
+    @classmethod
+    def of(cls, study: dict[str, Any], metric: str, calibrated: bool) -> "Prices":
+        base, _ = base_loss(study, metric, calibrated)
+        mlp = {
+            p["layers"][0]: point_loss(study, p, metric, calibrated)[0] - base
+            for p in study["points"]
+            if p["side"] == "single"
+        }
+        attention = attention_losses(study, metric, calibrated)
+        selected = selecting_option(study) == "mlp"
+        whole = (
+            not selected and not attention and study["study"]["attention"] == "partial"
         )
+        return cls(mlp, attention, base if selected else None, whole)
+
+    def halves(self) -> list[Half]:
+        """Return the halves that can be chosen one by one."""
+        attention = [Half("attention", layer) for layer in self.attention]
+        if self.everywhere is not None and not attention:
+            attention = [Half("attention", None)]
+        side: Literal["layer", "MLP"] = "layer" if self.whole else "MLP"
+        return attention + [Half(side, layer) for layer in self.mlp]
+
+    def total(self, spec: Connectivity, mask: Sequence[bool]) -> float:
+        """Return the sum of the prices of all halves that are ahead."""
+        cost = sum(self.mlp.get(k, 0.0) for k in spec.outdated_layers(mask))
+        ahead = attention_carried(spec, mask)
+        if self.attention:
+            return cost + sum(self.attention[k] for k in ahead)
+        return cost + (self.everywhere or 0.0) * bool(ahead)
 
 
-def study_halves(study: dict[str, Any], metric: str, calibrated: bool) -> list[Half]:
-    """Return the halves that a study has prices of; none if it has no single layers."""
-    base, _ = base_loss(study, metric, calibrated)
-    halves = [Half(None, base)] if selecting_option(study) == "mlp" else []
-    return halves + [
-        Half(point["layers"][0], point_loss(study, point, metric, calibrated)[0] - base)
-        for point in study["points"]
-        if point["side"] == "single"
-    ]
-
-
-def halves_connectivity(study: dict[str, Any], halves: frozenset[Half]) -> Connectivity:
-    """Return the connectivity in which these halves are ahead."""
-    layers = sorted(half.layer for half in halves if half.layer is not None)
-    attention = any(half.layer is None for half in halves)
-    if selecting_option(study) == "mlp" and not attention:
-        return Connectivity(layers or "none", "full", "outdated")
-    return study_connectivity(study, layers)
+def halves_connectivity(study: dict[str, Any], halves: Halves) -> Connectivity:
+    """Return the connectivity in which these halves are ahead. Attention ahead needs the
+    layer before it rewired, too; other attention between rewired layers is then ahead
+    as well.
+    """
+    attention = {half.layer for half in halves if half.side == "attention"}
+    mlp = sorted(
+        half.layer
+        for half in halves
+        if half.side != "attention" and half.layer is not None
+    )
+    if by_layer := [layer for layer in attention if layer is not None]:
+        layers = {*mlp, *by_layer} | {layer - 1 for layer in by_layer}
+        return Connectivity(sorted(layers), "partial", mlp or "full")
+    alone = selecting_option(study) == "mlp" or study.get("attention")
+    if alone and not attention:
+        return Connectivity(mlp or "none", "full", "outdated")
+    return study_connectivity(study, mlp)
 
 
 def greedy(
-    halves: Sequence[Half], seconds: Callable[[frozenset[Half]], float]
+    halves: Sequence[Half],
+    seconds: Callable[[Halves], float],
+    loss: Callable[[Halves], float],
 ) -> Iterator[tuple[Half, ...]]:
     """Yield what to add next, one half at a time: the largest worth per price first,
     until nothing saves time any more.
@@ -94,63 +145,67 @@ def greedy(
     layer comes first (paper Fig. 3). Where only several halves together save time, as
     in a pipeline whose stages take equally long, the cheapest of those come at once.
 
-    seconds: planned seconds with a set of halves. A worth is computed again only where
-    the last value, taken for an upper bound, would be the best, and beside an added
-    layer.
+    seconds, loss: planned seconds and the sum of prices of a set of halves. What a half
+    saves and costs beside those chosen is computed again only where the last value,
+    taken for an upper bound, would be the best, and near an added layer.
     """
-    chosen: frozenset[Half] = frozenset()
-    left, worth = list(halves), dict[Half, float]()
+    chosen: Halves = frozenset()
+    left, known = list(halves), dict[Half, tuple[float, float]]()
     while left:
-        now, fresh = seconds(chosen), set[Half]()
+        now, lost, fresh = seconds(chosen), loss(chosen), set[Half]()
         while True:
             for half in left:
-                if half not in worth:
+                if half not in known:
                     # In whole units of the precision, equal halves are equal.
-                    unit = PRECISION * now
-                    saved = now - seconds(chosen | {half})
-                    worth[half] = round(saved / unit) * unit
+                    unit, more = PRECISION * now, chosen | {half}
+                    saved = round((now - seconds(more)) / unit) * unit
+                    known[half] = (saved, round(loss(more) - lost, 12))
                     fresh.add(half)
-            best = max(left, key=lambda half: _rank(half, worth[half]))
+            best = max(left, key=lambda half: _rank(half, *known[half]))
             if best in fresh:
                 break
-            for half in [best] if worth[best] > 0 else left:
-                del worth[half]
-        added = (best,) if worth[best] > 0 else _together(left, chosen, seconds)
+            for half in [best] if known[best][0] > 0 else left:
+                del known[half]
+        added = (best,)
+        if known[best][0] <= 0:
+            cheapest = sorted(left, key=lambda half: known[half][1])
+            added = _together(cheapest, chosen, seconds)
         if not added:
             return
         yield added
         chosen |= set(added)
         left = [half for half in left if half not in added]
-        worth = {half: worth[half] for half in left if not _beside(half, added)}
+        known = {half: known[half] for half in left if not _near(half, added)}
 
 
-def _rank(half: Half, worth: float) -> tuple[bool, bool, float, float, int]:
+def _rank(
+    half: Half, worth: float, price: float
+) -> tuple[bool, bool, float, float, int]:
     layer = -1 if half.layer is None else half.layer
-    if worth <= 0 or half.price <= 0:
-        return worth > 0, True, worth, -half.price, layer
-    return True, False, worth / half.price, worth, layer
+    if worth <= 0 or price <= 0:
+        return worth > 0, True, worth, -price, layer
+    return True, False, worth / price, worth, layer
 
 
-def _beside(half: Half, added: Sequence[Half]) -> bool:
-    """Tell whether a half is of a layer next to an added one, or either is attention."""
+def _near(half: Half, added: Sequence[Half]) -> bool:
+    """Tell whether an added half may change what another one is worth or costs: their
+    layers are next to each other or have one layer between them.
+    """
     return any(
-        half.layer is None or other.layer is None or abs(half.layer - other.layer) == 1
+        half.layer is None or other.layer is None or abs(half.layer - other.layer) <= 2
         for other in added
     )
 
 
 def _together(
-    left: Sequence[Half],
-    chosen: frozenset[Half],
-    seconds: Callable[[frozenset[Half]], float],
+    cheapest: Sequence[Half], chosen: Halves, seconds: Callable[[Halves], float]
 ) -> tuple[Half, ...]:
-    """Return the cheapest halves that save time together, where none does alone; none
-    where even all of them do not.
+    """Return the first halves that save time together, where none does alone; none where
+    even all of them do not.
     """
-    now = seconds(chosen)
-    enough = now * (1 - PRECISION)
+    enough = seconds(chosen) * (1 - PRECISION)
     added: list[Half] = []
-    for half in sorted(left, key=lambda half: half.price):
+    for half in cheapest:
         added.append(half)
         if seconds(chosen | {*added}) < enough:
             break
@@ -182,7 +237,7 @@ def front(
     for point in sorted(study["points"], key=lambda point: point["side"] == "single"):
         spec = study_connectivity(study, point["layers"])
         if point["side"] != "none" and changes(study, spec):
-            points.setdefault(section_key(spec, mask), point)
+            points.setdefault(_model_key(spec, mask), point)
     regular_s = seconds(Connectivity("none"))
 
     def row(title: str, spec: Connectivity, losses: dict[str, Any]) -> dict[str, Any]:
@@ -199,9 +254,14 @@ def front(
             "measured": losses[metric]["measured"],
         }
 
-    def with_halves(halves: frozenset[Half]) -> float:
+    prices = {name: Prices.of(study, name, calibrated) for name in names}
+
+    def seconds_of(halves: Halves) -> float:
         spec = halves_connectivity(study, halves)
         return seconds(spec) if changes(study, spec) else regular_s
+
+    def sum_of(halves: Halves, name: str) -> float:
+        return prices[name].total(halves_connectivity(study, halves), mask)
 
     def measured(point: dict[str, Any]) -> dict[str, Any]:
         losses = {name: point_loss(study, point, name, calibrated) for name in names}
@@ -209,17 +269,15 @@ def front(
 
     losses = {name: _loss(0.0, 0.0, measured=True) for name in names}
     rows = [row("regular", Connectivity("none"), losses)]
-    chosen, on_path = frozenset[Half](), {section_key(Connectivity("none"), mask)}
-    prices = {
-        name: {half.layer: half.price for half in study_halves(study, name, calibrated)}
-        for name in names
-    }
-    for added in greedy(study_halves(study, metric, calibrated), with_halves):
+    chosen, on_path = Halves(), {_model_key(Connectivity("none"), mask)}
+    steps_of = greedy(prices[metric].halves(), seconds_of, partial(sum_of, name=metric))
+    for added in steps_of:
+        before = {name: sum_of(chosen, name) for name in names}
         chosen |= set(added)
         spec = halves_connectivity(study, chosen)
-        key = section_key(spec, mask)
+        key = _model_key(spec, mask)
         losses = {
-            name: _loss(loss["value"] + sum(prices[name][half.layer] for half in added))
+            name: _loss(loss["value"] + sum_of(chosen, name) - before[name])
             for name, loss in losses.items()
         }
         if key in points:
@@ -269,6 +327,12 @@ def moe_mask(study: dict[str, Any]) -> list[bool]:
     return [k in study["moe_layers"] for k in range(study["num_hidden_layers"])]
 
 
+def attention_carried(spec: Connectivity, mask: Sequence[bool]) -> list[int]:
+    """Return the layers whose attention is ahead of the MoE block before it."""
+    layers = spec.field(mask)["layers"] if spec.attention == "partial" else []
+    return [k for k in layers if k - 1 in layers and mask[k - 1]]
+
+
 def recipe_section(spec: Connectivity, mask: Sequence[bool]) -> dict[str, Any]:
     """Return the section `connectivity` of a recipe, in one form for all selections that
     mean the same; without `attention` where it is the default.
@@ -276,8 +340,8 @@ def recipe_section(spec: Connectivity, mask: Sequence[bool]) -> dict[str, Any]:
     field = spec.field(mask)
     if not field["layers"]:
         return {"layers": "none"}
-    every = len(field["layers"]) == len(mask)
-    section = {"layers": "all" if every else field["layers"]}
+    layers = field["layers"]
+    section = {"layers": "all" if len(layers) == len(mask) else layers}
     if field["attention"] != Connectivity.attention:
         section |= {"attention": field["attention"]}
     return section | {"mlp": field["mlp"]}
@@ -286,6 +350,14 @@ def recipe_section(spec: Connectivity, mask: Sequence[bool]) -> dict[str, Any]:
 def section_key(spec: Connectivity, mask: Sequence[bool]) -> str:
     """Return a key that connectivities with the same section share."""
     return json.dumps(recipe_section(spec, mask))
+
+
+def _model_key(spec: Connectivity, mask: Sequence[bool]) -> str:
+    """Return a key that connectivities of the same equations share: attention is ahead
+    only behind a rewired MoE layer, whatever is said.
+    """
+    partial = replace(spec, attention="partial")
+    return section_key(spec if attention_carried(partial, mask) else partial, mask)
 
 
 def section_options(section: Mapping[str, Any]) -> str:

@@ -67,6 +67,18 @@ def point_loss(
     return sign * (row["value"] - original), row["stderr"]
 
 
+def attention_losses(
+    study: dict[str, Any], metric: str, calibrated: bool
+) -> dict[int, float]:
+    """Return the cost of attention ahead in one layer alone, by layer; {} where a study
+    did not measure it.
+    """
+    return {
+        entry["layer"]: point_loss(study, entry, metric, calibrated)[0]
+        for entry in study.get("attention", [])
+    }
+
+
 def base_loss(
     study: dict[str, Any], metric: str, calibrated: bool
 ) -> tuple[float, float | None]:

@@ -85,6 +85,18 @@ class Study(ModelStudy):
                 " regular neighbours computes what a regular layer does; use the sides"
                 " first and last"
             )
+        # It is measured for `plan-layers`, beside what else a study shows.
+        if "attention" in self.sides:
+            if self.attention == "full":
+                raise ValueError(
+                    "side 'attention' with attention: full would measure nothing:"
+                    " attention is ahead in no layer"
+                )
+            if len(self.sides) == 1:
+                raise ValueError(
+                    "side 'attention' is measured beside others; add first, last or"
+                    " single"
+                )
         # A selection or task that is given twice would be measured twice, or its names
         # would collide.
         lists: dict[str, list[Any]] = {
@@ -99,7 +111,8 @@ class Study(ModelStudy):
                 raise ValueError(f"{name}: {', '.join(twice)} is given twice")
         if self.counts == [] or (self.counts is not None and self.every != 1):
             raise ValueError("counts: give at least one number, and leave `every` out")
-        if self.sides == ["single"] and (self.counts is not None or self.every != 1):
+        ends = {"first", "last"} & {*self.sides}
+        if not ends and (self.counts is not None or self.every != 1):
             raise ValueError(
                 "counts and every: apply to the sides first and last only; leave them"
                 " out, or add a side"
@@ -192,6 +205,8 @@ def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
     if study.mlp == "selected":
         points.append(("attention", []))
     for side_name in study.sides:
+        if side_name == "attention":
+            continue  # attention_layers
         if side_name == "single":
             points += [(side_name, [layer]) for layer in range(num_layers)]
         else:
@@ -208,3 +223,17 @@ def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
                 for count in sorted({*counts, *all_but_first})
             ]
     return points
+
+
+def attention_layers(study: Study, moe_mask: Sequence[bool]) -> list[int]:
+    """Return the layers whose attention a study measures ahead alone: those that follow
+    an MoE layer.
+    """
+    if "attention" not in study.sides:
+        return []
+    return [k for k in range(1, len(moe_mask)) if moe_mask[k - 1]]
+
+
+def attention_ahead(layer: int) -> Connectivity:
+    """Return the connectivity in which only the attention of one layer is ahead."""
+    return Connectivity([layer - 1, layer], "partial", "full")

@@ -1,7 +1,8 @@
 """Run the layer study: the quality of the untrained model for each selection of rewired
 layers (paper 3.1 and Fig. 3).
 
-    OUT/layers.json     all points so far, written again after each of them
+    OUT/layers.json     all points so far, written again after each of them; with the side
+                        `attention`, also each layer whose attention alone is ahead
     OUT/layers.png      the figure, when the study is finished
     OUT/stage.json, manifest.json
 
@@ -58,7 +59,15 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
-from fcsd.planning.layers.settings import KL, Study, metrics, selections, suite_of
+from fcsd.planning.layers.settings import (
+    KL,
+    Study,
+    attention_ahead,
+    attention_layers,
+    metrics,
+    selections,
+    suite_of,
+)
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.kl import kl_by_row, read_original
@@ -186,9 +195,10 @@ def study_layers(
     path = folder / "layers.json"
     # Only the first rank reads the points of a killed study, because all ranks must
     # skip the same ones.
-    done = ranks.from_first(
-        lambda: _points_so_far(path, stage.identity) if path.is_file() else []
+    done, attention_done = ranks.from_first(
+        lambda: _points_so_far(path, stage.identity) if path.is_file() else ([], [])
     )
+    ahead = attention_layers(study, mask)
     with measuring(study, model, launch) as measure:
         weights = (
             ["values", "calibrated"] if study.calibrated is not None else ["values"]
@@ -206,22 +216,27 @@ def study_layers(
         num_new = len(
             {_selection_key(*point) for point in targets} - measured_by_selection.keys()
         )
+        num_new += len(ahead) - len(attention_done)
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
 
+            def measured(spec: Connectivity | None, name: str) -> dict[str, Any]:
+                bar.set_postfix_str(name)
+                values = {
+                    weights_kind: measure(spec, weights_kind == "calibrated").values
+                    for weights_kind in weights
+                }
+                bar.update()
+                return values
+
             def add(side_name: str, layers: Sequence[int], index: int) -> None:
                 key = _selection_key(side_name, layers)
                 if key not in measured_by_selection:
-                    bar.set_postfix_str(
-                        f"{side_name} {layers[0] if side_name == 'single' else len(layers)}"
+                    measured_by_selection[key] = measured(
+                        None if key is None else study.connectivity(key),
+                        f"{side_name} {layers[0] if side_name == 'single' else len(layers)}",
                     )
-                    spec = None if key is None else study.connectivity(key)
-                    measured_by_selection[key] = {
-                        weights_kind: measure(spec, weights_kind == "calibrated").values
-                        for weights_kind in weights
-                    }
-                    bar.update()
                 # Ranks keep equal results, which the search for special layers below
                 # reads; only the first writes.
                 point = {
@@ -239,6 +254,15 @@ def study_layers(
             if (remaining := _all_but_special(study, result)) is not None:
                 bar.total += 1
                 add(*remaining)
+            for index, layer in enumerate(ahead):
+                if index < len(attention_done):
+                    entry = attention_done[index]
+                else:
+                    values = measured(attention_ahead(layer), f"attention {layer}")
+                    entry = {"layer": layer, **values}
+                result["attention"].append(entry)
+                if index >= len(attention_done) and ranks.first:
+                    write_sealed(path, result, stage.identity)
     if ranks.first:
         draw(result, folder / "layers.png")
     finish_stage(stage, launch, {})
@@ -264,7 +288,7 @@ def _without_points(
         "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
         "metrics": metrics(study),
         "points": [],
-    }
+    } | ({"attention": []} if "attention" in study.sides else {})
 
 
 def _all_but_special(
@@ -534,17 +558,19 @@ def read_study(folder: Path) -> dict[str, Any]:
     return study
 
 
-def _points_so_far(path: Path, identity: str) -> list[dict[str, Any]]:
-    """Return the points that a killed study has measured; none if the file was changed
-    since, or is that of another study.
+def _points_so_far(
+    path: Path, identity: str
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the points that a killed study has measured, and its layers of attention
+    alone; none if the file was changed since, or is that of another study.
     """
     study = _read(path)
     try:
         check_seal(path, study, "fcsd measures its points again", identity)
     except UserError as error:
         print(f"layers: {error}", file=sys.stderr)
-        return []
-    return list(study["points"])
+        return [], []
+    return list(study["points"]), list(study.get("attention", []))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -5,8 +5,9 @@ each connectivity alone, and measured.
 import contextlib
 import json
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable, Collection
-from itertools import chain, combinations
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import yaml
 
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
+from fcsd.cli.planning import COMMANDS
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
 from fcsd.evaluation.config import load_suite
@@ -22,7 +24,16 @@ from fcsd.evaluation.own_text.measure import Original
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.load import load_tokenizer
-from fcsd.planning.layers.front import Half, choose, front, greedy
+from fcsd.pipeline.plan import study_seconds
+from fcsd.planning.cost.planned import PlanSettings, prepare
+from fcsd.planning.layers.front import (
+    Half,
+    Prices,
+    choose,
+    front,
+    greedy,
+    halves_connectivity,
+)
 from fcsd.planning.layers.study import read_study
 from fcsd.training.losses.kl import mean_kl, read_original
 from tests.planning.cost.test_plan import lite
@@ -60,36 +71,44 @@ def study_of_lite(folder: Path, kind: str, **changes: Any) -> Path:
 # ---- the order, by hand
 
 
+def halves_of(prices: dict[int, float]) -> tuple[list[Half], Callable[..., float]]:
+    """Return halves with these prices, and the sum of the prices of a set."""
+    halves = {Half("MLP", layer): price for layer, price in prices.items()}
+    return list(halves), lambda chosen: sum(halves[half] for half in chosen)
+
+
+def layers_of(steps: Any) -> list[list[int | None]]:
+    return [[half.layer for half in step] for step in steps]
+
+
 def test_the_next_half_is_the_one_that_saves_most_time_per_loss() -> None:
-    # µs that each saves, and its price: 80, 60, 20 and 10 µs per nat; layer 4's
-    # exchange is hidden already.
+    # 80, 60, 20 and 10 µs per nat; layer 4's exchange is hidden already.
     saves = {0: 6.0, 1: 8.0, 2: 4.0, 3: 4.0, 4: 0.0}
-    halves = [
-        Half(0, 0.3), Half(1, 0.1), Half(2, 0.4), Half(3, 4 / 60), Half(4, 0.001),
-    ]  # fmt: skip
+    halves, loss = halves_of({0: 0.3, 1: 0.1, 2: 0.4, 3: 4 / 60, 4: 0.001})
 
     def seconds(chosen: Collection[Half]) -> float:
         return 100.0 - sum(saves[half.layer or 0] for half in chosen)
 
-    steps = list(greedy(halves, seconds))
-    assert [[half.layer for half in step] for step in steps] == [[1], [3], [0], [2]]
-    subsets = list(chain.from_iterable(combinations(halves, size) for size in range(6)))
+    steps = list(greedy(halves, seconds, loss))
+    assert layers_of(steps) == [[1], [3], [0], [2]]
+    sizes = range(len(halves) + 1)
+    subsets = [set_ for size in sizes for set_ in combinations(halves, size)]
     for count in range(5):
         path = [half for step in steps[:count] for half in step]
-        lost = sum(half.price for half in path)
         # No other subset saves as much and costs less.
         for subset in subsets:
             if seconds(subset) <= seconds(path):
-                assert sum(half.price for half in subset) >= lost - 1e-12
+                assert loss(subset) >= loss(path) - 1e-12
 
 
 def test_what_costs_nothing_comes_first_and_of_equal_halves_the_later_layer() -> None:
-    halves = [Half(0, 0.1), Half(1, 0.1), Half(2, 0.0), Half(3, -0.2)]
+    halves, loss = halves_of({0: 0.1, 1: 0.1, 2: 0.0, 3: -0.2})
     saves = {0: 2.0, 1: 2.0, 2: 3.0, 3: 1.0}
-    steps = greedy(
-        halves, lambda chosen: 9.0 - sum(saves[h.layer or 0] for h in chosen)
-    )
-    assert [step[0].layer for step in steps] == [2, 3, 1, 0]
+
+    def seconds(chosen: Collection[Half]) -> float:
+        return 9.0 - sum(saves[half.layer or 0] for half in chosen)
+
+    assert layers_of(greedy(halves, seconds, loss)) == [[2], [3], [1], [0]]
 
 
 def test_a_half_that_another_makes_worthless_or_worth_more_is_looked_at_again() -> None:
@@ -99,23 +118,20 @@ def test_a_half_that_another_makes_worthless_or_worth_more_is_looked_at_again() 
         saved = 5.0 * bool({0, 1} & layers) + 4.0 * (2 in layers)
         return 50.0 - saved - 3.0 * ({2, 3} <= layers)
 
-    halves = [Half(0, 0.1), Half(1, 0.11), Half(2, 0.2), Half(3, 0.1)]
-    steps = [[half.layer for half in step] for step in greedy(halves, seconds)]
-    assert steps == [[0], [2], [3]]
+    halves, loss = halves_of({0: 0.1, 1: 0.11, 2: 0.2, 3: 0.1})
+    assert layers_of(greedy(halves, seconds, loss)) == [[0], [2], [3]]
 
 
 def test_halves_that_only_save_time_together_come_at_once() -> None:
     # Two stages of a pipeline, layers 0 and 1, 2 and 3: the slower sets the pace.
-    prices = [0.1, 0.2, 0.4, 0.3]
-
     def seconds(chosen: Collection[Half]) -> float:
         layers = {half.layer for half in chosen}
         return max(20.0 - len(layers & {0, 1}), 20.0 - len(layers & {2, 3}))
 
-    halves = [Half(layer, price) for layer, price in enumerate(prices)]
-    steps = [{half.layer for half in step} for step in greedy(halves, seconds)]
-    assert steps == [{0, 3}, {1, 2}]
-    assert list(greedy(halves, lambda chosen: 20.0)) == []
+    halves, loss = halves_of({0: 0.1, 1: 0.2, 2: 0.4, 3: 0.3})
+    steps = layers_of(greedy(halves, seconds, loss))
+    assert [{*step} for step in steps] == [{0, 3}, {1, 2}]
+    assert list(greedy(halves, lambda chosen: 20.0, loss)) == []
 
 
 # ---- a front, by hand
@@ -144,7 +160,7 @@ def test_a_front_goes_from_regular_through_attention_to_the_blocks(
     # Alone: layer 3 saves 4 at 0.02, 1 at 0.03, 2 at 0.05, 0 at 0.5; attention 13 at
     # 0.2988, and 9 once layer 2 is rewired.
     assert [row["name"] for row in steps] == [
-        "regular", "+ layer 3", "+ layer 1", "+ layer 2", "+ attention in all layers", "+ layer 0",
+        "regular", "+ MLP 3", "+ MLP 1", "+ MLP 2", "+ attention in all layers", "+ MLP 0",
     ]  # fmt: skip
     assert [row["saved_s"] for row in steps] == [0, 4, 8, 12, 21, 25]
     # Sums of prices, until the study measured the selection.
@@ -177,9 +193,45 @@ def test_a_block_whose_dispatch_is_hidden_already_is_never_ahead(
     facts = front(study, "kl", False, hand_seconds)
     steps = facts["rows"][: facts["steps"]]
     assert [row["name"] for row in steps[1:]] == [
-        "+ attention in all layers", "+ layer 3", "+ layer 1", "+ layer 0",
+        "+ attention in all layers", "+ MLP 3", "+ MLP 1", "+ MLP 0",
     ]  # fmt: skip
     assert steps[-1]["connectivity"] == {"layers": "all", "mlp": [0, 1, 3]}
+
+
+def test_attention_is_chosen_layer_by_layer_where_the_study_measured_it_so(
+    tmp_path: Path,
+) -> None:
+    study = read_study(written(tmp_path / "s", "both"))
+    study["moe_layers"] = [0, 1, 2, 3]
+    study["attention"] = [
+        {"layer": layer, "values": {"kl": {"value": price, "stderr": 0.001}}}
+        for layer, price in ((1, 0.4), (2, 0.01), (3, 0.02))
+    ]
+
+    def seconds(spec: Connectivity) -> float:
+        # Attention ahead hides 3 µs of the combine before it, an MLP side its dispatch.
+        field, ahead = spec.field([True] * 4), spec.outdated_layers([True] * 4)
+        carried = [k for k in field["layers"] if k - 1 in field["layers"]]
+        partial = field["attention"] == "partial"
+        return 100.0 - 3.0 * len(carried) * partial - 4.0 * len(ahead)
+
+    facts = front(study, "kl", False, seconds)
+    steps = facts["rows"][: facts["steps"]]
+    # Per nat: attention 2 saves 300, MLP 3 then 175 with attention 3 between rewired
+    # layers, MLP 1 133, MLP 2 80; MLP 0 7.8 with attention 1, which alone saves 7.5.
+    assert [row["name"] for row in steps] == [
+        "regular", "+ attention 2", "+ MLP 3", "+ MLP 1", "+ MLP 2", "+ MLP 0",
+    ]  # fmt: skip
+    assert [row["saved_s"] for row in steps] == [0, 3, 10, 14, 18, 25]
+    assert [row["loss"] for row in steps] == pytest.approx(
+        [0, 0.01, 0.05, 0.08, 0.23, 0.83]  # the last two were measured
+    )
+    assert [row["connectivity"] for row in steps[1:4]] == [
+        {"layers": [1, 2], "mlp": "full"},
+        {"layers": [1, 2, 3], "mlp": [3]},
+        {"layers": [1, 2, 3], "mlp": [1, 3]},
+    ]
+    assert steps[4]["connectivity"] == {"layers": [1, 2, 3], "mlp": "outdated"}
 
 
 def test_what_to_choose_is_a_number_a_loss_or_the_largest_share_saved(
@@ -188,13 +240,13 @@ def test_what_to_choose_is_a_number_a_loss_or_the_largest_share_saved(
     facts = front(
         read_study(written(tmp_path / "s", "selected")), "kl", False, hand_seconds
     )
-    assert choose(facts, num=2)["name"] == "+ layer 1"
+    assert choose(facts, num=2)["name"] == "+ MLP 1"
     assert choose(facts, num=0)["name"] == "regular"
     assert choose(facts, max_loss=0.0)["name"] == "regular"
-    assert choose(facts, max_loss=0.06)["name"] == "+ layer 1"
+    assert choose(facts, max_loss=0.06)["name"] == "+ MLP 1"
     # 13 of 25 for attention alone is less than 12 for three blocks and 0.2 nats more.
     assert choose(facts, max_loss=0.3)["name"] == "attention alone"
-    assert choose(facts, max_loss=9)["name"] == "+ layer 0"
+    assert choose(facts, max_loss=9)["name"] == "+ MLP 0"
     # Shares of time less shares of loss: 0.39 for three blocks, 0.40 for this.
     assert choose(facts)["name"] == "last 1"
 
@@ -260,6 +312,42 @@ def test_each_row_has_the_time_of_its_connectivity_planned_by_itself(
             other["loss"] < row["loss"] and other["saved_s"] > row["saved_s"]
             for other in rows
         )
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("everywhere", [0.004, 0.3])
+def test_no_set_of_halves_saves_much_more_at_the_loss_of_a_step(
+    everywhere: float, by_layer: bool, machine: str, tmp_path: Path
+) -> None:
+    study = read_study(study_of_lite(tmp_path, "selected"))
+    for point in study["points"]:
+        point["values"]["kl"]["value"] += everywhere - ATTENTION
+    if by_layer:
+        study["attention"] = [
+            {"layer": k, "values": {"kl": {"value": price, "stderr": None}}}
+            for k, price in ((2, everywhere / 3), (3, everywhere / 4))
+        ]
+    parser = ArgumentParser()
+    COMMANDS["plan"].options(parser)
+    words = [study["study"]["model"]["path"], *machine.split()]
+    planned = prepare(PlanSettings.from_options(vars(parser.parse_args(words))))
+    seconds = study_seconds(planned, None, tmp_path)
+    facts = front(study, "kl", False, seconds)
+    prices, mask = Prices.of(study, "kl", False), [False, True, True, True]
+    regular_s, found = seconds(Connectivity("none")), []
+    halves = prices.halves()
+    for size in range(1, len(halves) + 1):
+        for subset in combinations(halves, size):
+            spec = halves_connectivity(study, frozenset(subset))
+            found.append((prices.total(spec, mask), regular_s - seconds(spec)))
+    most = max(saved for _, saved in found)
+    steps = facts["rows"][1 : facts["steps"]]
+    assert steps
+    for row in steps:
+        lost = prices.total(Connectivity(**row["connectivity"]), mask)
+        best = max(saved for loss, saved in found if loss <= lost + 1e-9)
+        assert row["saved_s"] >= best - 0.1 * most
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -366,6 +454,61 @@ def test_a_study_of_another_model_has_no_front(
 
 
 # ---- measured
+
+
+def test_a_study_measures_attention_ahead_in_one_layer_and_continues(
+    model: Path, text: Path, tmp_path: Path, run: Run
+) -> None:
+    words = command(model, text, tmp_path / "s", "--sides", "single,attention")
+    run(*words)
+    path = tmp_path / "s" / "layers.json"
+    study = read_study(tmp_path / "s")
+    # Layer 0 is dense: nothing of it is in flight when attention 1 begins.
+    assert [entry["layer"] for entry in study["attention"]] == [2, 3]
+    source = SourceConfig(path=str(text))
+    rows = heldout_rows(source, load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
+    original = read_original(load_model(model), rows)
+    for entry in study["attention"]:
+        layers = [entry["layer"] - 1, entry["layer"]]
+        converted = load_model(model, connectivity=Connectivity(layers, mlp="full"))
+        measured = mean_kl(original, converted, rows)["kl"]
+        assert entry["values"]["kl"]["value"] == pytest.approx(measured, rel=1e-5)
+    whole = path.read_bytes()
+    for kept in (0, 1, 2):
+        (tmp_path / "s" / "manifest.json").unlink()
+        begun = json.loads(whole)
+        begun["attention"] = begun["attention"][:kept]
+        del begun["sha256"]
+        path.write_text(json.dumps(begun) if kept < 2 else whole.decode())
+        run(*words)
+        assert path.read_bytes() == whole
+    result = run("plan-layers", tmp_path / "s", "--gpu", "h100", "--ep", "4", "--json")
+    names = {row["name"] for row in result["rows"][: result["steps"]]}
+    assert any(name.startswith("+ attention ") for name in names)
+    # What read such a study before reads it as ever.
+    assert (
+        len(run("plan-layers", tmp_path / "s", "--budget", "2", "--json")["layers"])
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sides", "attention"], r"side 'attention' is measured beside others"),
+        (
+            ["--sides", "single,attention", "--attention", "full"],
+            r"attention: full would measure nothing: attention is ahead in no layer",
+        ),
+        (["--sides", "single,attention", "--every", "2"], r"apply to the sides first"),
+    ],
+)
+def test_attention_alone_that_cannot_be_measured_is_refused(
+    words: list[str], message: str, model: Path, text: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert main(command(model, text, tmp_path / "s", *words)) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_verify_measures_the_choice_and_the_last_layers_that_are_as_fast(
