@@ -388,8 +388,9 @@ def _layers_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sides",
         help=(
-            "sides to measure: any of first,last,single (default: all that can be"
-            " measured)"
+            "sides to measure: any of first,last,single,attention (default: the first"
+            " three, as far as they can be measured); attention: also attention ahead in"
+            " one layer alone, for plan-layers with --gpu"
         ),
     )
     numbers = parser.add_mutually_exclusive_group()
@@ -410,7 +411,9 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
     )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
-        "--budget", help="share of the layers (90%%) or their number (43)"
+        "--budget",
+        help="share of the layers (90%%) or their number (43); with a machine, at most"
+        " so many MLP sides ahead",
     )
     goal.add_argument(
         "--max-loss",

@@ -31,6 +31,7 @@ from fcsd.model.connectivity.spec import (
     selection_text,
 )
 from fcsd.model.families import FAMILIES
+from fcsd.planning.layers.first import special_layers
 from fcsd.planning.layers.points import (
     attention_losses,
     base_loss,
@@ -245,7 +246,7 @@ def front(
         return {
             "name": title,
             "connectivity": recipe_section(spec, mask),
-            "num_layers": len(spec.outdated_layers(mask)),
+            "mlp_layers": spec.outdated_layers(mask),
             "step_s": step_s,
             "saved_s": regular_s - step_s,
             "speed_up": regular_s / step_s,
@@ -292,8 +293,10 @@ def front(
     for one in rows:
         one["front"] = not any(_dominates(other, one) for other in rows)
     (facts,) = (row for row in study["metrics"] if row["name"] == metric)
+    special = special_layers(study, metric)
     return {
         "metric": facts,
+        "special": [] if special is None else special["layers"],
         "metrics": study["metrics"],
         "calibrated": calibrated,
         "rows": rows,
@@ -395,25 +398,31 @@ def choose(
 ) -> dict[str, Any]:
     """Return the row of a front to convert to.
 
-    num: the last step with at most so many layers. max_loss: the fastest row that loses
-    at most so much. Neither: the row whose share of all the time that the front saves
-    exceeds its share of the front's loss most.
+    num: the last step with at most so many MLP sides ahead. max_loss: the fastest row
+    that loses at most so much. Neither: the row whose share of the time that can be
+    saved exceeds its share of the loss most; the shares are those of the fastest row
+    without a layer that costs far more than a typical one (`special_layers`).
     """
     rows = facts["rows"]
     if num is not None:
         steps = rows[: facts["steps"]]
-        return next(row for row in reversed(steps) if row["num_layers"] <= num)
+        return next(row for row in reversed(steps) if len(row["mlp_layers"]) <= num)
     if max_loss is not None:
         rows = [row for row in rows if row["loss"] <= max_loss]
         return min(rows, key=lambda row: (row["step_s"], row["loss"]))
-    rows = [row for row in rows if row["front"]]
+    special = {*facts["special"]}
+    rows = [
+        row for row in rows if row["front"] and special.isdisjoint(row["mlp_layers"])
+    ]
     end = max(rows, key=lambda row: row["saved_s"])
     if end["saved_s"] <= 0 or end["loss"] <= 0:
         return end
-    return max(
-        rows,
-        key=lambda row: row["saved_s"] / end["saved_s"] - row["loss"] / end["loss"],
-    )
+
+    def exceeds(row: Mapping[str, Any]) -> tuple[float, float]:
+        margin = row["saved_s"] / end["saved_s"] - row["loss"] / end["loss"]
+        return round(margin, 9), row["saved_s"]
+
+    return max(rows, key=exceeds)
 
 
 def as_fast_as(
