@@ -198,7 +198,7 @@ def study_layers(
     done, attention_done = ranks.from_first(
         lambda: _points_so_far(path, stage.identity) if path.is_file() else ([], [])
     )
-    ahead = attention_layers(study, mask)
+    ahead = attention_layers(study, mask)[len(attention_done) :]
     with measuring(study, model, launch) as measure:
         weights = (
             ["values", "calibrated"] if study.calibrated is not None else ["values"]
@@ -210,13 +210,13 @@ def study_layers(
             for point in done
         }
         result = _without_points(study, model, mask)
+        if "attention" in study.sides:
+            result["attention"] = attention_done
         # Zero rewired layers have no KL, but tasks have a score.
         targets = [("none", []), *points] if study.tasks else points
         # The same layers may be a point of several sides, and are measured once.
-        num_new = len(
-            {_selection_key(*point) for point in targets} - measured_by_selection.keys()
-        )
-        num_new += len(ahead) - len(attention_done)
+        keys = {_selection_key(*point) for point in targets}
+        num_new = len(keys - measured_by_selection.keys()) + len(ahead)
         with progress_bar(
             total=num_new, desc="layers", unit="point", smoothing=0.1, shown=ranks.first
         ) as bar:
@@ -254,14 +254,10 @@ def study_layers(
             if (remaining := _all_but_special(study, result)) is not None:
                 bar.total += 1
                 add(*remaining)
-            for index, layer in enumerate(ahead):
-                if index < len(attention_done):
-                    entry = attention_done[index]
-                else:
-                    values = measured(attention_ahead(layer), f"attention {layer}")
-                    entry = {"layer": layer, **values}
-                result["attention"].append(entry)
-                if index >= len(attention_done) and ranks.first:
+            for layer in ahead:
+                values = measured(attention_ahead(layer), f"attention {layer}")
+                result["attention"].append({"layer": layer, **values})
+                if ranks.first:
                     write_sealed(path, result, stage.identity)
     if ranks.first:
         draw(result, folder / "layers.png")
@@ -288,7 +284,7 @@ def _without_points(
         "moe_layers": [index for index, is_moe in enumerate(mask) if is_moe],
         "metrics": metrics(study),
         "points": [],
-    } | ({"attention": []} if "attention" in study.sides else {})
+    }
 
 
 def _all_but_special(

@@ -493,7 +493,10 @@ def test_a_changed_study_is_refused_with_the_difference(
         (["--counts", "two"], r"--counts: 'two' is not a number"),
         (["--counts", "2,2"], r"counts: 2 is given twice"),
         (["--every", "0"], r"every: .*greater than 0"),
-        (["--sides", "first,middle"], r"sides.*'first', 'last' or 'single'.*'middle'"),
+        (
+            ["--sides", "first,middle"],
+            r"sides.*'first', 'last', 'single' or 'attention'.*'middle'",
+        ),
         (
             ["--mlp", "full", "--sides", "single"],
             r"'single' with mlp: full would measure nothing",
@@ -514,7 +517,10 @@ def test_a_changed_study_is_refused_with_the_difference(
         (["--data-root", "x"], r"--data-root has no meaning without --task"),
         (["--suite", "paper11"], r"--suite has no meaning without --task"),
         (["--calibration-tokens", "9"], r"-tokens has no meaning without --calibrated"),
-        (["--sides", ""], r"--sides: .*'first', 'last' or 'single'.*got ''"),
+        (
+            ["--sides", ""],
+            r"--sides: .*'first', 'last', 'single' or 'attention'.*got ''",
+        ),
         (["--sides", "single", "--counts", "1"], r"apply to the sides first and last"),
     ],
 )
