@@ -437,13 +437,16 @@ def as_fast_as(
     kinds = {"last {}": lambda layers: study_connectivity(study, layers)}
     if selecting_option(study) == "mlp":
         kinds = {"MoE blocks of the last {}": kinds["last {}"], "last {}": Connectivity}
-    found = {}
+    found: dict[str, Connectivity] = {}
     for name, connect in kinds.items():
         for count in range(1, total + 1):
             spec = connect(resolve_layers({"last": count}, mask))
             enough = seconds(spec) <= row["step_s"] * (1 + PRECISION)
             if enough and changes(study, spec):
-                found[name.format(count)] = spec
+                # Of all layers, both kinds are the same.
+                keys = [section_key(other, mask) for other in found.values()]
+                if section_key(spec, mask) not in keys:
+                    found[name.format(count)] = spec
                 break
     return found
 
