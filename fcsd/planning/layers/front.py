@@ -167,7 +167,7 @@ def greedy(
                 break
             for half in [best] if known[best][0] > 0 else left:
                 del known[half]
-        added = (best,)
+        added: tuple[Half, ...] = (best,)
         if known[best][0] <= 0:
             cheapest = sorted(left, key=lambda half: known[half][1])
             added = _together(cheapest, chosen, seconds)
