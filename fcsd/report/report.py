@@ -226,7 +226,10 @@ def _calibrations(models: Iterable[str], layout: RunLayout) -> dict[str, Any]:
 
 def _training(path: Path) -> str:
     manifest = read_manifest(path)
-    objective = manifest["settings"].get("objective", {"name": "ce"})["name"]
+    settings = manifest["settings"].get("objective", {"name": "ce"})
+    objective = settings["name"]
+    if own_text := settings.get("own_text"):
+        objective += f", {own_text:.0%} own text"
     results = manifest["results"]
     best = (
         f", best at {results['best_step']}"

@@ -14,15 +14,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 
+from fcsd.base.artifact import read_manifest
 from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
-from fcsd.data.batches import next_token_targets
+from fcsd.data.batches import Collator, next_token_targets
+from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.engine import Engine
+from fcsd.parallel.ranks import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from fcsd.report import report as report_module
 from fcsd.training import checkpoint_writer as writer_module
 from fcsd.training.arguments import refuse_what_cannot_be_sharded
+from fcsd.training.card import card as card_module
+from fcsd.training.card.facts import Facts
+from fcsd.training.losses.head import attach_loss_head
+from fcsd.training.meters import Meters
 from fcsd.training.own_text import OwnText, Prompt, cut, prompts_of, row_digest
 from fcsd.training.run import train
 from fcsd.training.sweep import read_history
@@ -30,8 +40,8 @@ from fcsd.training.teachers.cache import CachedTeacher
 from fcsd.training.trainer import DistillTrainer
 from tests.losses import objective_of, reference_divergence
 from tests.parallel.test_engines import compare, launch
-from tests.reference.tiny import tiny_model
-from tests.support import Bench, history, in_a_fork
+from tests.reference.tiny import TINY, tiny_model
+from tests.support import Bench, few_and_others, history, in_a_fork, skip_unavailable
 from tests.training.test_trainer import LENGTH, Rows, make
 
 
@@ -406,6 +416,44 @@ def test_a_recipe_that_cannot_score_own_text_is_refused(
     path = bench.recipe(**(ON_POLICY | changes))
     assert main(["distill", str(path)]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("families",), few_and_others([*TINY]))
+def test_in_no_family_does_a_text_depend_on_the_others_of_its_batch(
+    families: list[str],
+) -> None:
+    for family in families:
+        skip_unavailable(family)
+        model = tiny_model(family)
+        convert_model(model, Connectivity("all"))
+        attach_loss_head(model)
+        model.train()
+        tokenizer = tiny_tokenizer(min(99, model.config.get_text_config().vocab_size))
+        batches = []
+        for size in (8, 1):
+            objective = objective_of("kl", own_text=1.0, own_text_batch_size=size)
+            batch = Collator()([Rows(1, seed=seed).rows[0] for seed in range(4)])
+            meters = Meters(Accelerator(cpu=True), "kl")
+            OwnText(objective, tokenizer, ALONE, 0, meters).write(model, [batch], 3)
+            batches.append(batch)
+        assert batches[0]["input_ids"].equal(batches[1]["input_ids"]), family
+        assert batches[0]["labels"].equal(batches[1]["labels"]), family
+        assert model.training
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_card_and_report_say_who_wrote_the_text(bench: Bench) -> None:
+    written = {"max_new_tokens": 4}
+    source = {"path": str(bench.rows), "max_examples": 30, "written": written}
+    data = {"train": [source], "max_length": 32}
+    path = bench.recipe("r", **ON_POLICY | {"data": data})
+    assert main(["distill", str(path)]) == 0
+    folder = bench.folder / "r" / "distill"
+    assert report_module._training(folder).startswith("kl, 50% own text, 12 steps")
+    config = read_json(folder / "model" / "config.json")
+    text = card_module._training(Facts("m", config, training=read_manifest(folder)))
+    assert "objective `kl`, 50% of the rows with text of its own, 12 steps" in text
+    assert f"The original wrote the answers to `{bench.rows.name}`." in text
 
 
 def test_a_teacher_that_knows_only_the_rows_of_the_data_is_refused(

@@ -164,6 +164,8 @@ def _training(facts: Facts) -> str:
     objective = _objective(training)
     fcsd = f"Self-distillation (FCSD): teacher is {teacher}, objective `{objective}`"
     opening = OBJECTIVES[objective].trained.get(objective, fcsd)
+    if own_text := training["settings"].get("objective", {}).get("own_text"):
+        opening += f", {own_text:.0%} of the rows with text of its own"
     # Cross-entropy may also be the objective of a distillation stage.
     if training["stage"] != "pretrain":
         opening = opening.replace(" from scratch", "")
@@ -231,7 +233,15 @@ def _paths(settings: Mapping[str, Any]) -> list[str]:
 def _sources(settings: Mapping[str, Any]) -> str:
     sources = dict.fromkeys(map(public_name, _paths(settings)))
     if sources:
-        return f" Data: {', '.join(f'`{source}`' for source in sources)}."
+        text = f" Data: {', '.join(f'`{source}`' for source in sources)}."
+        written = [
+            f"`{public_name(source['path'])}`"
+            for source in settings.get("data", {}).get("train", [])
+            if source.get("written")
+        ]
+        if written:
+            text += f" The original wrote the answers to {', '.join(written)}."
+        return text
     return ""
 
 

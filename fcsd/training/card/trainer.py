@@ -211,7 +211,7 @@ def _training(trainer: Any, inputs: Given, data: list[str]) -> dict[str, Any] | 
     training: dict[str, Any] = {
         "stage": "distill",
         "settings": {
-            "objective": {"name": objective.name},
+            "objective": {"name": objective.name, "own_text": objective.own_text},
             "train": {
                 "batch_size_tokens": (
                     step_rows(args, trainer.launch.ranks.size) * args.max_length
