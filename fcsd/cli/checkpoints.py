@@ -1,5 +1,6 @@
 """Commands on a checkpoint: inspect it, or change its connectivity, weights or keys."""
 
+import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from fcsd.cli.options import (
     model_argument,
     print_result,
     quiet_transformers,
+    task_arguments,
 )
 
 
@@ -41,9 +43,14 @@ def _convert(arguments: Namespace) -> None:
 
 
 def _calibrate(arguments: Namespace) -> None:
+    from fcsd.evaluation.config import EvaluationConfig, named_tasks
+
     options, suite = vars(arguments), arguments.decontaminate
-    if suite is None and arguments.data_root is not None:
-        raise UserError("--data-root has no meaning without --decontaminate")
+    if suite is None and not arguments.task and arguments.data_root is not None:
+        raise UserError("--data-root has no meaning without --decontaminate or --task")
+    default = EvaluationConfig.model_fields["suite"].default
+    if not arguments.task and arguments.suite != default:
+        raise UserError("--suite has no meaning without --task")
     from fcsd.data.config import source_option
     from fcsd.data.rows_config import RowsConfig
     from fcsd.model.config import ModelConfig
@@ -70,12 +77,19 @@ def _calibrate(arguments: Namespace) -> None:
         },
         "the calibration",
     )
+    # A mistake shows before the calibration.
+    measured = named_tasks(arguments.suite, arguments.task) if arguments.task else None
     quiet_transformers()
     from fcsd.parallel.join import join_launch
-    from fcsd.pipeline.calibrate import calibrate_folder
+    from fcsd.pipeline.calibrate import calibrate_folder, measure_calibrated
+    from fcsd.report.table import score_table
 
     launch = join_launch()
     calibrate_folder(recipe, arguments.out, launch)
+    if measured is not None:
+        result = measure_calibrated(recipe, arguments.out, measured, launch)
+        if launch.first:
+            print(score_table(result), file=sys.stderr)
     if launch.first:
         print(arguments.out)
 
@@ -159,7 +173,6 @@ def _calibrate_options(parser: ArgumentParser) -> None:
         ),
     )
     from fcsd.data.config import DataConfig
-    from fcsd.evaluation.config import EvaluationConfig
     from fcsd.training.config import CalibrationConfig
 
     field_options(parser, CalibrationConfig, "tokens", "ridge")
@@ -172,7 +185,7 @@ def _calibrate_options(parser: ArgumentParser) -> None:
             " suite"
         ),
     )
-    field_options(parser, EvaluationConfig, "data_root", type=None)
+    task_arguments(parser, "then measure the calibrated model on this task")
 
 
 def _copy_options(parser: ArgumentParser) -> None:

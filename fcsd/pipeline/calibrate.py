@@ -13,7 +13,8 @@ last renames.
 
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ from fcsd.base.fingerprints import read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.base.text import calibration_kl_text
 from fcsd.data.counts import tell_examples
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.models import EvaluatedFolder
+from fcsd.evaluation.own_text.measure import Original
+from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder
@@ -227,6 +232,31 @@ def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
         _discard_work(run)
 
     launch.ranks.from_first(leave)
+
+
+def measure_calibrated(
+    recipe: Recipe, out: Path, suite: SuiteConfig, launch: Launch
+) -> dict[str, Any]:
+    """Return the result of a calibrated model in `out` on tasks, of which those of own
+    text compare it with the original.
+    """
+    run, launch = Run(recipe, launch), launch.for_evaluation()
+    original = EvaluatedFolder(run.original)
+    calibrated = EvaluatedFolder(ModelFolder(run.original.config, out))
+
+    @contextmanager
+    def loaded() -> Iterator[Any]:
+        yield original.load(launch)
+
+    with prepare_evaluation(
+        calibrated.tokenizer(),
+        suite,
+        recipe.evaluation,
+        ranks=launch.ranks,
+        original=Original(loaded),
+    ) as evaluate:
+        result, _ = evaluate(calibrated.load(launch), str(out))
+    return result
 
 
 def _is_of(stage: Stage) -> bool:

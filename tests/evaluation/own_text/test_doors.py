@@ -11,7 +11,7 @@ from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.points import loss_text
-from tests.evaluation.own_text.test_compared import place
+from tests.evaluation.own_text.test_compared import evaluate, place
 
 __all__ = ["place"]  # a fixture
 
@@ -58,6 +58,27 @@ def test_layers_are_planned_by_the_divergence_that_they_add(
     cheapest = min(single, key=lambda layer: single[layer])
     chosen = [row["layer"] for row in plan["sensitivities"] if row["rewired"]]
     assert chosen == [cheapest]
+
+
+def test_a_calibration_tells_what_its_model_writes(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"text": f"{n} times {n % 9} and some more " * 4} for n in range(60)]
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = [
+        "calibrate", place / "original", tmp_path / "out", "--layers", "last:1", "--text", text, "--tokens", "2048",
+        "--max-length", "128",
+    ]  # fmt: skip
+    tasks = ["--task", "own_texts", "--suite", place / "suite.yaml"]
+    tasks += ["--data-root", place / "data"]
+    assert main([str(word) for word in [*words, "--suite", "x.yaml"]]) == 2
+    assert "--suite has no meaning without --task" in capsys.readouterr().err
+    assert main([str(word) for word in words + tasks]) == 0
+    told = capsys.readouterr().err
+    assert evaluate(place, str(tmp_path / "out"), tmp_path / "result") == 0
+    row = read_result(tmp_path / "result")[0]["tasks"]["own_texts"]
+    assert f"| {row['value']:.3f} ± {row['stderr']:.3f} nats |" in told
 
 
 def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> None:
