@@ -36,6 +36,8 @@ RECORD_FILE = "record.json"  # in each checkpoint
 # form.
 _LEFT_OUT = {
     "on_bad_row",
+    "own_text_batch_size",
+    "own_text_sample_steps",
     "dataset_num_proc",
     "safety",
     "trust_remote_code",
