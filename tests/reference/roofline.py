@@ -11,10 +11,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-GEMM, GROUPED, FP8_GROUPED, CORE = 0.5, 0.4, 0.1, 0.25  # shares of the peak
+GEMM, GROUPED, FP8_GROUPED, CORE = 0.5, 0.4, 0.1, 0.35  # shares of the peak
 MEMORY, LINK, INTERFACE = 0.65, 0.85, 0.8  # shares of a rate
 LATENCY_S, SLOWDOWN = 20e-6, 0.15
-KERNEL_S, GAP_S = 2e-6, 600e-6  # of a server: at least, and beside all kernels
+DISPATCH_S, COMBINE_S = 27e-6, 36e-6  # of a server, beside the bytes
+# Of a server: a matmul, attention and another kernel at least, and beside all kernels.
+MATMUL_S, CORE_S, KERNEL_S, GAP_S = 5e-6, 12e-6, 2.5e-6, 400e-6
 INTERFACE_BYTES_S = 50e9
 
 # Peaks in bfloat16 and FP8, bytes per second of memory, and to a node's other GPUs.
@@ -63,6 +65,7 @@ class Model:
         self.router = hidden * self.experts
         self.groups = (config.get("n_group", 1), config.get("topk_group", 1))
         heads = config["num_attention_heads"]
+        self.latent = "kv_lora_rank" in config
         if rank := config.get("kv_lora_rank"):
             rope, value = config["qk_rope_head_dim"], config["v_head_dim"]
             key = config["qk_nope_head_dim"] + rope
@@ -108,12 +111,19 @@ class Model:
         return places * (1 - missed / math.comb(experts, self.chosen))
 
 
-def exchange_s(rows: float, width: float, ranks: int, out: float) -> float:
+def exchange_s(
+    rows: float,
+    width: float,
+    ranks: int,
+    out: float,
+    near_s: float = LATENCY_S,
+    far_s: float = 2 * LATENCY_S,
+) -> float:
     """Return the seconds of an all-to-all of `rows` rows of `width` bytes per rank."""
     near, far = 7 / ranks, 1 - 8 / ranks
     return max(
-        LATENCY_S + rows * width * near / (out * LINK),
-        2 * LATENCY_S + rows * width * far / (INTERFACE_BYTES_S * INTERFACE),
+        near_s + rows * width * near / (out * LINK),
+        far_s + rows * width * far / (INTERFACE_BYTES_S * INTERFACE),
     )
 
 
@@ -212,28 +222,40 @@ def decoding(
             return max(computing, elements * weights[1] / memory)
 
         stream = tokens * model.hidden * 2 / memory
-        # A step of k kernels takes at least as long as those.
-        queries, outputs = max(matmul(model.attention_a), 5 * KERNEL_S), []
+        latent, eight_bits = int(model.latent), int(fp8)
+
+        def step_s(
+            matmul_s: float, passes_s: float, matmuls: int, others: int
+        ) -> float:
+            # In FP8, another kernel quantises the input.
+            others += eight_bits
+            return max(matmul_s, matmuls * MATMUL_S) + max(passes_s, others * KERNEL_S)
+
+        # Latent attention has two matmuls and a norm more before it, and one behind.
+        queries = step_s(matmul(model.attention_a), 0.0, 1 + 2 * latent, 3 + latent)
+        outputs = []
         for window in model.windows:
             kept = tokens * min(length, window or length)
             cache = kept * model.cached * 2 / memory
             pairs = model.pair * kept / (bfloat16 * CORE)
-            output = max(cache, pairs) + matmul(model.attention_b)
-            outputs.append(max(output, 3 * KERNEL_S))
+            behind = step_s(matmul(model.attention_b), 0.0, 1 + latent, 0)
+            outputs.append(max(cache, pairs, CORE_S) + behind)
         used = 1 - (1 - model.chosen / model.experts) ** (tokens * ranks)
         experts = max(
             2 * tokens * model.chosen * model.expert / (peak * grouped),
             used * model.experts / ranks * model.expert * weights[0] / memory,
         )
-        shared = max(matmul(model.shared), 3 * KERNEL_S) if model.shared else 0.0
+        shared = step_s(matmul(model.shared), 0.0, 2, 1) if model.shared else 0.0
         # Sorting: a quarter before the dispatch, half around the experts, a quarter
         # behind the combine.
         part = 2 * model.chosen * stream
-        router = max(matmul(model.router) + 6 * stream + part, 6 * KERNEL_S)
-        experts = max(experts + 2 * part, 5 * KERNEL_S)
+        router = max(matmul(model.router), MATMUL_S) + max(
+            6 * stream + part, 5 * KERNEL_S
+        )
+        experts = step_s(experts, 2 * part, 2, 3)
         compute = model.layers * (queries + sum(outputs) / 2)
-        compute += moe * (router + experts + shared + part)
-        dense = max(matmul(model.dense_mlp) + 6 * stream, 4 * KERNEL_S)
+        compute += moe * (router + experts + shared + max(part, KERNEL_S))
+        dense = step_s(matmul(model.dense_mlp), 6 * stream, 2, 2)
         compute += model.dense * dense
         compute += matmul(model.hidden * model.vocabulary) + GAP_S
         # Rows in FP8 have a scale of four bytes for 128 elements.
@@ -246,7 +268,10 @@ def decoding(
             ]
         else:
             rows = tokens * model.chosen
-            both = [exchange_s(rows, width, ranks, out) for width in (there, back)]
+            both = [
+                exchange_s(rows, width, ranks, out, fixed_s, fixed_s)
+                for width, fixed_s in ((there, DISPATCH_S), (back, COMBINE_S))
+            ]
         even, odd = (
             min(both[0], output) + min(both[1], shared + queries) for output in outputs
         )

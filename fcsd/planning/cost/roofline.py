@@ -27,18 +27,33 @@ all-to-all, low-latency kernels); to all ranks, which gather every token.
 """
 
 KERNELS = {
-    "attention a": 5,
-    "attention b": 3,
-    "router": 6,
-    "experts": 5,
-    "shared expert": 3,
-    "mlp": 4,
+    "attention a": (1, 3),
+    "attention b": (1, 0),
+    "router": (1, 5),
+    "experts": (2, 3),
+    "shared expert": (2, 1),
+    "mlp": (2, 2),
+    "arrive": (0, 1),
 }
-"""Kernels of a layer's steps in a server: norm, projection, norms of heads and rotary
-embedding, cache; attention, its reduction, output; norm, gate, top k, sorting; and so
-on. With two all-reduces 21 for a layer of Qwen3-30B-A3B, of which 1,065 were captured for
-48 layers (sgl-project/sglang-omni 760).
+"""Matmuls of a layer's steps in a server, as engines fuse them, and other kernels: norm,
+rotary embedding and norms of heads, cache; norm, top k, sorting; activation, rows in
+and out; and so on. With attention and two all-reduces 21 for a layer of Qwen3-30B-A3B,
+of which 1,065 were captured for 48 layers (sgl-project/sglang-omni 760).
 """
+
+LATENT = {"attention a": (2, 1), "attention b": (1, 0)}
+"""Kernels that latent attention (MLA) has in addition: queries and keys into the latent
+space and out of it, the norms of the latents.
+"""
+
+QUANTISED = {
+    "attention a": 1,
+    "attention b": 1,
+    "experts": 1,
+    "shared expert": 1,
+    "mlp": 1,
+}
+"""Kernels that quantise activations for matmuls in FP8."""
 
 PAIR_BYTES = 8
 """Bytes that travel with a row for each (token, expert) pair: the expert's index and
@@ -60,8 +75,8 @@ class Roofline:
     tensor-parallel rank has its own part of the tokens, and its experts whole.
     sent_bytes: bytes per element of a dispatched row; None: as wide as an activation,
     as returned rows always are. reduced: work whose all-reduces have an assumed
-    duration; None: there is none. served: a step runs as a captured graph, whose kernels take
-    `kernel_us` at least.
+    duration; None: there is none. served: a step runs as a captured graph, whose kernels
+    take `matmul_us`, `core_us` and `kernel_us` at least.
     """
 
     machine: Machine
@@ -165,22 +180,60 @@ class Roofline:
         Sorting rows before the dispatch counts as "router", sorting around the experts
         as "experts", and summing the returned rows as "arrive" of the next layer.
         """
+        matmuls_and_others = self.parts(model, layer, expert_parallel)
+        seconds = {name: sum(both) for name, both in matmuls_and_others.items()}
+        seconds["attention b"] += self.served_core(layer)
+        return seconds
+
+    def served_core(self, layer: LayerWork) -> float:
+        """Return the seconds of attention between its projections; in a server, those
+        of a kernel at least.
+        """
+        least_s = self.values["core_us"] / 1e6 if self.served else 0.0
+        return max(self.core(layer), least_s)
+
+    def parts(
+        self, model: ModelWork, layer: LayerWork, expert_parallel: int
+    ) -> dict[str, tuple[float, float]]:
+        """Return the seconds of each step's matmuls, and of its passes over memory;
+        without the core of attention.
+        """
         ranks, stream = self.tensor_parallel, model.tokens * model.hidden_size
         # MLA's projections to the latents are not split: every tensor-parallel rank
         # computes them for its tokens.
         own = self.token_ranks
-        unsplit_s = self.matmul(layer.work("attention a" + WHOLE), "gemm", own)
         norms = self.passes(self.values["norm_passes"], stream) / own
-        seconds = {
-            "attention a": self.matmul(layer.work("attention a"), "gemm", ranks)
-            + unsplit_s,
-            "attention b": self.core(layer)
-            + self.matmul(layer.work("attention b"), "gemm", ranks),
+
+        def split(name: str) -> float:
+            return self.matmul(layer.work(name), "gemm", ranks)
+
+        queries = split("attention a") + self.matmul(
+            layer.work("attention a" + WHOLE), "gemm", own
+        )
+        parts = {
+            "attention a": (queries, 0.0),
+            "attention b": (split("attention b"), 0.0),
         }
-        if not layer.moe:
-            return self._served(
-                seconds | {"mlp": self.matmul(layer.work("mlp"), "gemm", ranks) + norms}
-            )
+        if layer.moe:
+            parts |= self._expert_parts(model, layer, expert_parallel, norms)
+        else:
+            parts["mlp"] = split("mlp"), norms
+        if not self.served:
+            return parts
+        fp8 = self.precision == "fp8"
+        least = {name: _least_s(self.values, layer, name, fp8=fp8) for name in parts}
+        return {
+            name: (max(both[0], least[name][0]), max(both[1], least[name][1]))
+            if any(both)
+            else both
+            for name, both in parts.items()
+        }
+
+    def _expert_parts(
+        self, model: ModelWork, layer: LayerWork, expert_parallel: int, norms: float
+    ) -> dict[str, tuple[float, float]]:
+        """Return the seconds of matmuls and of passes over memory of an MoE block."""
+        ranks, own = self.tensor_parallel, self.token_ranks
         # The busiest rank sets the pace of experts and exchanges.
         uneven = self.values["imbalance"]
         pairs = model.tokens * model.experts_per_token / ranks
@@ -193,24 +246,15 @@ class Roofline:
         # with few tokens not all weights are read.
         chosen = model.experts_per_token / model.num_experts
         active = 1 - (1 - chosen) ** (model.tokens / own * expert_parallel)
-        experts = self.matmul(
-            layer.work("experts"), "grouped", ranks, active / expert_parallel * own
-        )
-        return self._served(
-            seconds
-            | {
-                "router": self.matmul(layer.work("router"), "gemm", own) + norms + rows,
-                "experts": experts * uneven + 2 * rows,
-                "shared expert": self.matmul(
-                    layer.work("shared expert"), "gemm", ranks
-                ),
-                "arrive": rows,
-            }
-        )
-
-    def _served(self, seconds: dict[str, float]) -> dict[str, float]:
-        least_s = self.values["kernel_us"] / 1e6 if self.served else 0.0
-        return captured(seconds, least_s)
+        read = active * self.values["distinct"] / expert_parallel * own
+        experts = self.matmul(layer.work("experts"), "grouped", ranks, read)
+        shared = self.matmul(layer.work("shared expert"), "gemm", ranks)
+        return {
+            "router": (self.matmul(layer.work("router"), "gemm", own), norms + rows),
+            "experts": (experts * uneven, 2 * rows),
+            "shared expert": (shared, 0.0),
+            "arrive": (0.0, rows),
+        }
 
     def head(self, model: ModelWork) -> float:
         """Return the seconds of the output head."""
@@ -318,48 +362,18 @@ class Roofline:
         if self.rows == "node" and nodes > 1 and not rest:
             far_rows = rows_to(nodes) * (1 - 1 / nodes)
         ahead, back = (
-            self._all_to_all(
-                rows * width, ranks, None if far_rows is None else far_rows * width
+            _all_to_all(
+                self.machine,
+                rows * width,
+                ranks,
+                None if far_rows is None else far_rows * width,
+                latency_us,
             )
-            for width in widths
+            for width, latency_us in zip(
+                widths, _fixed_us(self.values, served=self.served), strict=True
+            )
         )
         return ahead, back
-
-    def _all_to_all(
-        self, num_bytes: float, ranks: int, far_bytes: float | None
-    ) -> float:
-        """Return the seconds of an exchange. far_bytes: bytes that leave a node, and
-        that the ranks of the receiving node forward; None: rows go straight to their
-        ranks.
-        """
-        machine, latency = self.machine, self.values["latency_us"] / 1e6
-        if ranks == 1:
-            return 0.0
-        # a group may span nodes
-        groups = machine.near(ranks, machine.num_gpus // ranks)
-        least, most = min(groups), max(groups)
-        rate = self.values["link"] * 1e9
-        out = machine.gpu.link_gb_s * machine.gpu.payload
-        # Forwarded rows cross the links of the node, as rows that stay in it do.
-        peer_bytes = num_bytes / (ranks if far_bytes is None else most)
-        # Within a node: the slowest of one peer's link and the sum over all peers
-        # through the GPU's own links.
-        within = (
-            latency
-            + max(peer_bytes / machine.peer_gb_s, peer_bytes * (most - 1) / out) / rate
-            if most > 1
-            else 0.0
-        )
-        if least == ranks:
-            return within
-        if far_bytes is None:
-            far_bytes = peer_bytes * (ranks - least)
-        # Between nodes: everything for other nodes goes through the GPU's interface,
-        # while the node's own links work.
-        return max(
-            within,
-            2 * latency + far_bytes / (machine.nic_gb_s * 1e9 * self.values["nic"]),
-        )
 
     def ring(
         self,
@@ -460,12 +474,76 @@ def fused_norm(roofline: Roofline, model: ModelWork) -> float:
     return roofline.values["fused_norm_us"] / 1e6 * is_fused
 
 
-def captured(seconds: dict[str, float], least_s: float) -> dict[str, float]:
-    """Return the seconds of steps, each at least those of its kernels."""
-    return {
-        name: max(value, KERNELS.get(name, 0) * least_s) if value else value
-        for name, value in seconds.items()
-    }
+def _least_s(
+    values: Mapping[str, float], layer: LayerWork, name: str, *, fp8: bool
+) -> tuple[float, float]:
+    """Return the least seconds of a step of a server: of its matmuls, and of its other
+    kernels. fp8: the matmuls are in FP8.
+    """
+    matmuls, others = KERNELS[name]
+    if layer.work("attention a" + WHOLE).weights:
+        more = LATENT.get(name, (0, 0))
+        matmuls, others = matmuls + more[0], others + more[1]
+    if fp8:
+        others += QUANTISED.get(name, 0)
+    return (
+        matmuls * values["matmul_us"] / 1e6,
+        others * values["kernel_us"] / 1e6,
+    )
+
+
+def _fixed_us(
+    values: Mapping[str, float], *, served: bool
+) -> tuple[tuple[float, float], ...]:
+    """Return the microseconds of a dispatch and of a combine beside their bytes: within
+    a node, and between nodes.
+    """
+    if served:
+        # A server's kernels send directly: published times between nodes are those of a
+        # node and the bytes.
+        return tuple((values[name],) * 2 for name in ("dispatch_us", "combine_us"))
+    return ((values["latency_us"], 2 * values["latency_us"]),) * 2
+
+
+def _all_to_all(
+    machine: Machine,
+    num_bytes: float,
+    ranks: int,
+    far_bytes: float | None,
+    latency_us: tuple[float, float],
+) -> float:
+    """Return the seconds of an exchange. far_bytes: bytes that leave a node, and
+    that the ranks of the receiving node forward; None: rows go straight to their
+    ranks. latency_us: within a node, and between nodes.
+    """
+    near_us, far_us = latency_us
+    if ranks == 1:
+        return 0.0
+    # a group may span nodes
+    groups = machine.near(ranks, machine.num_gpus // ranks)
+    least, most = min(groups), max(groups)
+    rate = machine.values["link"] * 1e9
+    out = machine.gpu.link_gb_s * machine.gpu.payload
+    # Forwarded rows cross the links of the node, as rows that stay in it do.
+    peer_bytes = num_bytes / (ranks if far_bytes is None else most)
+    # Within a node: the slowest of one peer's link and the sum over all peers
+    # through the GPU's own links.
+    within = (
+        near_us / 1e6
+        + max(peer_bytes / machine.peer_gb_s, peer_bytes * (most - 1) / out) / rate
+        if most > 1
+        else 0.0
+    )
+    if least == ranks:
+        return within
+    if far_bytes is None:
+        far_bytes = peer_bytes * (ranks - least)
+    # Between nodes: everything for other nodes goes through the GPU's interface,
+    # while the node's own links work.
+    return max(
+        within,
+        far_us / 1e6 + far_bytes / (machine.nic_gb_s * 1e9 * machine.values["nic"]),
+    )
 
 
 def total(seconds: Mapping[str, float]) -> float:

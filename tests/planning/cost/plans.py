@@ -16,7 +16,9 @@ EIGHT: dict[str, Any] = {
 }
 
 
-BARE = {"kernel_us": 0.0, "gap_us": 0.0, "fused_norm_us": 0.0}
+BARE = dict.fromkeys(
+    ("kernel_us", "matmul_us", "core_us", "gap_us", "fused_norm_us"), 0.0
+)
 """A server whose kernels have no least duration, whose norms are not fused, and whose step
 has no gaps.
 """

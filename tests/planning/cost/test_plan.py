@@ -25,7 +25,7 @@ from fcsd.planning.cost.planned import Planned, PlanSettings, prepare
 from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
 from fcsd.planning.network.links import write_links
-from tests.planning.cost.plans import EIGHT, even_links, lite
+from tests.planning.cost.plans import BARE, EIGHT, even_links, lite
 from tests.real_configs import CONFIGS, real_folder
 from tests.support import skip_unavailable
 
@@ -194,7 +194,7 @@ def test_a_prefill_plan_expects_the_ends_of_assumptions_and_says_how_far_off_pla
     facts = json.loads(capsys.readouterr().out)
     ends = [end - 1 for row in facts["sensitivity"] for end in row["speed_up"]]
     gain = facts["times"]["speed_up"] - 1
-    ends.append(gain / 4.7)  # slower kernels than planned
+    ends.append(gain / 4.9)  # slower kernels than planned
     assert facts["expected_gain"] == pytest.approx([min(ends), max(ends)])
     assert min(ends) < gain < max(ends)
     assert main(["plan", folder, "--phase", "prefill"]) == 0
@@ -202,7 +202,7 @@ def test_a_prefill_plan_expects_the_ends_of_assumptions_and_says_how_far_off_pla
         line for line in capsys.readouterr().out.splitlines() if "EXPECTED GAIN" in line
     )
     assert f"EXPECTED GAIN: {100 * min(ends):.1f}% to {100 * max(ends):.1f}%" in line
-    assert "were 0.72 to 4.7 times those that the FarSkip paper measured" in line
+    assert "were 0.72 to 4.9 times those that the FarSkip paper measured" in line
     assert main(["plan", folder, "--gpu", "mi325x", "--length", "512"]) == 0
     assert "EXPECTED GAIN" not in capsys.readouterr().out
 
@@ -213,7 +213,11 @@ def test_without_aiter_a_prefill_takes_as_many_times_as_long_as_amd_published(
     few = {"num_hidden_layers": 2, "first_k_dense_replace": 0}
     settings = ON_300X | {"length": 4096}
     fast, slow = (
-        plan_times(published("DeepSeek-V3", few, settings | {"without_aiter": without}))
+        plan_times(
+            published(
+                "DeepSeek-V3", few, settings | {"without_aiter": without}
+            ).assuming(**BARE)
+        )
         for without in (False, True)
     )
     layer, longer = fast["layer_s"], slow["layer_s"]
@@ -223,7 +227,7 @@ def test_without_aiter_a_prefill_takes_as_many_times_as_long_as_amd_published(
     # Fused attention counts 14 times and the output projection twice; the experts'
     # matmuls count three times, their passes over the rows (two of "arrive") once.
     work = published("DeepSeek-V3", few, settings).work.layers[1]
-    core_s = work.core_left / (1307.4e12 * 0.25) / 8
+    core_s = work.core_left / (1307.4e12 * 0.35) / 8
     output_s = work.work("attention b").flops / (2614.9e12 * 0.5) / 8
     assert layer["attention b"] == pytest.approx(core_s + output_s)
     assert longer["attention b"] == pytest.approx(14 * core_s + 2 * output_s)
@@ -287,10 +291,10 @@ def test_a_decoding_plan_expects_what_published_step_times_leave_of_its_gain(
     command = ["plan", lite(tmp_path), "--phase", "decode", "--tp", "8"]
     assert main([*command, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    # Regular steps as planned, and 3.1 times as long, in which the same seconds are
+    # Regular steps as planned, and 2.3 times as long, in which the same seconds are
     # hidden, at both ends of every assumption.
     gains = []
-    for regular in (1.0, 3.1):
+    for regular in (1.0, 2.3):
         for row in facts["sensitivity"]:
             for speed_up in row["speed_up"]:
                 hidden = 1 - 1 / speed_up
@@ -476,7 +480,7 @@ def test_a_server_holds_weights_as_the_checkpoint_says(
     stored = planned.stored
     assert (stored.name, stored.experts, stored.others, stored.precision) == expected
     # One decoding step reads the weights of its experts once, at the rate of memory.
-    work, roofline = planned.work, planned.assuming(kernel_us=0.0).roofline
+    work, roofline = planned.work, planned.assuming(**BARE).roofline
     layer = next(layer for layer in reversed(work.layers) if layer.moe)
     tp, active = (
         planned.tensor_parallel,
@@ -953,7 +957,7 @@ def refusals(tmp_path: Path) -> dict[str, tuple[list[str], str]]:
         ),
         "no time": (
             [model, "--cluster", str(tmp_path / "late.yaml")],
-            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: fixed microseconds of another exchange",
+            "assumptions.latency_us: 1e+300: must be above 0, at most 100000: fixed microseconds of a training's",
         ),
         "more than all ranks": (
             [model, "--cluster", str(tmp_path / "ranks.yaml")],
