@@ -50,6 +50,7 @@ class TaskBase(Strict, strict=True):
     headline: bool = True  # counts in the suite's plain mean
     # the score of random answers; null: 1 / choices by likelihood, else 0
     floor: float | None = Field(None, ge=0, lt=1)
+    limit: int | None = Field(None, gt=0)  # the first items only; null: all
     dataset: str  # hub id; with a data root the folder of that name below it
     dataset_name: str | None = None  # configuration; null: that of the lm-eval task
     # of the data set on the Hub; a folder below data_root has none
@@ -180,6 +181,7 @@ class OwnTextTaskConfig(TaskBase):
     # Nats, of which less is better, have no place in a mean of scores.
     headline: Literal[False] = False
     floor: None = None
+    limit: None = None  # it has num_prompts
     split: str = "train"
     columns: dict[Meaning, str] | None = None  # null: inferred from their names
     num_prompts: int = Field(256, gt=0)  # the first of the data set

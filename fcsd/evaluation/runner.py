@@ -107,7 +107,7 @@ def prepare_evaluation(
     facts = {task: task_facts for task, (_, task_facts) in stored.items()}
     for row in missing:
         prepared[row.task], task_facts = _prepare_task(
-            row, suite, data_root, tokenizer, config.limit
+            row, suite, data_root, tokenizer, items_limit(row, config.limit)
         )
         facts[row.task] = task_facts
         if row.kind == "own_text" and original is not None:
@@ -180,6 +180,13 @@ def _checked_scorer(
             except ScorerError as error:
                 raise ScorerError(f"task {row.task}: {error}") from error
         yield scorer
+
+
+def items_limit(row: TaskConfig, limit: int | None) -> int | None:
+    """Return how many of a task's first items are evaluated: the smaller of its own
+    limit and of the evaluation's; None: all.
+    """
+    return min(filter(None, [row.limit, limit]), default=None)
 
 
 def _prepare_task(
@@ -296,7 +303,7 @@ class PreparedEvaluation:
                             backend.language_model,
                             row,
                             self.prepared[row.task],
-                            self.config.limit,
+                            items_limit(row, self.config.limit),
                         )
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
@@ -350,7 +357,7 @@ class PreparedEvaluation:
             return Work(
                 len(items), "tokens", len(items) * row.num_samples * row.max_new_tokens
             )
-        return likelihood.work(row, items, self.config.limit)
+        return likelihood.work(row, items, items_limit(row, self.config.limit))
 
     def _run_own_text(
         self, backend: Backend, row: OwnTextTaskConfig

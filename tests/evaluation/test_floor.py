@@ -12,8 +12,10 @@ from fcsd.evaluation.config import SuiteConfig, load_suite, suite_names
 from fcsd.evaluation.floor import at_floor, floor_of
 from fcsd.evaluation.results import task_result
 from fcsd.evaluation.scores import compare
+from fcsd.report.publish.card import model_index
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
 from fcsd.report.verdict import outcome, verdict_lines
+from tests.support import ROOT
 
 
 def item(number: int, score: float, choices: int = 0) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def test_tables_of_models_and_of_one_result_mark_the_floor() -> None:
 
 
 def test_every_shipped_suite_says_how_its_tasks_are_scored() -> None:
-    for name in suite_names():
+    for name in [*suite_names(), *(ROOT / "examples").rglob("written.yaml")]:
         suite = load_suite(name)
         kinds = {row.kind for row in suite.tasks}
         words, written = " ".join(suite.description.split()), kinds - {"likelihood"}
@@ -244,3 +246,12 @@ def test_results_without_floors_are_still_read(tmp_path: Path) -> None:
         del row["floor"]
     assert compare(old, old)["tasks"]["choice"]["floor"] == 0.25
     assert "26.0 ± 4.4 |" in score_table(old["result"])
+
+
+def test_the_first_items_of_a_benchmark_are_not_published_as_the_benchmark() -> None:
+    result = evaluated(math=("generation", right(60, 100), 0))["result"]
+    result["settings"]["suite"] = {"tasks": [{"task": "math", "dataset": "a/math"}]}
+    (entry,) = model_index(result) or []
+    assert entry.metric_value == 60
+    result["tasks"]["math"]["num_items_total"] = 541
+    assert not model_index(result)

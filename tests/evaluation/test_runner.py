@@ -238,6 +238,24 @@ THINKS = (
 )
 
 
+def test_a_task_has_a_limit_of_its_own_and_the_smaller_one_counts(
+    model: Any, place: Path
+) -> None:
+    rows = [row | {"limit": 3} for row in (likelihood(), GENERATION, CODE)]
+    made, _ = judge(model, place, *rows, likelihood("t_group"))
+    counts = {
+        task: (row["num_items"], row["num_items_total"])
+        for task, row in made["tasks"].items()
+    }
+    assert counts == {
+        "t_choice": (3, 12), "t_answers": (3, 6), "t_code": (3, 4), "t_group": (24, 24)
+    }  # fmt: skip
+    # Each says that it is a part; the whole is no quick look.
+    assert made["complete"]
+    made, _ = judge(model, place, *rows, limit=2)
+    assert {row["num_items"] for row in made["tasks"].values()} == {2}
+
+
 @pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
 def test_thinking_is_switched_off_in_every_kind_of_task(
     switch: str, model: Any, place: Path

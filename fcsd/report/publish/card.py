@@ -109,6 +109,8 @@ def _tasks(
         for task, row in result["tasks"].items()
         # A divergence from the original is no benchmark's result.
         if not is_own_text(row)
+        # Nor is one of its first items.
+        and row["num_items"] == row.get("num_items_total", row["num_items"])
         and task in suite
         and hub_id(str(suite[task]["dataset"]))
     ]
