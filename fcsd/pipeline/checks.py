@@ -19,6 +19,7 @@ from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, named_tasks
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.lm_eval.tasks import task_folder
+from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.connectivity.config import ConnectivityConfig
@@ -364,6 +365,9 @@ def _check_evaluation(run: Run) -> None:
     if evaluation.layer_study is not None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     _check_suite(run.suite, run.data_root)
+    # A recipe that pretrains has no tokenizer yet.
+    if run.recipe.pretrain is None:
+        run.launch.ranks.from_first(lambda: _check_prompts(run))
     # Starting the sandbox once shows whether it is strong enough.
     if any(row.kind == "code" for row in run.suite.tasks):
         run.launch.ranks.from_first(
@@ -377,6 +381,14 @@ def _check_suite(suite: SuiteConfig, data_root: Path | None) -> None:
         dataset_location(row, data_root)
         if isinstance(row, LMEvalTaskConfig):
             provide_packages(row.task, task_folder(row, suite))
+
+
+def _check_prompts(run: Run) -> None:
+    """Refuse prompts of own text that the tokenizer's template does not take."""
+    for row in run.suite.tasks:
+        if row.kind == "own_text":
+            first = row.model_copy(update={"num_prompts": 1})
+            load_prompts(first, run.data_root, run.tokenizer)
 
 
 def _start_sandbox(allow_weak_sandbox: bool) -> None:

@@ -61,6 +61,19 @@ def test_a_run_measures_and_reports_what_each_of_its_models_writes(
     assert "distance" in items
 
 
+def test_prompts_that_cannot_be_asked_are_refused_before_a_stage_begins(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suite = bench.folder / "suite.yaml"
+    row = own_row(bench) | {"chat_template": False}
+    suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
+    path = bench.recipe("refused", evaluation={"suite": str(suite)})
+    assert main(["run", str(path)]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "row 1: is a conversation, which needs chat_template: true" in said
+    assert not (bench.folder / "refused/convert").exists()
+
+
 def test_a_recipe_is_rehearsed_with_own_text(bench: Bench) -> None:
     suite = bench.folder / "suite.yaml"
     row = own_row(bench) | {"dataset": "nobody/prompts"}
