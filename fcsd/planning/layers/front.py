@@ -507,8 +507,10 @@ def front_text(facts: Mapping[str, Any]) -> list[str]:
     for table in _front_tables(facts):
         lines += [table, ""]
     chosen, end = facts["chosen"], max(facts["rows"], key=lambda row: row["saved_s"])
+    if not end["saved_s"] > 0:
+        return [*lines, "Nothing here saves time: the regular model is chosen."]
     if not chosen["saved_s"] > 0:
-        return [*lines, "Chosen: the regular model; what saves time costs too much."]
+        return [*lines, "Chosen: the regular model: what saves time loses more."]
     share = chosen["saved_s"] / end["saved_s"]
     loss = loss_cell(chosen["losses"][facts["metric"]["name"]])
     name = chosen["name"]

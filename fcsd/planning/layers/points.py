@@ -140,10 +140,13 @@ def study_connectivity(study: dict[str, Any], layers: Sequence[int]) -> Connecti
 
 def study_overlap(study: dict[str, Any], layers: Sequence[int]) -> tuple[int, int]:
     """Return `overlapped_collectives` of a selection of a study's model, with its connectivity."""
+    return connectivity_overlap(study, study_connectivity(study, layers))
+
+
+def connectivity_overlap(study: dict[str, Any], spec: Connectivity) -> tuple[int, int]:
+    """Return `overlapped_collectives` of a study's model with a connectivity."""
     moe_layers = study["moe_layers"]
-    field = study_connectivity(study, layers).field(
-        [k in moe_layers for k in range(study["num_hidden_layers"])]
-    )
+    field = spec.field([k in moe_layers for k in range(study["num_hidden_layers"])])
     return overlapped_collectives(
         field["layers"],
         moe_layers,

@@ -30,6 +30,7 @@ from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.front import section_text
 from fcsd.planning.layers.points import (
     base_loss,
+    connectivity_overlap,
     error_text,
     has_calibrated,
     loss_text,
@@ -44,7 +45,7 @@ from fcsd.planning.layers.points import (
     study_overlap,
     values_of,
 )
-from fcsd.planning.layers.settings import KL, Study
+from fcsd.planning.layers.settings import KL, Study, attention_ahead
 from fcsd.planning.layers.study import (
     Measured,
     difference,
@@ -487,18 +488,23 @@ def study_table(study: dict[str, Any]) -> str:
     names = [row["name"] for row in study["metrics"]]
     # Calibrated values, if any, are columns beside the copied ones.
     weight_kinds = [False, True] if has_calibrated(study) else [False]
-    rows = [
-        [
-            point_text(point, study["num_hidden_layers"]),
-            *[
-                number_text(values_of(point, calibrated)[name])
-                for calibrated in weight_kinds
-                for name in names
-            ],
-            "{} of {}".format(*study_overlap(study, point["layers"])),
+
+    def cells(name: str, point: dict[str, Any], overlap: tuple[int, int]) -> list[str]:
+        values = [
+            number_text(values_of(point, calibrated)[metric])
+            for calibrated in weight_kinds
+            for metric in names
         ]
+        return [name, *values, "{} of {}".format(*overlap)]
+
+    total = study["num_hidden_layers"]
+    rows = [
+        cells(point_text(point, total), point, study_overlap(study, point["layers"]))
         for point in study["points"]
     ]
+    for entry in study.get("attention", []):
+        overlap = connectivity_overlap(study, attention_ahead(entry["layer"]))
+        rows.append(cells(f"only attention {entry['layer']}", entry, overlap))
     heads = [
         f"{row['name']} ({row['unit']}){', calibrated' if calibrated else ''}"
         for calibrated in weight_kinds

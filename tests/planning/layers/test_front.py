@@ -35,6 +35,7 @@ from fcsd.planning.layers.front import (
     greedy,
     halves_connectivity,
 )
+from fcsd.planning.layers.points import number_text
 from fcsd.planning.layers.study import read_study
 from fcsd.training.losses.kl import mean_kl, read_original
 from tests.planning.cost.test_plan import lite
@@ -397,6 +398,37 @@ def test_a_plan_shows_the_front_of_a_study_for_each_kind_of_weights(
     assert "quiz lost" in text and text.count("\nconnectivity:\n") == 2
 
 
+def test_a_cluster_file_plans_as_the_options_do_with_its_own_assumptions(
+    tmp_path: Path, run: Run
+) -> None:
+    study = study_of_lite(tmp_path, "selected")
+    cluster = tmp_path / "cluster.yaml"
+    words = ["plan-layers", study, "--length", "512", "--json"]
+    own = run(*words, "--gpu", "h100", "--nodes", "2")
+    cluster.write_text("gpu: h100\nnodes: 2\ngpus_per_node: 8\n")
+    assert run(*words, "--cluster", cluster) == own
+    slow = "gpu: h100\nnodes: 2\nassumptions: {latency_us: 47}\n"
+    cluster.write_text(slow)
+    assert (
+        run(*words, "--cluster", cluster)["rows"][0]["step_s"]
+        > own["rows"][0]["step_s"]
+    )
+
+
+def test_where_nothing_saves_time_the_regular_model_is_chosen(
+    tmp_path: Path, run: Run
+) -> None:
+    study = study_of_lite(tmp_path, "selected")
+    # Ranks that share nothing exchange nothing.
+    words = ["plan-layers", study, "--gpu", "h100", "--gpus-per-node", "1"]
+    words += ["--phase", "decode", "--tp", "1", "--batch", "4"]
+    result = run(*words, "--json")
+    assert (result["steps"], result["chosen"]["name"]) == (1, "regular")
+    text = run(*words)
+    assert "Nothing here saves time: the regular model is chosen." in text
+    assert "\n--layers none\n" in text and "connectivity:\n  layers: none" in text
+
+
 def test_a_study_of_single_layers_alone_has_a_front(tmp_path: Path, run: Run) -> None:
     study = study_of_lite(tmp_path, "mlp")
     content = json.loads((study / "layers.json").read_text())
@@ -465,7 +497,7 @@ def test_a_study_measures_attention_ahead_in_one_layer_and_continues(
     model: Path, text: Path, tmp_path: Path, run: Run
 ) -> None:
     words = command(model, text, tmp_path / "s", "--sides", "single,attention")
-    run(*words)
+    printed = run(*words)
     path = tmp_path / "s" / "layers.json"
     study = read_study(tmp_path / "s")
     # Layer 0 is dense: nothing of it is in flight when attention 1 begins.
@@ -478,6 +510,10 @@ def test_a_study_measures_attention_ahead_in_one_layer_and_continues(
         converted = load_model(model, connectivity=Connectivity(layers, mlp="full"))
         measured = mean_kl(original, converted, rows)["kl"]
         assert entry["values"]["kl"]["value"] == pytest.approx(measured, rel=1e-5)
+        # The combine before it is in flight beside it; no other is.
+        value = re.escape(number_text(entry["values"]["kl"]))
+        row = rf"only attention {entry['layer']} +\| +{value} \| +1 of 6 \|"
+        assert re.search(row, printed)
     whole = path.read_bytes()
     for kept in (0, 1, 2):
         (tmp_path / "s" / "manifest.json").unlink()
