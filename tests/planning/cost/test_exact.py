@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan import exact_rows
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
 from fcsd.planning.cost.exact import compared, in_turn, joined, mirrored
@@ -26,6 +27,7 @@ from fcsd.planning.cost.rivals import (
 from fcsd.planning.cost.roofline import Roofline
 from fcsd.planning.cost.table import plan_table
 from tests.planning.cost.plans import BARE, lite, with_values
+from tests.support import ROOT
 
 WHOLE: Mapping[str, float] = {
     "attention a": 2.0, "attention b": 3.0, "router": 1.0, "experts": 6.0, "shared expert": 2.0, "arrive": 2.0,
@@ -387,3 +389,9 @@ def test_a_prefill_may_gain_as_much_less_over_exact_schedules_as_past_plans_were
     settings = PlanSettings(model="x", phase="prefill")
     gains = expected_gain(times, settings, rows, "over_exact")
     assert gains == pytest.approx([0.049 / 4.9, 0.07])
+
+
+def test_the_page_has_the_gains_over_the_best_exact_schedule() -> None:
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    table = "\n".join(f"| {' | '.join(row)} |" for row in exact_rows())
+    assert table in page
