@@ -61,7 +61,7 @@ class BatchSizer:
     """
 
     def __init__(self, size: BatchSize, model: PreTrainedModel):
-        self.given, self.automatic = size, size == "auto"
+        self.automatic = size == "auto"
         self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
         self.size: int = size if isinstance(size, int) else self._first
 
