@@ -22,7 +22,8 @@ LEGEND = (
 OWN_TEXT_LEGEND = (
     "own_text_kl: KL(model || original) in nats a token, along the model's own samples;"
     " less is better, and the original's is 0, so that what a model has is its distance"
-    " from it and not the outcome of a test (docs/evaluate.md)."
+    " from it and not the outcome of a test; two models are compared by Student's paired"
+    " t-test (docs/evaluate.md)."
 )
 
 

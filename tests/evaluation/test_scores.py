@@ -195,6 +195,27 @@ def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
     )
 
 
+def test_two_models_own_texts_are_compared_by_a_paired_t_test() -> None:
+    """Nearly all texts change, and half of them for the better: the sizes tell."""
+    rng = random.Random(0)
+    before = [rng.uniform(0.2, 0.6) for _ in range(40)]
+    after = [b + (-0.2 if n % 2 else 0.05) * rng.random() for n, b in enumerate(before)]
+    rows = []
+    for values in (before, after):
+        of_side = result({"own": values}, kind="own_text", headline=False)
+        for sample in of_side["samples"]["own"]:
+            sample |= {
+                "by_length": {}, "nats": 2.0, "original_nats": 2.0, "repeated_4grams": 0.0, "ended": True,
+                "greedy_repeated_4grams": 0.0, "tokens": [1], "greedy_equal": 1, "greedy_longest": 1,
+            }  # fmt: skip
+        rows.append(of_side)
+    row = compare(*rows)["tasks"]["own"]
+    expected = stats.ttest_rel(after, before).pvalue
+    assert row["p_value"] == pytest.approx(expected) and expected < 0.05
+    assert (row["gained"], row["lost"], row["verdict"]) == (20, 20, "gained")
+    assert compare(*rows[::-1])["tasks"]["own"]["verdict"] == "lost"
+
+
 def test_a_mean_that_fell_is_no_gain_however_many_items_gained() -> None:
     """35 of 40 items gain a hundredth and 5 lose a half: p is below 0.001, and the mean
     falls by 5.4 points.

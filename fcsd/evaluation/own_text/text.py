@@ -36,17 +36,18 @@ def figures_of(sample: Mapping[str, Any]) -> dict[str, float]:
     of the original's own sample. greedy_equal: share of the greedy text that equals the
     original's, from its beginning.
     """
-    kept = (
-        "forward_kl", "nats", "original_nats", "repeated_4grams", "greedy_repeated_4grams", "ended",
-    )  # fmt: skip
+    kept = ["nats", "original_nats", "repeated_4grams", "greedy_repeated_4grams", "ended"]  # fmt: skip
+    by_length = sample["by_length"].values()
+    # A server tells nothing of the original's likeliest tokens, at no length.
+    if "forward_kl" in sample or any("forward_kl" in values for values in by_length):
+        kept.append("forward_kl")
     return {
         **{
             f"{name}_{length}": value
             for length, values in sample["by_length"].items()
             for name, value in values.items()
         },
-        # A server gives some of them only.
-        **{name: float(sample[name]) for name in kept if name in sample},
+        **{name: float(sample[name]) for name in kept},
         "nats_above": sample["nats"] - sample["original_nats"],
         "num_tokens": float(len(sample["tokens"])),
         "greedy_equal_tokens": float(sample["greedy_equal"]),
