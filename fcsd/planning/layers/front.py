@@ -42,6 +42,7 @@ from fcsd.planning.layers.points import (
     selecting_option,
     study_connectivity,
 )
+from fcsd.planning.layers.settings import attention_ahead
 
 Seconds = Callable[[Connectivity], float]
 """Returns the planned seconds of a step with a connectivity."""
@@ -239,6 +240,9 @@ def front(
         spec = study_connectivity(study, point["layers"])
         if point["side"] != "none" and changes(study, spec):
             points.setdefault(_model_key(spec, mask), point)
+    for entry in study.get("attention", []):
+        key = _model_key(attention_ahead(entry["layer"]), mask)
+        points.setdefault(key, {**entry, "side": "single"})
     regular_s = seconds(Connectivity("none"))
 
     def row(title: str, spec: Connectivity, losses: dict[str, Any]) -> dict[str, Any]:

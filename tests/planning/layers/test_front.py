@@ -226,8 +226,10 @@ def test_attention_is_chosen_layer_by_layer_where_the_study_measured_it_so(
     ]  # fmt: skip
     assert [row["saved_s"] for row in steps] == [0, 3, 10, 14, 18, 25]
     assert [row["loss"] for row in steps] == pytest.approx(
-        [0, 0.01, 0.05, 0.08, 0.23, 0.83]  # the last two were measured
+        [0, 0.01, 0.05, 0.08, 0.23, 0.83]
     )
+    # Attention 2 alone was measured, and so were the last three layers, and all.
+    assert [row["measured"] for row in steps] == [True, True, False, False, True, True]
     assert [row["connectivity"] for row in steps[1:4]] == [
         {"layers": [1, 2], "mlp": "full"},
         {"layers": [1, 2, 3], "mlp": [3]},
