@@ -70,7 +70,7 @@ def test_values_have_the_type_of_the_field() -> None:
         (["layers", "m", "--output", "o", "--loss-on", "prompt"], "argument --loss-on: invalid choice: 'prompt'"),
         (["run", "r", "--only", "distil"], "argument --only: invalid choice: 'distil'; did you mean 'distill'?\n"),
         (["run", "r", "--only", "eval"], "argument --only: invalid choice: 'eval'; did you mean 'evaluate'?\n"),
-        (["run", "r", "--only", "all"], "argument --only: invalid choice: 'all' (choose from 'tokenize', "),
+        (["run", "r", "--only", "all"], "argument --only: invalid choice: 'all' (choose from 'write', "),
         (["layers", "m", "--output", "o", "--loss-on", "al"], "invalid choice: 'al'; did you mean 'all'?"),
     ],
 )  # fmt: skip
