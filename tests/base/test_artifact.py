@@ -31,6 +31,7 @@ from fcsd.evaluation.config import load_suite
 from fcsd.model.connectivity.checkpoint import read_header
 from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training.config import may_change
 from fcsd.training.teachers.cache import read_shard
 from tests.kills import Places
 from tests.support import ROOT, in_a_fork
@@ -450,7 +451,17 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
             settings[key] = {
                 part: each for part, each in dump[key].items() if part in value
             }
-    return Stage(folder, manifest["stage"], settings, manifest["inputs"]), manifest
+    free = {"evaluate": ("suite.description",), "distill": may_change(recipe.train)}
+    return (
+        Stage(
+            folder,
+            manifest["stage"],
+            settings,
+            manifest["inputs"],
+            free.get(manifest["stage"], ()),
+        ),
+        manifest,
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ status = main(['distill', 'nowhere.yaml'])
 print(status, 'torch' in sys.modules)
 """
 
-# The records behind the options of estimate and plan lie in modules that use torch.
+# The records behind the options of estimate and of plans lie in modules that use torch.
 HELP = """
 import sys
 from fcsd.cli.main import COMMANDS, main
-for name in COMMANDS.keys() - {'estimate', 'plan'}:
+for name in COMMANDS.keys() - {'estimate', 'plan', 'plan-layers'}:
     try: main([name, '--help'])
     except SystemExit: pass
     heavy = {'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules)
