@@ -90,7 +90,7 @@ def test_scores_and_comparisons() -> None:
     for table in (paired_table, narrow_table):
         assert_readable(fit(table(compare(one, two)), 80))
     row = {
-        "metric": "exact_match,strict-match", "num_fewshot": 5, "num_items": 200,
+        "kind": "generation", "metric": "exact_match,strict-match", "num_fewshot": 5, "num_items": 200,
         "num_items_total": 1319, "value": 0.5, "stderr": 0.1, "answers_at_limit": 17,
     }  # fmt: skip
     tasks = {"hellaswag": row, "gsm8k_with_thoughts": row}
