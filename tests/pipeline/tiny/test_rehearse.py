@@ -30,7 +30,7 @@ from fcsd.evaluation.suites import dataset_location
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch
-from fcsd.pipeline import distill, pretrain, run
+from fcsd.pipeline import distill, pretrain, run, trace
 from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.rehearse import rehearse as rehearse_in
@@ -598,16 +598,16 @@ def test_every_recipe_of_a_real_model_says_how_to_launch_it_and_accelerate_reads
 
 
 def up_to_the_first_stage(command: list[str]) -> int:
-    """Run a command until it would read its first rows or write its first model:
-    everything that it refuses has been refused by then.
+    """Run a command until it would read its first rows, or write or trace its first
+    model: everything that it refuses has been refused by then.
     """
 
     def checked(*args: Any, **kwargs: Any) -> None:
         raise UserError("has been checked")
 
     distill.training_rows = pretrain.pretraining_rows = run.convert = checked  # type: ignore[attr-defined]
-    run.pretrain = checked  # type: ignore[attr-defined]  # a fork of its own
-    return main(command)
+    run.pretrain = trace.load_for_launch = checked  # type: ignore[attr-defined]
+    return main(command)  # in a fork of its own
 
 
 @pytest.mark.parametrize(
