@@ -22,6 +22,7 @@ from fcsd.planning.cost.rivals import (
     HALVES,
     LADDER,
     MEGA,
+    MEGA_FAMILIES,
     PAIRS,
     RECOMPUTED_PAIRS,
     SHARED,
@@ -376,7 +377,7 @@ def _wide(planned: Planned) -> tuple[list[Priced], list[str]]:
     else:
         missing.append(
             f"{MEGA}: needs ranks of one node with experts in FP8 blocks of 128 (Hopper)"
-            " or 4-bit floats (Blackwell)"
+            " or 4-bit floats (Blackwell), and a family for which SGLang has it"
         )
     if ALL2ALL[planned.settings.all2all] == "all":
         missing.append(
@@ -398,7 +399,8 @@ def _has_mega_moe(planned: Planned) -> bool:
     writes into other ranks' memory, by the links of a node.
     """
     machine, stored, ranks = planned.machine, planned.stored, planned.expert_parallel
-    if machine.near(ranks, 1) != [ranks]:
+    is_near = machine.near(ranks, 1) == [ranks]
+    if not is_near or planned.model_type not in MEGA_FAMILIES:
         return False
     name = machine.gpu.name
     if name.startswith("NVIDIA H"):

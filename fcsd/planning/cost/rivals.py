@@ -28,6 +28,12 @@ SHORTCUT, LADDER, TRACKS = "ShortcutMoE", "Ladder Residual", "Parallel Track"
 TRACK_LAYERS = 8
 """Layers between two sums of Parallel Track: the 16-fold reduction of its paper."""
 
+MEGA_FAMILIES = frozenset((
+    "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "mellum", "minimax_m3_vl_text", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_vl_moe",
+))  # fmt: skip
+"""Families whose experts SGLang computes with MegaMoE."""
+
 _BOTH = ("dispatch", "combine")
 
 

@@ -115,11 +115,25 @@ def test_a_norm_is_fused_with_an_all_reduce_where_an_engine_is_faster_so(
     assert (said in text) == fused == ("FUSED NORMS" in text)
 
 
-def test_a_model_without_rewired_layers_keeps_every_fused_norm() -> None:
-    settings = QWEN | {"batch": 8, "connectivity": Connectivity(layers="none")}
-    times = plan_times(planned("Qwen3-30B-A3B", {}, settings))
-    assert times["fused_norms_s"]["lost"] == 0
-    assert times["speed_up"] == pytest.approx(1)
+@pytest.mark.parametrize(
+    ("connectivity", "lost"),
+    [
+        ({"layers": "none"}, 0),
+        # The last all-reduce is in line, as are those of regular layers,
+        ({"layers": "last:50%"}, 2 * 24 - 1),
+        # and those of attention whose sum the MLP needs.
+        ({"mlp": "full"}, 48 - 1),
+    ],
+)
+def test_norms_behind_all_reduces_in_line_stay_fused(
+    connectivity: dict[str, Any], lost: int
+) -> None:
+    settings = QWEN | {"batch": 8, "connectivity": Connectivity(**connectivity)}
+    one = planned("Qwen3-30B-A3B", {}, settings).assuming(fused_norm_us=3.0)
+    times = plan_times(one)
+    assert times["fused_norms_s"]["lost"] == pytest.approx(lost * 3e-6)
+    if not lost:
+        assert times["speed_up"] == pytest.approx(1)
 
 
 def test_own_times_replace_the_published_and_their_range() -> None:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan import exact_rows
 from benchmarks.plan import planned as published
 from fcsd.cli.main import main
+from fcsd.model.families import FAMILIES
 from fcsd.planning.cost.exact import compared, in_turn, joined, mirrored
 from fcsd.planning.cost.operations import ModelWork, part_of
 from fcsd.planning.cost.plan import expected_gain, plan
@@ -19,6 +20,7 @@ from fcsd.planning.cost.rivals import (
     HALVES,
     LADDER,
     MEGA,
+    MEGA_FAMILIES,
     PAIRS,
     SHARED,
     SHORTCUT,
@@ -261,6 +263,18 @@ def test_mega_moe_hides_exchanges_beside_experts_where_its_kernel_runs(
     else:
         assert MEGA not in rows
     assert any("MegaMoE: needs" in reason for reason in facts["not_exact"]) != runs
+
+
+def test_mega_moe_is_compared_only_with_families_that_have_it() -> None:
+    """gpt-oss has 4-bit floats, but SGLang's layer of it knows no MegaMoE."""
+    settings = WIDE | {"gpu": "b200", "length": 64}
+    facts = compared(published("gpt-oss-20b", MXFP4, settings))
+    assert MEGA not in [row["name"] for row in facts["exact"]]
+    assert any("a family for which SGLang has it" in x for x in facts["not_exact"])
+
+
+def test_the_families_of_mega_moe_are_families_of_fcsd() -> None:
+    assert set(FAMILIES) >= MEGA_FAMILIES
 
 
 def test_mega_moe_saves_about_what_was_published() -> None:
