@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from fcsd.data.batches import row_of
 from fcsd.data.chat import tokenize_examples
 from fcsd.data.messages import BadExample
-from fcsd.data.rows import first_fit, row_of
+from fcsd.data.rows import first_fit
 
 
 def tokenize_example(

@@ -1,6 +1,8 @@
-"""Collate packed rows into a batch: ids, positions, next-token targets."""
+"""Put examples into a packed row, and collate rows into a batch: ids, positions,
+next-token targets.
+"""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -18,6 +20,31 @@ ROW_FEATURES = {
     name: datasets.List(datasets.Value("int32"))
     for name in ("input_ids", "position_ids", "labels")
 }
+
+
+def row_of(
+    examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int
+) -> dict[str, np.ndarray]:
+    """Put examples (token ids and loss masks) into one row.
+
+    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids
+        restart at 0 at every example and at the padding. Padding carries no loss, nor
+        does the first token of an example, which nothing predicts.
+    """
+    input_ids = np.full(max_length, pad_token_id, np.int32)
+    position_ids = np.zeros(max_length, np.int32)
+    labels = np.full(max_length, NO_LOSS, np.int32)
+    # Examples follow each other without a gap; the last one may be cut.
+    end = 0
+    for ids, mask in examples:
+        begin, end = end, min(max_length, end + len(ids))
+        length = end - begin
+        input_ids[begin:end] = ids[:length]
+        position_ids[begin:end] = np.arange(length)
+        # A label stands at its own token; an example's first token has no predecessor.
+        labels[begin + 1 : end] = np.where(mask[1:length], ids[1:length], NO_LOSS)
+    position_ids[end:] = np.arange(max_length - end)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 _TAIL_MULTIPLE = 64

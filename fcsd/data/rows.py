@@ -30,7 +30,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.text import progress_bar
 from fcsd.data.bad_rows import BadRows
-from fcsd.data.batches import NO_LOSS
+from fcsd.data.batches import row_of
 from fcsd.data.counts import ExampleCounts, count_shard, no_rows
 from fcsd.data.decontaminate import Decontaminator, Overlap
 from fcsd.data.reading import Piece, read_pieces
@@ -78,31 +78,6 @@ def first_fit(
             room.pop(closed)
             yield open_rows.pop(closed)
     yield from open_rows
-
-
-def row_of(
-    examples: Iterable[tuple[Any, Any]], max_length: int, pad_token_id: int
-) -> dict[str, np.ndarray]:
-    """Put examples (token ids and loss masks) into one row.
-
-    Returns: {"input_ids", "position_ids", "labels"}, int32 (max_length,). Position ids
-        restart at 0 at every example and at the padding. Padding carries no loss, nor
-        does the first token of an example, which nothing predicts.
-    """
-    input_ids = np.full(max_length, pad_token_id, np.int32)
-    position_ids = np.zeros(max_length, np.int32)
-    labels = np.full(max_length, NO_LOSS, np.int32)
-    # Examples follow each other without a gap; the last one may be cut.
-    end = 0
-    for ids, mask in examples:
-        begin, end = end, min(max_length, end + len(ids))
-        length = end - begin
-        input_ids[begin:end] = ids[:length]
-        position_ids[begin:end] = np.arange(length)
-        # A label stands at its own token; an example's first token has no predecessor.
-        labels[begin + 1 : end] = np.where(mask[1:length], ids[1:length], NO_LOSS)
-    position_ids[end:] = np.arange(max_length - end)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 @dataclass(frozen=True)

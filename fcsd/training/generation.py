@@ -12,7 +12,7 @@ Not covered: the rounding of a batch's shape, which may turn a tie between two t
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,6 +143,16 @@ def set_aside(generation: Any) -> dict[str, Any]:
         if value and value != _UNTOLD.get(name)
         if name not in _KEPT | _NO_TOKEN and not name.startswith("_")
     }
+
+
+def up_to_end(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Return tokens up to the first one that ends a sequence, which is included; what
+    follows it was generated for others of the batch.
+    """
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return list(tokens[: index + 1])
+    return list(tokens)
 
 
 def batches_of(

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fcsd.data.batches import NO_LOSS, ROW_FEATURES, Batch
-from fcsd.data.rows import row_of
+from fcsd.data.batches import NO_LOSS, ROW_FEATURES, Batch, row_of
 from fcsd.model.families.structure import output_head
 from fcsd.model.preserve import preserved
 from fcsd.parallel.failure import further_in_step
@@ -40,6 +39,7 @@ from fcsd.training.generation import (
     batches_of,
     end_tokens,
     generate,
+    up_to_end,
 )
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.meters import Meters
@@ -100,7 +100,7 @@ def prompts_of(
     special: frozenset[int],
     max_tokens: int | None,
 ) -> list[Prompt]:
-    """Return the prompts of a row (`fcsd.data.rows.row_of`), in order.
+    """Return the prompts of a row (`fcsd.data.batches.row_of`), in order.
 
     ends: tokens that end every text. special: those of which one may be the end of a
     turn. max_tokens: of a continuation.
@@ -133,11 +133,7 @@ def prompts_of(
 
 def cut(tokens: Sequence[int], prompt: Prompt) -> list[int]:
     """Return the new tokens of a prompt up to the end of its text, which is included."""
-    new = list(tokens[: prompt.limit])
-    for number, token in enumerate(new):
-        if token in prompt.stops:
-            return new[: number + 1]
-    return new
+    return up_to_end(tokens[: prompt.limit], prompt.stops)
 
 
 class OwnText:

@@ -43,7 +43,7 @@ from fcsd.model.positions import num_positions
 from fcsd.model.preserve import preserved
 from fcsd.parallel.ranks import input_device
 from fcsd.parallel.shard import whole_head
-from fcsd.training.generation import OVERFLOW, Decoding, Sampling
+from fcsd.training.generation import OVERFLOW, Decoding, Sampling, up_to_end
 from fcsd.training.losses.fused import Head, fused_linear_loss
 from fcsd.training.losses.head import batch_hidden, head_logits
 from fcsd.training.losses.kl import evaluating, read_rows
@@ -216,12 +216,10 @@ def seed_of(row: OwnTextTaskConfig, number: int) -> int:
     return row.seed * _SEEDS + number
 
 
-def cut(tokens: list[int], ends: Sequence[int]) -> Written:
+def cut(tokens: Sequence[int], ends: Sequence[int]) -> Written:
     """Return tokens up to the first one that ends a sequence, which is included."""
-    for index, token in enumerate(tokens):
-        if token in ends:
-            return Written(tokens[: index + 1], True)
-    return Written(tokens, False)
+    text = up_to_end(tokens, ends)
+    return Written(text, bool(text) and text[-1] in ends)
 
 
 def _check_positions(

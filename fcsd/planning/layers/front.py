@@ -226,23 +226,16 @@ def front(
 ) -> dict[str, Any]:
     """Return the front of planned time against loss, as JSON data.
 
-    `rows`: the regular model, each step of `greedy`, and the selections that the study
-    measured; `steps` is the number of rows of the first two kinds. A row has its
+    `rows`: the regular model, each step of `greedy`, MLP sides alone where no step is as
+    good, and the selections that the study measured; `steps` is the number of rows of
+    the first two kinds. A row has its
     connectivity, planned `step_s`, `saved_s` and `speed_up`, and its loss in every
     metric of the study (`losses`) with its standard error: where `measured` is false,
     the last measured one of the steps before it plus the prices added since. `front`:
     no other row is as fast at less loss in `metric`.
     """
     mask, names = moe_mask(study), [row["name"] for row in study["metrics"]]
-    # A layer alone may be the first or the last one, too, and is then shown as that.
-    points: dict[str, dict[str, Any]] = {}
-    for point in sorted(study["points"], key=lambda point: point["side"] == "single"):
-        spec = study_connectivity(study, point["layers"])
-        if point["side"] != "none" and changes(study, spec):
-            points.setdefault(_model_key(spec, mask), point)
-    for entry in study.get("attention", []):
-        key = _model_key(attention_ahead(entry["layer"]), mask)
-        points.setdefault(key, {**entry, "side": "single"})
+    points = _points(study, mask)
     regular_s = seconds(Connectivity("none"))
 
     def row(title: str, spec: Connectivity, losses: dict[str, Any]) -> dict[str, Any]:
@@ -272,24 +265,42 @@ def front(
         losses = {name: point_loss(study, point, name, calibrated) for name in names}
         return {name: _loss(*loss, measured=True) for name, loss in losses.items()}
 
-    losses = {name: _loss(0.0, 0.0, measured=True) for name in names}
-    rows = [row("regular", Connectivity("none"), losses)]
-    chosen, on_path = Halves(), {_model_key(Connectivity("none"), mask)}
-    steps_of = greedy(prices[metric].halves(), seconds_of, partial(sum_of, name=metric))
-    for added in steps_of:
-        before = {name: sum_of(chosen, name) for name in names}
-        chosen |= set(added)
-        spec = halves_connectivity(study, chosen)
-        key = _model_key(spec, mask)
-        losses = {
-            name: _loss(loss["value"] + sum_of(chosen, name) - before[name])
-            for name, loss in losses.items()
-        }
-        if key in points:
-            losses = measured(points[key])
-        on_path.add(key)
-        rows.append(row(f"+ {', '.join(half.name for half in added)}", spec, losses))
+    nothing = {name: _loss(0.0, 0.0, measured=True) for name in names}
+
+    def path(
+        halves: Sequence[Half],
+    ) -> Iterator[tuple[str, Connectivity, dict[str, Any]]]:
+        """Yield the steps of `greedy`: what is added, all that is ahead, its losses."""
+        chosen, losses = Halves(), nothing
+        loss_of = partial(sum_of, name=metric)
+        for added in greedy(halves, seconds_of, loss_of):
+            before = {name: sum_of(chosen, name) for name in names}
+            chosen |= set(added)
+            spec = halves_connectivity(study, chosen)
+            losses = {
+                name: _loss(loss["value"] + sum_of(chosen, name) - before[name])
+                for name, loss in losses.items()
+            }
+            if (key := _model_key(spec, mask)) in points:
+                losses = measured(points[key])
+            yield ", ".join(half.name for half in added), spec, losses
+
+    halves = prices[metric].halves()
+    rows = [row("regular", Connectivity("none"), nothing)]
+    on_path = {_model_key(Connectivity("none"), mask)}
+    for added, spec, losses in path(halves):
+        on_path.add(_model_key(spec, mask))
+        rows.append(row(f"+ {added}", spec, losses))
     steps = len(rows)
+    # Attention comes first where it is cheap, and may take the window in which an MLP
+    # side would have saved more: what those save alone stands beside the steps.
+    mlp = [half for half in halves if half.side != "attention"]
+    for _, spec, losses in path(mlp) if len(mlp) < len(halves) else ():
+        if (key := _model_key(spec, mask)) not in on_path and key not in points:
+            layers = selection_text(spec.outdated_layers(mask))
+            alone = row(f"MLP {layers} alone", spec, losses)
+            if not any(_dominates(other, alone) for other in rows[:steps]):
+                rows.append(alone)
     for key, point in points.items():
         if key not in on_path and point["side"] != "single":
             spec = study_connectivity(study, point["layers"])
@@ -306,6 +317,20 @@ def front(
         "rows": rows,
         "steps": steps,
     }
+
+
+def _points(study: dict[str, Any], mask: Sequence[bool]) -> dict[str, dict[str, Any]]:
+    """Return the points of a study by the key of what they rewire."""
+    points: dict[str, dict[str, Any]] = {}
+    # A layer alone may be the first or the last one, too, and is then shown as that.
+    for point in sorted(study["points"], key=lambda point: point["side"] == "single"):
+        spec = study_connectivity(study, point["layers"])
+        if point["side"] != "none" and changes(study, spec):
+            points.setdefault(_model_key(spec, mask), point)
+    for entry in study.get("attention", []):
+        key = _model_key(attention_ahead(entry["layer"]), mask)
+        points.setdefault(key, {**entry, "side": "single"})
+    return points
 
 
 def _loss(
@@ -456,9 +481,7 @@ def as_fast_as(
 
 
 def _front_tables(facts: Mapping[str, Any]) -> list[str]:
-    """Format the two tables of a front: its steps, and the selections beside them that
-    the study measured.
-    """
+    """Format the two tables of a front: its steps, and the selections beside them."""
     metric, rows, steps = facts["metric"], facts["rows"], facts["steps"]
     others = [row for row in facts["metrics"] if row["name"] != metric["name"]]
     unit = metric["unit"].split()[0].removesuffix("s")
@@ -492,7 +515,8 @@ def _front_tables(facts: Mapping[str, Any]) -> list[str]:
     if beside:
         tables.append(
             markdown(
-                ["measured", *header, f"least {loss} with as much time saved"], beside
+                ["beside them", *header, f"least {loss} with as much time saved"],
+                beside,
             )
         )
     return tables
