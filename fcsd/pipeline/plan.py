@@ -12,6 +12,7 @@ import numpy as np
 from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
+from fcsd.base.text import progress_bar
 from fcsd.model.connectivity import Connectivity
 from fcsd.model.connectivity.spec import ranges
 from fcsd.planning.cost.measured import Times, measured_times, read_times
@@ -255,9 +256,11 @@ def checked_study(planned: Planned, folder: Path) -> dict[str, Any]:
 
 def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Seconds:
     """Return the function that plans the seconds of a step with a connectivity, for the
-    study in a folder. It plans each connectivity once.
+    study in a folder. It plans each connectivity once, and draws a bar where that takes
+    long.
     """
     known: dict[str, float] = {}
+    bar = progress_bar(desc="planning", unit="selection", delay=2, leave=False)
 
     def seconds(spec: Connectivity) -> float:
         key = section_key(spec, planned.work.moe)
@@ -269,6 +272,7 @@ def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Second
                 options = section_options(recipe_section(spec, planned.work.moe))
                 raise UserError(f"{folder}: with {options}: {refusal}") from None
             known[key] = float(facts["overlapped_s"])
+            bar.update()
         return known[key]
 
     return seconds

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
+from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
 from fcsd.evaluation.answers import Reader
 from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
@@ -256,6 +257,7 @@ class _Read:
         texts: Sequence[Written],
     ):
         model, self.ranks = backend.model, backend.ranks
+        self.progress = backend.progress
         self.device, self.config = input_device(model), model.config
         self.lengths = [len(text.tokens) for text in texts]
         rows = [
@@ -268,7 +270,12 @@ class _Read:
 
         with evaluating(model):
             self.batches = read_rows(
-                rows, prepare, model=model, device=self.device, ranks=self.ranks
+                rows,
+                prepare,
+                model=model,
+                device=self.device,
+                ranks=self.ranks,
+                bar="own text" if self.progress else None,
             )
             self.head = whole_head(model, self.device).cpu()
 
@@ -291,7 +298,11 @@ class _Read:
         def own_share() -> list[Figures]:
             # The last ones are dummies of ranks in lockstep.
             count = len(self.ranks.deal(self.lengths))
-            return [measured(batch) for batch in self.batches][:count]
+            shown = self.progress and self.ranks.first
+            with progress_bar(
+                self.batches, desc="its original", unit="text", shown=shown
+            ) as bar:
+                return [measured(batch) for batch in bar][:count]
 
         with evaluating(original):
             by_rank = self.ranks.share(own_share)

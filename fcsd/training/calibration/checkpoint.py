@@ -46,7 +46,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.layer import walk
 from fcsd.training.calibration.left_out import NAMES, LeftOut
-from fcsd.training.calibration.model import complaint, own_text, shown
+from fcsd.training.calibration.model import complaint, shown, text_of_rank
 from fcsd.training.calibration.shards import (
     Layerwise,
     checksum,
@@ -94,7 +94,7 @@ def calibrate_checkpoint(
     models = Layerwise(
         calibratable(original), connectivity, launch.device, **_options(original)
     )
-    text = own_text(rows, models.model, ranks)
+    text = text_of_rank(rows, models.model, ranks)
     layers = list(rewired_layers(models.student.layers))
     if not layers:
         raise UserError(

@@ -62,7 +62,7 @@ def calibrate_model(
             are sharded, or there is too little text.
     """
     layers = _check_pair(student, teacher)
-    text = own_text(_as_rows(rows), teacher, ranks)
+    text = text_of_rank(_as_rows(rows), teacher, ranks)
     modes = student.training, teacher.training
     student.eval(), teacher.eval()
     family = family_of(student.config)
@@ -171,7 +171,7 @@ def _check_pair(student: Any, teacher: Any) -> list[int]:
     return layers
 
 
-def own_text(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
+def text_of_rank(rows: Sequence[Any], model: Any, ranks: Ranks) -> Text:
     """Return this rank's share of the rows, which is empty where there are fewer batches
     than ranks.
 
