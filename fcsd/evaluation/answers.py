@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fcsd.data.thoughts import Thoughts, answer_after
-from fcsd.training.generation import HEAD
+from fcsd.training.generation import HEAD, Decoding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,6 +185,18 @@ class Reader:
                 tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
+
+
+class Question(NamedTuple):
+    """A prompt, what reads the answer to it, and how the answer is generated.
+
+    seed: for sampling. decoding: the same for all questions of a batch.
+    """
+
+    prompt: Sequence[int]
+    reader: Reader
+    seed: int
+    decoding: Decoding
 
 
 def _holds(text: str, stop: Sequence[str]) -> bool:

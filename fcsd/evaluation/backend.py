@@ -5,7 +5,7 @@ behind a server (`fcsd.evaluation.served`).
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -13,11 +13,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import UserError
-from fcsd.base.hooks import first_tensor, hooked
 from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Reader
+from fcsd.evaluation.answers import Answer, Question, Reader
 from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.config import CodeTaskConfig
@@ -36,7 +35,6 @@ from fcsd.training.generation import (
 )
 
 BatchSize = int | Literal["auto"]
-Result = TypeVar("Result")
 Key = TypeVar("Key")
 # On a CPU memory runs out without an error that could be caught, so "auto" starts low.
 _FIRST, _ON_CPU = 128, 16
@@ -64,6 +62,7 @@ class BatchSizer:
         self.automatic = size == "auto"
         self._first = _ON_CPU if model.device.type == "cpu" else _FIRST
         self.size: int = size if isinstance(size, int) else self._first
+        self._ran_out = False
 
     def begin(self, count: int, ranks: Ranks) -> None:
         """Start a task of `count` sequences at the full size again, with some sequences
@@ -72,25 +71,28 @@ class BatchSizer:
         if self.automatic:
             self.size = max(1, min(self._first, math.ceil(count / ranks.size)))
 
-    def run(self, work: Callable[[int], Result]) -> Result:
-        """Return work(size), with half the size again when out of memory; UserError
-        where it cannot be halved.
+    @contextlib.contextmanager
+    def room(self) -> Iterator[int]:
+        """Give the block the number of sequences of one pass. If the block runs out of
+        memory, it ends there, and the next block gets half as many; UserError where
+        there is no half.
         """
-        while True:
-            try:
-                return work(self.size)
-            except torch.OutOfMemoryError as error:
-                if not self.automatic or self.size == 1:
-                    hint = "the model leaves no room for one sequence"
-                    if self.size > 1:
-                        hint = "lower it, or use 'auto'"
-                    raise UserError(
-                        f"out of memory with batch_size {self.size}: {hint}"
-                    ) from error
-            # Outside of the handler: the error's traceback holds tensors of the failed
-            # pass.
-            self.size //= 2
+        if self._ran_out:
+            # Only now: the error's traceback has held tensors of the failed pass.
             free_memory()
+            self._ran_out = False
+        try:
+            yield self.size
+        except torch.OutOfMemoryError as error:
+            if not self.automatic or self.size == 1:
+                hint = "the model leaves no room for one sequence"
+                if self.size > 1:
+                    hint = "lower it, or use 'auto'"
+                raise UserError(
+                    f"out of memory with batch_size {self.size}: {hint}"
+                ) from error
+            self.size //= 2
+            self._ran_out = True
 
 
 def noted(answers: Mapping[Key, Sequence[Answer]]) -> tuple[set[Key], set[Key]]:
@@ -191,29 +193,6 @@ class Batches:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def known_tokens(model: PreTrainedModel) -> Iterator[None]:
-    """Raise UserError within the block where the model is given a token that it has no
-    embedding for; a device would fail without a reason.
-    """
-    embeddings = model.get_input_embeddings()
-    size = getattr(embeddings, "num_embeddings", None)
-
-    def check(args: Any, kwargs: Any) -> None:
-        ids = first_tensor(args)
-        if size is not None and ids is not None and ids.numel():
-            largest = int(ids.max())
-            if largest >= size:
-                raise UserError(
-                    f"the tokenizer gives the token id {largest}, but the model's"
-                    f" vocabulary has only {size} tokens; use the tokenizer that belongs"
-                    " to the model"
-                )
-
-    with hooked(before=[(embeddings, check)]):
-        yield
-
-
 class InMemoryBackend:
     """A model in memory, whole on every rank or sharded over them."""
 
@@ -243,7 +222,6 @@ class InMemoryBackend:
         with (
             preserved(self.model, self.tokenizer),
             gathered_once(self.model, self.ranks),
-            known_tokens(self.model),
         ):
             self.model.eval()
             yield
@@ -264,6 +242,20 @@ class InMemoryBackend:
         """The marks of the model's thoughts."""
         return Thoughts(self.tokenizer)
 
+    def check_tokens(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Raise UserError for a token that the model has no embedding for; a device
+        would fail without a reason.
+        """
+        embeddings = self.model.get_input_embeddings()
+        size = getattr(embeddings, "num_embeddings", None)
+        largest = max((max(prompt) for prompt in prompts if len(prompt)), default=0)
+        if size is not None and largest >= size:
+            raise UserError(
+                f"the tokenizer gives the token id {largest}, but the model's"
+                f" vocabulary has only {size} tokens; use the tokenizer that belongs"
+                " to the model"
+            )
+
     def in_batches(
         self,
         batches: Sequence[Any],
@@ -277,23 +269,22 @@ class InMemoryBackend:
         ask: takes a batch and the number of its sequences that go into one forward.
         idle: runs a pass whose result is not used. bar: options of `progress_bar`.
         """
-
-        def answer(number: int, batch: Any) -> list[Any]:
-            if self.batches.begin is not None:
-                self.batches.begin(number)
-            answers = self.batch.run(functools.partial(ask, batch))
-            display.update(len(batch))
-            return answers
-
         # The bar counts the sequences of this rank alone.
-        with progress_bar(
-            total=sum(map(len, self.ranks.deal(batches))), **bar
-        ) as display:
-            return [
-                item_answer
-                for answers in self.ranks.each(batches, answer, idle)
-                for item_answer in answers
-            ]
+        total = sum(map(len, self.ranks.deal(batches)))
+        with (
+            progress_bar(total=total, **bar) as display,
+            self.ranks.sharing(batches, idle) as share,
+        ):
+            for number, batch in share.items:
+                if self.batches.begin is not None:
+                    self.batches.begin(number)
+                answers = None
+                while answers is None:
+                    with self.batch.room() as size:
+                        answers = ask(batch, size)
+                share.results.append(answers)
+                display.update(len(batch))
+        return [answer for answers in share.results for answer in answers]
 
     def complete(
         self, problems: Sequence[Problem], row: CodeTaskConfig
@@ -355,31 +346,16 @@ class InMemoryBackend:
         """Return the new tokens of each prompt, and what follows its end in the batch,
         in the order of the prompts, on all ranks.
         """
+        self.check_tokens(prompts)
         # Longest first: if memory is too small, the first batch fails.
         lengths = [len(prompt) for prompt in prompts]
         order = sorted(range(len(prompts)), key=lambda number: -lengths[number])
         self.batch.begin(len(prompts), self.ranks)
-        batches = list(
-            batches_of(
-                order,
-                lengths,
-                self.batch.size,
-                decoding.needs_one_length(self.model.config),
-            )
-        )
-
-        def generate_batch(batch: list[int], size: int) -> list[list[int]]:
-            return self.new_tokens(
-                [prompts[number] for number in batch],
-                [reading[number] for number in batch],
-                [seeds[number] for number in batch],
-                decoding,
-                size,
-            )
-
-        def idle() -> None:
-            self.idle(reading[0])
-
+        alike = decoding.needs_one_length(self.model.config)
+        batches = [
+            [Question(prompts[n], reading[n], seeds[n], decoding) for n in numbers]
+            for numbers in batches_of(order, lengths, self.batch.size, alike)
+        ]
         share = ""
         if self.ranks.size > 1:
             share = f" (the first of {self.ranks.size} ranks)"
@@ -387,45 +363,30 @@ class InMemoryBackend:
             "desc": f"generation{share}",
             "shown": self.progress and self.ranks.first,
         }
+
+        def idle() -> None:
+            self.idle(reading[0])
+
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, generate_batch, idle, **bar)
+            texts = self.in_batches(batches, self.generated, idle, **bar)
         by_number = dict(zip(order, texts, strict=True))
         return [by_number[number] for number in range(len(prompts))]
 
-    def answers(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        seeds: Sequence[int],
-        decoding: Decoding,
-        size: int,
-    ) -> list[Answer]:
-        """Return the answers to the prompts of a batch, `size` at a time."""
-        texts = self.new_tokens(prompts, reading, seeds, decoding, size)
-        return [
-            reader.tokens(tokens) for reader, tokens in zip(reading, texts, strict=True)
-        ]
-
-    def new_tokens(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        seeds: Sequence[int],
-        decoding: Decoding,
-        size: int,
-    ) -> list[list[int]]:
+    def generated(self, batch: Sequence[Question], size: int) -> list[list[int]]:
         """Return what `generate` gives for the prompts of a batch, `size` at a time."""
         texts: list[list[int]] = []
-        for start in range(0, len(prompts), size):
-            piece = slice(start, start + size)
+        for start in range(0, len(batch), size):
+            prompts, readers, seeds, decodings = zip(
+                *batch[start : start + size], strict=True
+            )
             # Ranks that share the weights must make the same number of forward passes.
             texts += generate(
                 self.model,
-                prompts[piece],
-                reading[piece],
-                seeds[piece],
-                decoding,
+                prompts,
+                readers,
+                seeds,
+                decodings[0],
                 lockstep=self.ranks.lockstep,
             )
         return texts
@@ -435,7 +396,7 @@ class InMemoryBackend:
         exchanges.
         """
         token = self.tokenizer.bos_token_id or 0
-        self.answers([[token]], [replace(reader, limit=1)], [0], Decoding(), 1)
+        self.generated([Question([token], replace(reader, limit=1), 0, Decoding())], 1)
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device, and which settings of the model were not used."""

@@ -6,11 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fcsd.evaluation.backend import Served
 from fcsd.evaluation.config import ServerConfig
-from fcsd.evaluation.served import ServedBackend
-from fcsd.evaluation.server import Server
+from fcsd.evaluation.runner import Dropping
 from fcsd.model.config import ModelConfig
-from fcsd.model.families.capacity import dropping
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
@@ -25,7 +24,6 @@ class EvaluatedFolder:
 
     checkpoint: ModelFolder
     device_map: Any = None
-    dropping = staticmethod(dropping)
 
     @property
     def config(self) -> ModelConfig:
@@ -34,6 +32,12 @@ class EvaluatedFolder:
     @property
     def folder(self) -> Path:
         return self.checkpoint.folder
+
+    @property
+    def dropping(self) -> Dropping:
+        from fcsd.model.families.capacity import dropping
+
+        return dropping
 
     def fingerprints(self, name: str) -> dict[str, Any]:
         return self.checkpoint.fingerprints(name)
@@ -48,7 +52,10 @@ class EvaluatedFolder:
 
     def served(
         self, server: ServerConfig, tokenizer: PreTrainedTokenizerBase
-    ) -> ServedBackend:
+    ) -> Served:
+        from fcsd.evaluation.served import ServedBackend
+        from fcsd.evaluation.server import Server
+
         client = Server(server.url, concurrency=server.concurrency)
         client.look(self.config.path)
         return ServedBackend(client, self.checkpoint, tokenizer)

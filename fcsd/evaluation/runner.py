@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,8 +34,7 @@ from fcsd.evaluation.config import (
     TaskConfig,
 )
 from fcsd.evaluation.lm_eval import tasks as likelihood
-from fcsd.evaluation.own_text.measure import Original, at_limit, own_text
-from fcsd.evaluation.own_text.prompts import load_prompts
+from fcsd.evaluation.own_text.text import at_limit
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.results import (
     Samples,
@@ -47,6 +46,9 @@ from fcsd.evaluation.results import (
 )
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.parallel.ranks import ALONE, Ranks
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.own_text.measure import Original
 
 TASK_FACTS = (
     "higher_is_better",
@@ -73,7 +75,7 @@ def prepare_evaluation(
     ranks: Ranks = ALONE,
     progress: bool = True,
     any_direction: bool = False,
-    original: Original | None = None,
+    original: "Original | None" = None,
 ) -> Iterator["PreparedEvaluation"]:
     """Prepare data and sandbox once, to evaluate one model after another; yield a
     function of a model and its name.
@@ -200,6 +202,8 @@ def _prepare_task(
     model runs.
     """
     if row.kind == "own_text":
+        from fcsd.evaluation.own_text.prompts import load_prompts
+
         own_prompts = load_prompts(row, data_root, tokenizer)
         return own_prompts[:limit], {
             "num_items_total": len(own_prompts),
@@ -242,7 +246,7 @@ class PreparedEvaluation:
     store: TaskStore | None
     ranks: Ranks
     progress: bool
-    original: Original | None = None
+    original: "Original | None" = None
 
     def __call__(
         self,
@@ -362,6 +366,8 @@ class PreparedEvaluation:
     def _run_own_text(
         self, backend: Backend, row: OwnTextTaskConfig
     ) -> list[dict[str, Any]]:
+        from fcsd.evaluation.own_text.measure import own_text
+
         assert self.original is not None
 
         def in_memory(model: PreTrainedModel) -> InMemoryBackend:

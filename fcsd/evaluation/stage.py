@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,7 +27,6 @@ from fcsd.base.memory import free_memory
 from fcsd.evaluation.backend import Served, check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.write import write_lm_eval
-from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import (
     TASK_FACTS,
@@ -40,6 +39,9 @@ from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.stages import begin_stage, finish_stage
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.own_text.measure import Original
 
 FINISHED_TASKS = "finished-tasks"
 Measure = Callable[[PreTrainedModel], dict[str, Any]]
@@ -237,13 +239,16 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     return stage
 
 
-def _original(evaluation: Evaluation, stage: Stage, launch: Launch) -> Original | None:
+def _original(
+    evaluation: Evaluation, stage: Stage, launch: Launch
+) -> "Original | None":
     """Return the original of an evaluation whose tasks need one; its own samples are
     kept beside the finished tasks, as those of its own evaluation.
     """
     original = evaluation.original
     if original is None or not evaluation.writes_own_text:
         return None
+    from fcsd.evaluation.own_text.measure import Original
 
     @contextlib.contextmanager
     def loaded() -> Iterator[PreTrainedModel]:

@@ -26,10 +26,11 @@ Not covered: ranks that must see the same batch (tensor parallelism, and expert
 parallelism of the `all_reduce` kind).
 """
 
+import contextlib
 import math
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.base.errors import UserError
@@ -40,6 +41,17 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+@dataclass
+class Share:
+    """The items that a rank is dealt, each with its number among all, and their
+    results: of this rank within the block of `Ranks.sharing`, of all items, in order,
+    behind it.
+    """
+
+    items: list[tuple[int, Any]]
+    results: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,32 +78,28 @@ class Ranks:
         num_own = len(range(self.rank, num_batches, self.size))
         return math.ceil(num_batches / self.size) - num_own if self.lockstep else 0
 
-    def each(
-        self,
-        items: Sequence[Item],
-        call: Callable[[int, Item], Result],
-        idle: Callable[[], Any],
-    ) -> list[Result]:
-        """Call call(number, item) on the rank that each item is dealt to; return all
-        results, in order, on all ranks.
+    @contextlib.contextmanager
+    def sharing(self, items: Sequence[Any], idle: Callable[[], Any]) -> Iterator[Share]:
+        """Give the block the items that this rank is dealt; the block appends a result
+        for each, and behind it all ranks have the results of all items.
 
         idle: runs a dummy forward, on ranks in lockstep that have fewer items. Raises
         as `share`.
         """
-
-        def own_share() -> list[Result]:
-            results = [
-                call(number, item) for number, item in self.deal(list(enumerate(items)))
-            ]
+        share, error = Share(self.deal(list(enumerate(items)))), None
+        try:
+            yield share
             # In lockstep, every rank makes as many passes as the busiest one.
             for _ in range(self.idle_passes(len(items))):
                 idle()
-            return results
-
+        except Exception as own_error:
+            if self.size == 1 or self.lockstep:
+                raise
+            error = own_error
+        by_rank = self._from_all(share.results, error)
         # Items were dealt in turn, so item i is the (i // size)-th result of rank i %
         # size.
-        by_rank = self.share(own_share)
-        return [
+        share.results = [
             by_rank[number % self.size][number // self.size]
             for number in range(len(items))
         ]
@@ -105,11 +113,17 @@ class Ranks:
         """
         if self.size == 1:
             return [call()]
-        # The error is also sent to the others, since they wait in the collective.
         own_result, error = _attempt(call)
         # The other ranks are in a forward pass, and would not join the collective.
         if error is not None and self.lockstep:
             raise error
+        return self._from_all(own_result, error)
+
+    def _from_all(self, own_result: Any, error: Exception | None) -> list[Any]:
+        """Return the results of all ranks, by rank, or raise the first error of one."""
+        if self.size == 1:
+            return [own_result]
+        # The error is also sent to the others, since they wait in the collective.
         outcomes: list[Any] = [None] * self.size
         import torch.distributed as dist
 

@@ -8,7 +8,8 @@ import os
 import re
 import shutil
 import signal
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -425,28 +426,48 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(
             raise torch.OutOfMemoryError
         return size
 
+    def run(batch: BatchSizer, work: Callable[[int], int]) -> int:
+        while True:
+            with batch.room() as size:
+                return work(size)
+
     batch = BatchSizer("auto", _Model())  # type: ignore[arg-type]
-    assert batch.run(work) == 16 and asked == [128, 64, 32, 16]
-    assert batch.run(work) == 16 and len(asked) == 5  # remembered
+    assert run(batch, work) == 16 and asked == [128, 64, 32, 16]
+    assert run(batch, work) == 16 and len(asked) == 5  # remembered
     batch.begin(1000, ALONE)
     # another task, with prompts of its own
-    assert batch.run(work) == 16 and asked[5:] == [128, 64, 32, 16]
+    assert run(batch, work) == 16 and asked[5:] == [128, 64, 32, 16]
     batch.begin(11, ALONE)
-    assert batch.run(work) == 11
+    assert run(batch, work) == 11
     batch.begin(11, Ranks(0, 4))
-    assert batch.run(work) == 3  # some for every rank
+    assert run(batch, work) == 3  # some for every rank
     with pytest.raises(
         UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"
     ):
-        BatchSizer(32, _Model()).run(work)  # type: ignore[arg-type]
+        run(BatchSizer(32, _Model()), work)  # type: ignore[arg-type]
 
-    def never(size: int) -> None:
+    def never(size: int) -> int:
         raise torch.OutOfMemoryError
 
     with pytest.raises(
         UserError, match="out of memory with batch_size 1: the model leaves no room"
     ):
-        batch.run(never)
+        run(batch, never)
+
+
+def test_a_pass_that_ran_out_of_memory_holds_none_when_the_next_begins() -> None:
+    batch = BatchSizer("auto", _Model())  # type: ignore[arg-type]
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def full() -> None:
+        activations = torch.zeros(8)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError
+
+    with batch.room():
+        full()
+    with batch.room() as size:
+        assert size == 64 and held[0]() is None
 
 
 def test_a_log_has_one_line_a_task_and_no_bars(

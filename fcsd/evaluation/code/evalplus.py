@@ -13,8 +13,10 @@ the mini editions.
 """
 
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ORACLE = (Path(__file__).parent / "oracle.py").read_text(encoding="utf-8")
 
@@ -90,6 +92,18 @@ class Grading:
     entry_point: str
     base: tuple[str, ...]
     plus: tuple[str, ...]
+
+
+def gradings(rows: Iterable[Mapping[str, Any]]) -> list[Grading | None]:
+    """Return the grading of each row of MBPP+ or HumanEval+ (`grading`)."""
+    graded = []
+    for row in rows:
+        # Only MBPP+ has visible tests.
+        entry_point = row.get("entry_point")
+        num_visible = len(row["test_list"]) if entry_point is None else 0
+        num_base = num_base_inputs(row["task_id"], num_visible)
+        graded.append(grading(row["test"], num_base, entry_point))
+    return graded
 
 
 def grading(

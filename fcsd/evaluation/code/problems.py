@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_is_file
 from fcsd.data.local import fresh_cache
-from fcsd.evaluation.code.evalplus import grading, num_base_inputs
+from fcsd.evaluation.code.evalplus import Grading, gradings
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import (
     damaged_file,
@@ -121,17 +121,24 @@ def read_problems(
         raise UserError(f"{where}: the data set is empty")
     columns: tuple[str, ...]
     # The columns tell the benchmark: only HumanEval+ has `entry_point`.
-    kind, columns, make = "MBPP+", _MBPP, _mbpp
+    kind, columns, check, make = "MBPP+", _MBPP, _check_mbpp, _mbpp
     if "entry_point" in rows.column_names:
-        kind, columns, make = "HumanEval+", _HUMANEVAL, _humaneval
+        kind, columns = "HumanEval+", _HUMANEVAL
+        check, make = _check_humaneval, _humaneval
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise UserError(
             f"{where}: no column {', '.join(missing)}; code tasks need the {kind} schema:"
             f" {', '.join(columns)} (found {', '.join(rows.column_names) or 'none'})"
         )
+    rows = list(rows)
+    for index, row in enumerate(rows):
+        check(row, f"{where}, row {index}", tests)
+    # Visible tests run as they are; of the others, those in EvalPlus's form are graded
+    # by our oracle, base inputs separately.
+    graded = gradings(rows) if tests == "all" else [None] * len(rows)
     problems = [
-        make(row, f"{where}, row {index}", tests) for index, row in enumerate(rows)
+        make(row, grades, tests) for row, grades in zip(rows, graded, strict=True)
     ]
     task_id, count = Counter(problem.task_id for problem in problems).most_common(1)[0]
     if count > 1:
@@ -165,26 +172,24 @@ def _load_rows(path: str, split: str, name: str | None, revision: str | None) ->
         raise UserError(message) from error
 
 
-def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+def _check_mbpp(row: dict[str, Any], where: str, tests: Tests) -> None:
     _require_text(row, ("prompt", "code", "test"), where)
     for column in ("test_imports", "test_list"):
         if not isinstance(row[column], list) or not all(
             isinstance(item, str) for item in row[column]
         ):
             raise UserError(f"{where}: {column} must be a list of texts")
+    if tests == "visible" and not row["test_list"]:
+        raise UserError(f"{where}: test_list is empty, so every program would pass")
+
+
+def _mbpp(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
     visible_tests: Sequence[str] = (
         row["test_list"][:3] if tests == "visible" else row["test_list"]
-    )
-    if tests == "visible" and not visible_tests:
-        raise UserError(f"{where}: test_list is empty, so every program would pass")
-    graded = grading(
-        row["test"], num_base_inputs(row["task_id"], len(row["test_list"]))
     )
     deciding_tests: tuple[str, ...] = (row["test"],)
     base: tuple[str, ...] = ()
     names = _defined(row["code"])
-    # Our oracle grades tests in EvalPlus's form, base inputs separately; other tests
-    # run unchanged.
     if tests == "visible":
         # An assertion may use a module that the solution imports (Mbpp/596: sys).
         deciding_tests = (_imports(row["code"]), "\n".join(visible_tests) + "\n")
@@ -200,22 +205,22 @@ def _mbpp(row: dict[str, Any], where: str, tests: Tests) -> Problem:
         base_tests=imports + base if base else (),
         names=names,
         block="first" if tests == "visible" else "longest",
-        entry_point=graded.entry_point
-        if graded is not None and tests == "all"
-        else None,
+        entry_point=graded.entry_point if graded is not None else None,
     )
 
 
-def _humaneval(row: dict[str, Any], where: str, tests: Tests) -> Problem:
+def _check_humaneval(row: dict[str, Any], where: str, tests: Tests) -> None:
     _require_text(row, ("prompt", "canonical_solution", "entry_point", "test"), where)
     if tests == "visible":
         raise UserError(
             f"{where}: a HumanEval+ row has no visible tests; leave tests: visible out"
         )
+
+
+def _humaneval(row: dict[str, Any], graded: Grading | None, tests: Tests) -> Problem:
     # The prompt is the head of a function, which the canonical solution continues.
     head = row["prompt"].strip() + "\n"
     entry_point = row["entry_point"]
-    graded = grading(row["test"], num_base_inputs(row["task_id"], 0), entry_point)
     return Problem(
         task_id=str(row["task_id"]),
         prompt=row["prompt"],

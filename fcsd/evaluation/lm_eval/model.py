@@ -27,7 +27,7 @@ from fcsd.base.text import draws_foreign_bars
 from fcsd.data.dates import dated_options
 from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.answers import Answer, Reader
+from fcsd.evaluation.answers import Answer, Question, Reader
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.parallel.ranks import input_device
 from fcsd.training.generation import (
@@ -230,6 +230,9 @@ class InMemory(LanguageModel):
         self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None
     ) -> Any:
         self.check_answers(requests)
+        self.source.check_tokens(
+            tokens for _, prompt, answer in requests for tokens in (prompt, answer)
+        )
         numbered = list(enumerate(requests))
         # As lm-eval does, one sequence answers all requests that differ in the last
         # token only.
@@ -270,32 +273,33 @@ class InMemory(LanguageModel):
             lambda numbered: numbered[1].args[1],
             "gen_kwargs",
         )
+        self.source.check_tokens(prompts)
         lengths = [len(prompt) for prompt in prompts]
+        order: list[int] = []
         batches = []
         for group in groups.values():
             numbers = [number for number, _ in group]
-            order = sorted(numbers, key=lambda n: (-lengths[n], prompts[n], n))
+            numbers.sort(key=lambda n: (-lengths[n], prompts[n], n))
             alike = decodings[numbers[0]][0].needs_one_length(self.source.model.config)
-            batches += list(batches_of(order, lengths, size, alike))
-
-        def ask(numbers: list[int], size: int) -> list[Answer]:
-            # Memory may hold less than the batch, whose longest prompts come first.
-            return self.source.answers(  # type: ignore[no-any-return]
-                [prompts[number] for number in numbers],
-                [reading[number] for number in numbers],
-                [decodings[number][1] for number in numbers],
-                decodings[numbers[0]][0],
-                size,
-            )
+            order += numbers
+            batches += [
+                [
+                    Question(prompts[n], reading[n], decodings[n][1], decodings[n][0])
+                    for n in batch
+                ]
+                for batch in batches_of(numbers, lengths, size, alike)
+            ]
 
         def idle() -> None:
             self.source.idle(reading[0])
 
         bar = {"desc": "requests", "shown": not self.silent}
-        answers = self.source.in_batches(batches, ask, idle, **bar)
-        order = [number for batch in batches for number in batch]
-        by_number = dict(zip(order, answers, strict=True))
-        return self.noted(requests, [by_number[n] for n in range(len(requests))])
+        texts = self.source.in_batches(batches, self.source.generated, idle, **bar)
+        by_number = dict(zip(order, texts, strict=True))
+        answers = [
+            reader.tokens(by_number[number]) for number, reader in enumerate(reading)
+        ]
+        return self.noted(requests, answers)
 
     def _shared(
         self,

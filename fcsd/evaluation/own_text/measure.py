@@ -33,6 +33,7 @@ from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
 from fcsd.evaluation.own_text.text import (
+    at_limit,
     equal_beginning,
     lengths_up_to,
     repeated_4grams,
@@ -176,11 +177,6 @@ def _samples_of(
     if store is not None and ranks.first:
         store.put(row, samples, {**facts, **at_limit(samples)})
     return samples
-
-
-def at_limit(samples: Sequence[Sample]) -> dict[str, int]:
-    """Return the fact of a result that counts the texts that the token limit ended."""
-    return {"answers_at_limit": sum(not sample["ended"] for sample in samples)}
 
 
 def write(

@@ -53,3 +53,8 @@ def figures_of(sample: Mapping[str, Any]) -> dict[str, float]:
         "greedy_equal_tokens": float(sample["greedy_equal"]),
         "greedy_equal": sample["greedy_equal"] / sample["greedy_longest"],
     }
+
+
+def at_limit(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the fact of a result that counts the texts that the token limit ended."""
+    return {"answers_at_limit": sum(not sample["ended"] for sample in samples)}

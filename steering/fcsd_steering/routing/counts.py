@@ -50,8 +50,7 @@ def read_batches(
         ) as progress,
     ):
 
-        def run(number: int, batch: Mapping[str, Tensor]) -> Read:
-            begin(number)
+        def run(batch: Mapping[str, Tensor]) -> Read:
             inputs = {name: value.to(device) for name, value in batch.items()}
             with torch.no_grad():
                 model(**inputs, use_cache=False, **options)
@@ -70,4 +69,12 @@ def read_batches(
 
         # Ranks with fewer batches run the first one again: the layers of sharded models
         # need all ranks.
-        return ranks.each(batches, run, lambda: run(0, batches[0]))
+        def idle() -> None:
+            begin(0)
+            run(batches[0])
+
+        with ranks.sharing(batches, idle) as share:
+            for number, batch in share.items:
+                begin(number)
+                share.results.append(run(batch))
+        return share.results
