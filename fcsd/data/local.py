@@ -18,6 +18,33 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_regular, file_fingerprint, home
 from fcsd.base.temporary import scratch_folder
 
+FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+"""Ending of a data file -> its format in `datasets`."""
+
+
+def is_path(name: str) -> bool:
+    """Tell the path of a file or folder from the id of a data set on the Hub, as far as
+    the name alone shows it.
+    """
+    path = home(name)
+    return (
+        path.suffix in FILE_FORMATS
+        or path.is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    )
+
+
+def local_place(name: str, data_root: Path | None) -> Path:
+    """Return where a data set is on this machine, if it is there: below the data root
+    or, where that has none of this name, in the current folder.
+    """
+    here = home(name)
+    if data_root is None or here.is_absolute():
+        return here
+    below = data_root / name
+    return here if here.exists() and not below.exists() else below
+
 
 def data_fingerprint(location: str, revision: str | None = None) -> str:
     """Identify the bytes of a data set: a hash for local files, id and revision for the

@@ -16,7 +16,14 @@ from fcsd.base.files import home
 from fcsd.base.memory import check_shared_memory
 from fcsd.data.columns import column_meanings
 from fcsd.data.config import SourceConfig, TextConfig
-from fcsd.data.local import check_data, fresh_cache, making_of, scratch
+from fcsd.data.local import (
+    FILE_FORMATS,
+    check_data,
+    fresh_cache,
+    is_path,
+    making_of,
+    scratch,
+)
 from fcsd.data.values import as_written, decoded, read_as_text
 
 
@@ -41,7 +48,6 @@ Source = SourceConfig | GivenSource
 _PART_OF_SPLIT = r"[\[+]"
 WHOLE_BYTES = 4 << 30
 _JSONL = "a .jsonl file has one JSON object per line"
-_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 # Endings of files that are not supported -> how to convert them into one that is.
 _CONVERTED = (
     "datasets.load_dataset({!r}, data_files=PATH, split='train').to_json('rows.jsonl')"
@@ -71,7 +77,7 @@ def check_place(source: TextConfig) -> None:
     if path.is_dir():
         return
     # A path with the ending of a data file is a file, even if it does not exist.
-    if path.suffix in _FILE_FORMATS:
+    if path.suffix in FILE_FORMATS:
         if not path.is_file():
             raise UserError(
                 f"data set {source.path}: no such file{making_of(source.path)}"
@@ -88,14 +94,10 @@ def check_place(source: TextConfig) -> None:
             problem = "fcsd does not read files of this kind"
         hint = _OTHER_FORMATS.get(path.suffix, _JSONL)
         raise UserError(
-            f"data set {source.path}: {problem}; {', '.join(_FILE_FORMATS)} files and"
+            f"data set {source.path}: {problem}; {', '.join(FILE_FORMATS)} files and"
             f" folders in hub layout are allowed; {hint}"
         )
-    elif (
-        path.is_absolute()
-        or source.path.startswith((".", "~"))
-        or source.path.count("/") > 1
-    ):
+    elif is_path(source.path):
         raise UserError(
             f"data set {source.path}: no such folder, and not the name of a data set on"
             " the Hub"
@@ -225,9 +227,9 @@ def _open(source: SourceConfig) -> Opened:
     """
     path = home(source.path)
     options: dict[str, Any] = {"path": source.path, "revision": source.revision}
-    if path.suffix in _FILE_FORMATS and not path.is_dir():
+    if path.suffix in FILE_FORMATS and not path.is_dir():
         options = {
-            "path": _FILE_FORMATS[path.suffix],
+            "path": FILE_FORMATS[path.suffix],
             "data_files": {"train": str(path)},
         }
     else:

@@ -51,7 +51,8 @@ class TaskBase(Strict, strict=True):
     # the score of random answers; null: 1 / choices by likelihood, else 0
     floor: float | None = Field(None, ge=0, lt=1)
     limit: int | None = Field(None, gt=0)  # the first items only; null: all
-    dataset: str  # hub id; with a data root the folder of that name below it
+    # hub id, or a path below the data root or (`fcsd.data.local.local_place`) the current folder
+    dataset: str
     dataset_name: str | None = None  # configuration; null: that of the lm-eval task
     # of the data set on the Hub; a folder below data_root has none
     revision: str | None = None

@@ -19,6 +19,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
     data_dir,
+    home,
     inside,
     make_folder,
     read_json,
@@ -26,7 +27,7 @@ from fcsd.base.files import (
     writing,
 )
 from fcsd.data.dates import dated_options
-from fcsd.data.local import data_fingerprint, making_of
+from fcsd.data.local import data_fingerprint, is_path, local_place, making_of
 from fcsd.data.thoughts import thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
@@ -41,17 +42,27 @@ DEFINITION = ", its definition"
 
 
 def dataset_location(row: TaskBase, data_root: Path | None) -> str:
-    """Find where the row's data set is: the folder of its hub id below `data_root`;
-    without a root the id itself.
+    """Find where the row's data set is: below `data_root` or, where that has none of
+    its name, in the current folder; without either, it is the id itself.
 
-    An absolute path is used as it is. UserError where the data root has no such folder.
+    UserError where the data root has no such folder, or the name of a file is that of
+    none.
     """
-    if Path(row.dataset).is_absolute() or data_root is None:
-        return row.dataset
-    making = making_of(row.dataset, str(data_root))
-    if not data_root.is_dir():
+    name, path = row.dataset, home(row.dataset)
+    if path.is_absolute():
+        data_root = None
+    making = making_of(name, None if data_root is None else str(data_root))
+    if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root){making}")
-    folder = data_root / row.dataset
+    folder = local_place(name, data_root)
+    if is_path(name) and not folder.exists():
+        places = f", neither in the current folder nor below {data_root} (data root)"
+        raise UserError(
+            f"task {row.task}: {name}: no such file or folder"
+            f"{'' if data_root is None else places}{making}"
+        )
+    if data_root is None or folder == path:
+        return str(path) if path.is_absolute() else name
     if not folder.exists():
         # The root is often taken for the folder around it, and the tiny data are made
         # in that one: making them again would end here again.
@@ -99,7 +110,7 @@ def damaged_file(location: str) -> str:
 
 def hub_advice(row: TaskBase, data_root: Path | None) -> str:
     """Say what to do if a row's data set cannot be read from the Hub."""
-    if data_root is not None:
+    if data_root is not None or is_path(row.dataset):
         return ""
     if making_of(row.dataset):
         return "; `fcsd tiny-data OUT` makes it; give OUT/data as --data-root"
@@ -164,10 +175,12 @@ def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
     """
     rows: dict[str, TaskConfig] = {}
     for row in suite.tasks:
-        if Path(row.dataset).is_absolute():
+        if home(row.dataset).is_absolute():
+            continue
+        inside(root, row.dataset)
+        if is_path(row.dataset):
             continue
         # A folder holds one revision, so tasks that share a data set must agree on it.
-        inside(root, row.dataset)
         first = rows.setdefault(row.dataset, row)
         if first.revision != row.revision:
             raise UserError(

@@ -16,6 +16,7 @@ from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
 from fcsd.base.files import data_dir, home
 from fcsd.base.strict import did_you_mean, parse_yaml, places, read_yaml, validate
 from fcsd.data.config import SourceConfig, TrainingDataConfig
+from fcsd.data.local import local_place
 from fcsd.evaluation.config import SuiteConfig, is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, drop_inherited, set_dotted
 
@@ -304,9 +305,7 @@ def _is_graded(source: SourceConfig, graded: Graded, data_root: Path | None) -> 
     if source.path.lower() != graded.path.lower():
         # The same data may be named by its folder on disk, or by a file in it.
         path = home(source.path).resolve()
-        folder = (
-            Path(graded.path) if data_root is None else data_root / graded.path
-        ).resolve()
+        folder = local_place(graded.path, data_root).resolve()
         if path.is_file() and folder in path.parents:
             splits = [path.stem]  # `openai/gsm8k/main/test.jsonl`
         elif path != folder or not path.exists():

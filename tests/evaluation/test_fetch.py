@@ -166,6 +166,14 @@ def test_where_the_rows_came_from_does_not_change_their_identity(
     assert data_fingerprint(str(tmp_path / "baber/piqa")) == before
 
 
+@pytest.mark.parametrize("name", ["mine.jsonl", "./mine", "~/mine", "/data/mine"])
+def test_files_of_ones_own_are_not_asked_of_the_hub(
+    hub: list[str], tmp_path: Path, name: str
+) -> None:
+    suite = SuiteConfig(name="s", tasks=[row("mine", name), row("piqa", "baber/piqa")])
+    assert fetch_suite(suite, tmp_path) == hub == ["baber/piqa"]
+
+
 def test_an_offline_process_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"

@@ -168,6 +168,54 @@ def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(
     )
 
 
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl", "a/b/rows.parquet", "./rows.json", "mine/rows", "a/b/rows"]
+)
+def test_what_the_data_root_does_not_have_is_read_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    row = CodeTaskConfig.model_validate(CODE | {"dataset": name})
+    with pytest.raises(UserError, match=r"task c: .*no such f"):
+        dataset_location(row, Path("../root"))
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch() if path.suffix else path.mkdir()
+    for root in (None, Path("../root")):
+        assert Path(dataset_location(row, root)).resolve() == path.resolve()
+    # The data root comes first.
+    other = tmp_path / "root" / name
+    other.parent.mkdir(parents=True, exist_ok=True)
+    other.touch() if path.suffix else other.mkdir()
+    assert dataset_location(row, Path("../root")) == str(other)
+
+
+def test_a_missing_file_is_named_with_the_places_that_were_looked_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    row = CodeTaskConfig.model_validate(CODE | {"dataset": "runs/x.jsonl"})
+    with pytest.raises(UserError) as caught:
+        dataset_location(row, tmp_path)
+    assert str(caught.value) == (
+        "task c: runs/x.jsonl: no such file or folder, neither in the current folder"
+        f" nor below {tmp_path} (data root)"
+    )
+    for name in ("runs/x.jsonl", "./x", "../x", "~/x", "/none/x", "a/b/c"):
+        row = CodeTaskConfig.model_validate(CODE | {"dataset": name})
+        with pytest.raises(UserError) as caught:
+            dataset_location(row, None)
+        assert str(caught.value) == f"task c: {name}: no such file or folder"
+    # No data root is needed for a file, but one that is given has to be there.
+    (tmp_path / "x").touch()
+    row = CodeTaskConfig.model_validate(CODE | {"dataset": "~/x"})
+    assert dataset_location(row, tmp_path / "none") == str(tmp_path / "x")
+    with pytest.raises(UserError, match=r"none: no such folder \(data root\)"):
+        dataset_location(CodeTaskConfig.model_validate(CODE), tmp_path / "none")
+
+
 def test_a_row_of_its_own_is_refused_in_the_same_words() -> None:
     with pytest.raises(
         UserError,

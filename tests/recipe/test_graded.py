@@ -96,6 +96,20 @@ def test_a_local_copy_and_a_file_of_one_are_known(tmp_path: Path, root: Path) ->
             load(tmp_path, source, evaluation=evaluation)
 
 
+def test_prompts_of_the_current_folder_are_known_beside_a_data_root(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("heldout", "train"):
+        Path(f"{name}.jsonl").write_text("{}")
+    row = {"kind": "own_text", "task": "own", "dataset": "heldout.jsonl"}
+    Path("own.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
+    evaluation = {"suite": "./own.yaml", "data_root": str(root)}
+    load(tmp_path, {"path": str(tmp_path / "train.jsonl")}, evaluation=evaluation)
+    with pytest.raises(UserError, match="is the graded split of task own of suite own"):
+        load(tmp_path, {"path": str(tmp_path / "heldout.jsonl")}, evaluation=evaluation)
+
+
 def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
     tmp_path: Path,
 ) -> None:

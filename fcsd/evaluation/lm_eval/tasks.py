@@ -64,7 +64,7 @@ def load_task(
         overrides["dataset_name"] = row.dataset_name
     if row.split is not None:
         overrides["test_split"] = row.split
-    if row.revision is not None and data_root is None:
+    if row.revision is not None and not Path(location).exists():
         overrides["dataset_kwargs"] = {"revision": row.revision}
     with quiet(), fresh_cache(location), scratch_folder("fcsd-task") as overlay:
         from lm_eval.tasks import TaskManager

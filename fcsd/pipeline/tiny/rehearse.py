@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import inside, is_empty, new_folder
+from fcsd.base.files import home, inside, is_empty, new_folder
 from fcsd.base.strict import validate
 from fcsd.data.config import (
     DataConfig,
@@ -31,7 +31,7 @@ from fcsd.data.config import (
     TextConfig,
     TrainingDataConfig,
 )
-from fcsd.data.local import making_of
+from fcsd.data.local import FILE_FORMATS, local_place, making_of
 from fcsd.evaluation.config import (
     LMEvalTaskConfig,
     SuiteConfig,
@@ -323,7 +323,7 @@ def _place(path: str, folder: Path, name: str) -> Path:
 
 
 def _is_file(path: str) -> bool:
-    return Path(path).suffix in (".jsonl", ".json", ".parquet")
+    return Path(path).suffix in FILE_FORMATS
 
 
 def _write_data(
@@ -347,7 +347,8 @@ def _write_data(
                 )
     (rehearsal / "hub").mkdir(exist_ok=True)
     for path, benchmarks in sorted(inventable.items()):
-        files = repositories.setdefault(inside(rehearsal / "hub", path), {})
+        target = inside(rehearsal / "hub", path)
+        files = {} if _is_file(path) else repositories.setdefault(target, {})
         for row, suite in benchmarks:
             if row.kind == "own_text":
                 columns = row.columns or {"messages": "messages"}
@@ -361,6 +362,9 @@ def _write_data(
             rows = [
                 make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
             ]
+            if _is_file(path):
+                write_rows(target, rows)
+                continue
             declared: set[tuple[str, Any]] = {
                 (row.dataset_name or "default", row.split)
             }
@@ -418,12 +422,19 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
             if row.kind == "code":
                 known = row.dataset in CODE
             if row.kind == "own_text":
-                known = not _is_file(row.dataset)
+                known = not _leads_out(row.dataset)
             if known:
                 by_dataset.setdefault(row.dataset, {}).setdefault(
                     row.task, (row, suite)
                 )
     return {path: list(rows.values()) for path, rows in by_dataset.items()}
+
+
+def _leads_out(path: str) -> bool:
+    """Tell paths that have no place below the folder of a rehearsal: absolute ones, and
+    paths upwards.
+    """
+    return home(path).is_absolute() or ".." in Path(path).parts
 
 
 def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Path]]:
@@ -450,12 +461,11 @@ def _test_sets(recipe: Recipe) -> tuple[dict[str, list[Benchmark]], dict[str, Pa
         {},
     )
     for path, by in graded.items():
-        # Absolute paths and paths upwards cannot be linked below the folder.
-        if path in inventable or Path(path).is_absolute() or ".." in Path(path).parts:
+        if path in inventable or _leads_out(path):
             continue
-        locations = [*([Path(root) / path] if root is not None else []), Path(path)]
-        if existing := [location for location in locations if location.exists()]:
-            user_test_sets[path] = existing[0].resolve()
+        place = local_place(path, Path(root) if root is not None else None)
+        if place.exists():
+            user_test_sets[path] = place.resolve()
         else:
             filling = "; `fcsd evaluate --fetch ROOT --suite SUITE` fills one"
             print(

@@ -23,7 +23,8 @@ from tests.reference.tiny import tiny_model
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
-    {"task": "own_chats", "kind": "own_text", "dataset": "o/chats", "chat_template": True, "max_new_tokens": 10, "seed": 1},
+    {"task": "own_chats", "kind": "own_text", "dataset": "o/chats", "chat_template": True, "max_new_tokens": 10,
+     "seed": 1},
 ]  # fmt: skip
 
 

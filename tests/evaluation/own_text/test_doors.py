@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import fcsd
 from fcsd.base.errors import UserError
@@ -102,3 +103,67 @@ def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> No
         fcsd.evaluate_model(model, **options)
     with pytest.raises(UserError, match="original: an int; a model in memory"):
         fcsd.evaluate_model(model, original=3, **options)
+
+
+def test_a_file_of_prompts_needs_no_place_below_the_data_root(
+    place: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Evaluation, layer study and Python read it from the current folder, and measure
+    what they measure below the data root; another content is another result.
+    """
+    monkeypatch.chdir(tmp_path)
+    prompts, suite = Path("heldout.jsonl"), Path("mine.yaml")
+    prompts.write_text((place / "data/o/chats/train.jsonl").read_text())
+    row = {"task": "own_chats", "kind": "own_text", "dataset": str(prompts)}
+    row |= {"chat_template": True, "max_new_tokens": 10, "seed": 1}
+    suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
+    expected = read_result(place / "results/last")[0]["tasks"]["own_chats"]
+
+    def evaluated(name: str) -> dict[str, Any]:
+        words = [
+            "evaluate", place / "last", "--original", place / "original", "--suite", suite, "--data-root",
+            place / "data", "--cache", "cache", "--output", name,
+        ]  # fmt: skip
+        assert main([str(word) for word in words]) == 0
+        row: dict[str, Any] = read_result(Path(name))[0]["tasks"]["own_chats"]
+        return row
+
+    found = evaluated("first")
+    assert (found["value"], found["metrics"]) == (
+        expected["value"],
+        expected["metrics"],
+    )
+    model, tokenizer = fcsd.load(place / "last")
+    options: dict[str, Any] = {"original": place / "original", "progress": False}
+    options |= {"suite": suite, "data_root": place / "data", "tokenizer": tokenizer}
+    result = fcsd.evaluate_model(model, **options)["tasks"]["own_chats"]
+    assert result["value"] == pytest.approx(expected["value"])
+    study = [
+        "layers", place / "original", "--output", "study", "--suite", suite, "--task", "own_chats", "--data-root",
+        place / "data", "--sides", "last",
+    ]  # fmt: skip
+    assert main([str(word) for word in study]) == 0
+    (point,) = (
+        point
+        for point in json.loads(Path("study/layers.json").read_text())["points"]
+        if (point["side"], point["num_layers"]) == ("last", 1)
+    )
+    assert point["values"]["own_chats"]["value"] == pytest.approx(
+        expected["value"], rel=1e-3
+    )
+
+    prompts.write_text("".join(prompts.read_text().splitlines(keepends=True)[1:]))
+    assert evaluated("second")["num_items"] == expected["num_items"] - 1
+    prompts.unlink()
+    capsys.readouterr()
+    with pytest.raises(
+        UserError, match=r"own_chats: heldout\.jsonl: no such file or folder, neither"
+    ):
+        fcsd.evaluate_model(model, **options)
+    study[3] = "other"
+    assert main([str(word) for word in study]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "task own_chats: heldout.jsonl: no such file or folder, neither" in said

@@ -74,14 +74,17 @@ def test_prompts_that_cannot_be_asked_are_refused_before_a_stage_begins(
     assert not (bench.folder / "refused/convert").exists()
 
 
-def test_a_recipe_is_rehearsed_with_own_text(bench: Bench) -> None:
+@pytest.mark.parametrize("dataset", ["nobody/prompts", "runs/none/prompts.jsonl"])
+def test_a_recipe_is_rehearsed_with_own_text(bench: Bench, dataset: str) -> None:
     suite = bench.folder / "suite.yaml"
-    row = own_row(bench) | {"dataset": "nobody/prompts"}
+    row = own_row(bench) | {"dataset": dataset}
     suite.write_text(yaml.safe_dump({"name": "mine", "tasks": [row]}))
-    path = bench.recipe("rehearsed", evaluation={"suite": str(suite)})
-    folder = bench.folder / "rehearsal"
+    name = f"rehearsed-{len(dataset)}"
+    path = bench.recipe(name, evaluation={"suite": str(suite)})
+    folder = bench.folder / f"{name}-small"
     assert main(["run", str(path), "--rehearse", str(folder)]) == 0
-    prompts = min(folder.rglob("prompts/*.jsonl"))
+    prompts = min(folder.rglob("prompts*/*.jsonl"), default=None)
+    prompts = prompts or min(folder.rglob("prompts.jsonl"))
     assert "messages" in json.loads(prompts.read_text().splitlines()[0])
     report = min(folder.rglob("report/report.json"))
     rows = read_json(report)["comparisons"]["fcsd"]["tasks"]
