@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.report.plots import plot_sweep
 from fcsd.training.arguments import TrainingRun
 from fcsd.training.config import TrainConfig, may_change
+from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.run import remove_checkpoints, train
-from fcsd.training.sweep import Candidate, choice_text, edges, run_sweep
+from fcsd.training.sweep import Candidate, choice_text, edges, last_score, run_sweep
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
 from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
@@ -65,7 +67,7 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
     # Rows, teacher and start are shared by all candidates; the student is new for each.
     def candidate_run(
         candidate: Candidate, settings: TrainConfig, candidate_folder: Path
-    ) -> None:
+    ) -> dict[str, Any] | None:
         description = (
             f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
         )
@@ -79,19 +81,36 @@ def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
             [stage.identity, candidate.folder],
         )
         # Candidates are only compared: their models are not kept.
-        train(replace(training, train=settings, save_model=False, remaining=None))
+        training = replace(training, train=settings, save_model=False, remaining=None)
+        if rule is None or score is None:
+            train(training)
+            return None
+        # Before the first step, where a score that fails is found early, and after the
+        # last one.
+        stopper = EarlyStopper(
+            every_steps=settings.max_steps,
+            patience=2,
+            min_delta=rule.min_delta,
+            metric=rule.metric,
+        )
+        train(replace(training, stopper=stopper, score=score))
+        return last_score(stopper)
 
-    result = run_sweep(
-        recipe.sweep,
-        recipe.train,
-        folder,
-        candidate_run,
-        remove_checkpoints=lambda candidate_folder: remove_checkpoints(
-            candidate_folder, launch
-        ),
-        identity=stage.identity,
-        ranks=launch.ranks,
-    )
+    rule = recipe.early_stopping if recipe.sweep.choose_by is not None else None
+    unscored = nullcontext((None, None))
+    with unscored if rule is None else early_stopping(run) as (_, score):
+        result = run_sweep(
+            recipe.sweep,
+            recipe.train,
+            folder,
+            candidate_run,
+            remove_checkpoints=lambda candidate_folder: remove_checkpoints(
+                candidate_folder, launch
+            ),
+            metric=rule.metric if rule is not None else "loss",
+            identity=stage.identity,
+            ranks=launch.ranks,
+        )
     if launch.first:
         write_ready_recipe(recipe, result, folder)
         plot_sweep(result, folder)

@@ -459,6 +459,12 @@ class Recipe(Strict):
     def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
+        if plan.choose_by is not None and self.early_stopping is None:
+            raise ValueError(
+                "sweep.choose_by: early_stopping is the score of the section"
+                " early_stopping, which is null; add that section, or leave the key"
+                " out to choose by the training loss"
+            )
         for batch in plan.batch_size_tokens:
             steps = plan.steps_of(batch, self.train)
             warmup = plan.steps_of(batch, self.train, plan.warmup_steps)

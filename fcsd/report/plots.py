@@ -23,7 +23,7 @@ from fcsd.report.figure import (
     set_title,
 )
 from fcsd.training.losses.objectives import MEASURES
-from fcsd.training.sweep import last_text, tried
+from fcsd.training.sweep import figure_of, figure_text, tried
 
 _PANELS = {
     key: (f"Training loss: {measure.title}", "nats per token")
@@ -369,7 +369,7 @@ def _difference_axis(axis: Any, label: str) -> None:
 
 
 def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
-    """Draw `sweep.png`: the loss of every candidate of both stages, with a tick for
+    """Draw `sweep.png`: the loss or score of every candidate of both stages, with a tick for
     each value tried; diverged candidates lie at the upper edge.
     """
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0] * 0.75, SIZE[1]))
@@ -396,7 +396,7 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         ):
             axis.plot(
                 [row[key] for row in points],
-                [row["loss"] for row in points],
+                [figure_of(row) for row in points],
                 color="black",
                 **style,
             )
@@ -408,7 +408,7 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
         axis.set(
             xscale="log",
             xlabel=f"{name.lower()}{' (tokens)' if key == batch else ''}",
-            ylabel=f"mean loss of the last\n{last_text(result)}",
+            ylabel=figure_text(result).replace(" over ", "\nover "),
         )
         axis.xaxis.set_major_locator(FixedLocator([row[key] for row in rows]))
         axis.xaxis.set_minor_locator(NullLocator())

@@ -54,6 +54,11 @@ class TrainingRun:
     remaining: Callable[[float], str] | None = None
 
     @property
+    def keeps_best(self) -> bool:
+        """Whether the weights with the best score are kept beside the checkpoints."""
+        return self.stopper is not None and self.save_model
+
+    @property
     def sections(self) -> Sections:
         return Sections(
             objective=self.objective,

@@ -90,7 +90,7 @@ def settle_best(
     weights in the model, which are a candidate, too.
     """
     stopper, ranks = run.stopper, run.launch.ranks
-    if stopper is None or stopper.best_step is None:
+    if stopper is None or stopper.best_step is None or not run.keeps_best:
         return
     damaged_folder = best_folder(run, stopper.best_step)
     reason = damage(damaged_folder, ranks, _owner(run, stopper.best_step))
@@ -220,7 +220,7 @@ class StopWhenScoreStalls(TrainerCallback):
         self.trainer.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
             self.trainer.guarded.say(warning)
-        if is_best:
+        if is_best and self.run.keeps_best:
             keep_best(self.trainer, self.run, step)
 
     def _score(self) -> Score:

@@ -362,6 +362,9 @@ class SweepConfig(Strict):
     # The lowest mean training loss over this many last steps wins; left out: at most
     # all.
     last_steps: int = Field(100, gt=0)
+    # null: by that loss; else by the score that the recipe's early_stopping names, of
+    # the weights with which a run ends
+    choose_by: Literal["early_stopping"] | None = None
     # Tokens of the distillation that follows: its train.max_steps is this over the
     # chosen batch size; null: train.max_steps stays
     train_tokens: int | None = Field(None, gt=0)

@@ -66,7 +66,15 @@ _CURVE = (
     "best_score",
     "best_stderr",
 )
-_STATE = ("highest", "highest_step", "reference", "stalled", "figures", "warned")
+_STATE = (
+    "highest",
+    "highest_step",
+    "reference",
+    "stalled",
+    "figures",
+    "warned",
+    "higher_is_better",
+)
 
 
 class EarlyStopper:
@@ -111,12 +119,14 @@ class EarlyStopper:
         self.stalled = 0
         self.figures: list[float] = []  # of the last evaluation
         self.warned = False
+        self.higher_is_better = True  # as the last evaluation says
 
     def update(self, step: int, score: Score) -> bool:
         """Record the score at `step` (0: before training); return whether these weights
         are the best checkpoint so far.
         """
         # `gain` grows with quality for every metric, so that one comparison serves all.
+        self.higher_is_better = score.higher_is_better
         gain = score.value if score.higher_is_better else -score.value
         margin = self.min_delta
         # For KLs, min_delta is relative: a fall by 2 % is this margin on a log scale.
@@ -338,8 +348,10 @@ class EarlyStopper:
         """Continue from `state()`, except for the time spent: `TimeSpent.resume` adds
         it.
         """
+        # A checkpoint of an earlier fcsd does not say which scores are better.
+        known = {"higher_is_better": self.higher_is_better, **state}
         for name in (*_CURVE, *_STATE):
-            setattr(self, name, state[name])
+            setattr(self, name, known[name])
         self.points = [dict(point) for point in self.points]
 
 

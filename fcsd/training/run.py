@@ -193,7 +193,7 @@ def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
         num_trained=num_trained,
         num_parameters=num_parameters,
         model_itemsize=save_dtype.itemsize if run.save_model else 0,
-        keeps_best=run.stopper is not None,
+        keeps_best=run.keeps_best,
     )
     check_disk(run.folder, need, run.train)
 

@@ -2,7 +2,8 @@
 learning rate at the best batch size.
 
 Every candidate trains the same number of steps from the same weights on the same data
-order, and the lowest mean training loss over the last steps wins. The learning rate of
+order, and the lowest mean training loss over the last steps wins, or the best score of
+early stopping at the last step (`sweep.choose_by`). The learning rate of
 the first stage was measured at the best batch size, too, so it counts in the choice. A
 finished candidate is never trained again.
 
@@ -20,8 +21,10 @@ from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import parse_json, read_json, read_text, write_json, write_text
 from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.text import plus_minus
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
+from fcsd.training.early_stopping import EarlyStopper
 
 
 def read_history(folder: Path) -> list[dict[str, float]]:
@@ -87,32 +90,50 @@ class Candidate:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row with the lowest loss, the first among equal ones; UserError where
-    no row has a finite loss.
+    """Return the row with the best score, or the lowest loss where there are no scores,
+    the first among equal ones; UserError where no row has a finite loss.
     """
     finite = [row for row in rows if row["loss"] is not None]
     if not finite:
         raise UserError(
             "sweep: no candidate ended with a finite loss; try smaller learning rates"
         )
-    return min(finite, key=lambda row: row["loss"])
+
+    def order(row: dict[str, Any]) -> float:
+        if "score" not in row:
+            return float(row["loss"])
+        return float(-row["score"] if row["higher_is_better"] else row["score"])
+
+    return min(finite, key=order)
+
+
+def last_score(stopper: EarlyStopper) -> dict[str, Any]:
+    """Return the score of the weights with which a candidate ended."""
+    point = stopper.points[-1]
+    return {
+        "score": point["score"],
+        "stderr": point["stderr"],
+        "higher_is_better": stopper.higher_is_better,
+    }
 
 
 def run_sweep(
     sweep: SweepConfig,
     base: TrainConfig,
     folder: Path,
-    run_candidate: Callable[[Candidate, TrainConfig, Path], None],
+    run_candidate: Callable[[Candidate, TrainConfig, Path], dict[str, Any] | None],
     *,
     remove_checkpoints: Callable[[Path], None],
+    metric: str = "loss",
     identity: str = "",
     ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Run the missing candidates of both stages and write `sweep.json` and `sweep.md`
     to `folder`; all ranks call this.
 
-    run_candidate(candidate, train, folder) trains and writes `history.jsonl`;
-    remove_checkpoints(folder) is called when its result is on the disk. identity: of the
+    run_candidate(candidate, train, folder) trains, writes `history.jsonl` and returns
+    `last_score`, or None where the loss decides; remove_checkpoints(folder) is called
+    when its result is on the disk. metric: the name of the score. identity: of the
     stage, whose results are not read in any other. Returns
     `batch_size_tokens`, `learning_rate` and `loss` of the choice, and `candidates`.
     """
@@ -126,8 +147,9 @@ def run_sweep(
         # Only the first rank looks at the disk, so that all ranks take the same branch.
         if not ranks.from_first(lambda: (candidate_folder / "result.json").is_file()):
             train, diverged = candidate.train(base, sweep), False
+            scored: dict[str, Any] | None = None
             try:
-                run_candidate(candidate, train, candidate_folder)
+                scored = run_candidate(candidate, train, candidate_folder)
             except UserError as error:
                 if "not finite" not in str(error):
                     raise
@@ -140,16 +162,19 @@ def run_sweep(
                     candidate_folder,
                     0 if diverged else train.max_steps,
                     last_steps,
+                    scored or {},
                     owner,
                 )
             )
         remove_checkpoints(candidate_folder)
         advice = f"remove {candidate_folder} to train this candidate again"
-        score = ranks.from_first(
+        found = ranks.from_first(
             lambda: read_sealed(candidate_folder / "result.json", advice, owner)
         )
         # a loss of null means that it diverged
-        return asdict(candidate) | {"loss": score["loss"], "folder": candidate.folder}
+        row = asdict(candidate) | {"loss": found["loss"], "folder": candidate.folder}
+        names = ("score", "stderr", "higher_is_better")
+        return row | {name: found[name] for name in names if name in found}
 
     first = [
         measured("batch_size_tokens", size, base.learning_rate)
@@ -171,6 +196,7 @@ def run_sweep(
         "batch_size_tokens": batch_size_tokens,
         "learning_rate": choice["learning_rate"],
         "loss": choice["loss"],
+        "metric": metric,
         "steps": sweep.steps,
         "equal": sweep.equal,
         "last_steps": sweep.last_steps,
@@ -186,7 +212,11 @@ def run_sweep(
 
 
 def _note_losses(
-    folder: Path, num_steps: int, last_steps: int, owner: list[str]
+    folder: Path,
+    num_steps: int,
+    last_steps: int,
+    scored: dict[str, Any],
+    owner: list[str],
 ) -> None:
     """Write `result.json` of a candidate that was trained for num_steps; 0: diverged."""
     points = read_history(folder) if num_steps else []
@@ -197,17 +227,29 @@ def _note_losses(
     folder.mkdir(parents=True, exist_ok=True)
     write_sealed(
         folder / "result.json",
-        {"loss": loss if math.isfinite(loss) else None, "losses": losses},
+        {"loss": loss if math.isfinite(loss) else None, "losses": losses} | scored,
         owner,
     )
 
 
-def last_text(result: Mapping[str, Any]) -> str:
-    """Name the range of a candidate's mean loss: `100 steps`."""
+def figure_text(result: Mapping[str, Any]) -> str:
+    """Name what the candidates are compared by: `mean training loss over the last 100
+    steps`, `own_text_kl after the last step`.
+    """
+    metric = result.get("metric", "loss").partition(",")[0]
+    if metric != "loss":
+        return f"{metric} after the last step"
     of_batch = " of train.batch_size_tokens"
     if result.get("equal", "steps") == "steps":
         of_batch = ""
-    return f"{result['last_steps']} steps{of_batch}"
+    return f"mean training loss over the last {result['last_steps']} steps{of_batch}"
+
+
+def figure_of(row: Mapping[str, Any]) -> float | None:
+    """Return what a candidate is compared by; None where it diverged."""
+    if row["loss"] is None:
+        return None
+    return float(row.get("score", row["loss"]))
 
 
 def choice_text(result: Mapping[str, Any]) -> str:
@@ -263,13 +305,11 @@ def edges(result: Mapping[str, Any]) -> list[str]:
 
 def sweep_table(result: dict[str, Any]) -> str:
     """Format all candidates as a Markdown table, with the choice marked."""
+    figure, name = figure_text(result), result["metric"].partition(",")[0]
     lines = [
-        (
-            f"Mean training loss over the last {last_text(result)}, {result['steps']}"
-            " in all."
-        ),
+        (f"{figure[0].upper()}{figure[1:]}, {result['steps']} in all."),
         "",
-        "| stage | batch size (tokens) | learning rate | loss | |",
+        f"| stage | batch size (tokens) | learning rate | {name} | |",
         "|---|---:|---:|---:|---|",
     ]
     for row in result["candidates"]:
@@ -279,7 +319,11 @@ def sweep_table(result: dict[str, Any]) -> str:
                 mark = "chosen"
             elif row["stage"] == "batch_size_tokens":
                 mark = "best batch size"
-        loss = f"{row['loss']:.5f}" if row["loss"] is not None else "diverged"
+        loss = "diverged"
+        if "score" in row and row["loss"] is not None:
+            loss = plus_minus(row["score"], row["stderr"])
+        elif row["loss"] is not None:
+            loss = f"{row['loss']:.5f}"
         lines.append(
             f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g}"
             f" | {loss} | {mark} |"

@@ -429,3 +429,71 @@ def test_a_signal_during_a_score_ends_the_run_behind_it(
     assert kept["points"][-1]["step"] == 2 and len(made) == 3
     assert main(command) == 0
     assert (outcome_of(bench, "r"), scores(bench, "r")) == by_code
+
+
+# ---- a sweep
+
+
+@pytest.mark.parametrize("kind", ["own_text", "heldout_kl"])
+def test_a_sweep_chooses_by_the_score_that_a_training_of_a_candidate_ends_with(
+    bench: Bench, metrics: dict[str, dict[str, Any]], kind: str
+) -> None:
+    rates, stopping = [1e-3, 1e-2], metrics[kind]
+    plan = {
+        "batch_size_tokens": [64],
+        "learning_rate": rates,
+        "steps": 2,
+        "warmup_steps": 1,
+        "choose_by": "early_stopping",
+    }
+    train = TRAIN | {"max_steps": 2}
+    path = recipe(bench, "swept", stopping, train=train, sweep=plan)
+    assert main(["sweep", str(path)]) == 0
+    result = read_json(bench.folder / "swept/sweep/sweep.json")
+    ends = {}
+    for rate in rates:
+        one = recipe(bench, f"{rate}", stopping, train=train | {"learning_rate": rate})
+        assert main(["distill", str(one)]) == 0
+        ends[rate] = scores(bench, f"{rate}")["points"][-1]["score"]
+    assert ends[1e-3] != ends[1e-2]
+    found = {row["learning_rate"]: row["score"] for row in result["candidates"]}
+    assert found == ends
+    assert result["learning_rate"] == min(ends, key=lambda rate: ends[rate])
+    # no weights are kept for candidates
+    assert not list((bench.folder / "swept/sweep").rglob("best"))
+
+
+def test_a_sweep_by_scores_that_is_killed_goes_on_to_the_same_choice(
+    bench: Bench,
+    metrics: dict[str, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = {
+        "batch_size_tokens": [64],
+        "learning_rate": [1e-3, 1e-2],
+        "steps": 4,
+        "warmup_steps": 1,
+        "choose_by": "early_stopping",
+    }
+    whole, cut = (
+        recipe(bench, name, metrics["own_text"], sweep=plan)
+        for name in ("whole", "cut")
+    )
+    assert main(["sweep", str(whole)]) == 0
+    compute = trainer_module.DistillTrainer.compute_loss
+
+    def signalled(self: Any, *args: Any, **options: Any) -> Any:
+        if self.state.global_step == 2 and self.args.learning_rate == 1e-2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_module.DistillTrainer, "compute_loss", signalled)
+        assert main(["sweep", str(cut)]) == 128 + signal.SIGTERM
+    folder = bench.folder / "cut/sweep"
+    assert not (folder / "sweep.json").exists()
+    assert list(folder.glob("*0.01/checkpoints/checkpoint-3"))
+    assert main(["sweep", str(cut)]) == 0
+    assert read_json(folder / "sweep.json") == read_json(
+        bench.folder / "whole/sweep/sweep.json"
+    )

@@ -554,6 +554,11 @@ WRONG = [
         r"sweep: last_steps \(41\) is more than steps \(40\)",
     ),
     (
+        {"sweep": {"choose_by": "early_stopping"}},
+        r"sweep\.choose_by: early_stopping is the score of the section early_stopping,"
+        r" which is null; add that section",
+    ),
+    (
         {
             "sweep": {"batch_size_tokens": [1024, 65536], "train_tokens": 6_553_600},
             "train": {"warmup_steps": 101},

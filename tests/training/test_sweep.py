@@ -390,3 +390,42 @@ def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
         for name in ("r", "whole")
     ]
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("better", "rate"), [(False, 4e-3), (True, 2e-3)])
+def test_scores_decide_where_they_are_measured_in_the_direction_of_their_metric(
+    tmp_path: Path, better: bool, rate: float
+) -> None:
+    """The loss would choose 128 tokens and 0.002."""
+    scores = {(64, 1e-3): 0.5, (128, 1e-3): 0.4, (128, 2e-3): 0.7, (128, 4e-3): 0.3}
+    if better:
+        scores[64, 1e-3] = 0.1
+    trained = Runner()
+
+    def run(candidate: Candidate, train: TrainConfig, folder: Path) -> dict[str, Any]:
+        trained(candidate, train, folder)
+        score = scores[candidate.batch_size_tokens, candidate.learning_rate]
+        return {"score": score, "stderr": 0.01, "higher_is_better": better}
+
+    def swept_by_score(plan: Recipe) -> dict[str, Any]:
+        assert plan.sweep is not None
+        return run_sweep(
+            plan.sweep,
+            plan.train,
+            tmp_path,
+            run,
+            remove_checkpoints=lambda place: None,
+            metric="own_text_kl",
+        )
+
+    result = swept_by_score(recipe())
+    assert (result["batch_size_tokens"], result["learning_rate"]) == (128, rate)
+    text = (tmp_path / "sweep.md").read_text()
+    assert text.startswith("Own_text_kl after the last step, 3 in all.")
+    assert (
+        f"| learning_rate | 128 | 0.002 | 0.7000 ± 0.0100 | {'chosen' if better else ''} |"
+        in text
+    )
+    # found again, not measured again
+    ran = list(trained.ran)
+    assert swept_by_score(recipe()) == result and trained.ran == ran
