@@ -30,7 +30,12 @@ from fcsd.planning.cost.memory import (
     compute_dtype,
     memory_parts,
 )
-from fcsd.planning.cost.own_text import HOST_US, written
+from fcsd.planning.cost.own_text import (
+    HOST_US,
+    TextOfOriginal,
+    texts_of_original,
+    written,
+)
 from fcsd.planning.cost.training import (
     Training,
     distillation,
@@ -78,6 +83,9 @@ def estimate(
     own_text = written(job, _free_bytes(job, memory))
     own_s = [0.0, 0.0, 0.0] if own_text is None else own_text.seconds
     step_s = [case["regular_s"] + own for case, own in zip(seconds, own_s, strict=True)]
+    # A pre-training has no original.
+    sources = [] if pretrain else recipe.chosen(variant).data.train
+    of_original = list(texts_of_original(job, sources))
     return {
         "recipe": recipe.name,
         "run": training.name,
@@ -103,11 +111,13 @@ def estimate(
         "disk": _disk(job),
         "scoring": None if pretrain else _scoring(recipe, job, memory),
         "own_text": None if own_text is None else asdict(own_text),
+        "written": list(map(asdict, of_original)),
         "flops": _flops(job),
         "time": _time(job, seconds[1], step_s),
         "tokens": _tokenizing(training.data_tokens),
         "totals": [
             *_before(recipe, hardware, pretrain, variant),
+            *_written(of_original),
             *([] if pretrain else _calibration(recipe, variant, job)),
             *_totals(
                 recipe, training, step_s, with_sweep=not pretrain and variant is None
@@ -116,7 +126,7 @@ def estimate(
         "refused": (
             [] if pretrain else list(_refused(recipe, variant, hardware, training))
         ),
-        "assumptions": list(_assumptions(job)),
+        "assumptions": list(_assumptions(job, of_original)),
     }
 
 
@@ -356,6 +366,19 @@ def _before(
     return rows
 
 
+def _written(of_original: list[TextOfOriginal]) -> Iterator[dict[str, Any]]:
+    """Yield the row of the text that the original writes in memory."""
+    in_memory = [text for text in of_original if text.seconds is not None]
+    if not in_memory:
+        return
+    hours = [
+        sum(text.seconds[case] for text in in_memory if text.seconds) / 3600
+        for case in range(3)
+    ]
+    tokens = sum(text.texts * text.tokens for text in in_memory)
+    yield _row("text of the original", len(in_memory), 1, tokens, hours)
+
+
 def _calibration(
     recipe: Recipe, variant: str | None, job: Job
 ) -> Iterator[dict[str, Any]]:
@@ -462,7 +485,7 @@ def _totals(
     )
 
 
-def _assumptions(job: Job) -> Iterator[str]:
+def _assumptions(job: Job, of_original: list[TextOfOriginal]) -> Iterator[str]:
     training, setting, hardware = job.training, job.setting, job.hardware
     # Only the notes that apply to this estimate are listed: each condition below is a
     # property of the run.
@@ -516,6 +539,13 @@ def _assumptions(job: Job) -> Iterator[str]:
             " own_text_tokens is less; a row of several examples has more and shorter"
             f" ones; {HOST_US[1]} microseconds ({HOST_US[0]} to {HOST_US[2]}) of the"
             " host for a layer and token"
+        )
+    if of_original:
+        yield (
+            "text of the original: all texts have max_new_tokens, behind prompts of"
+            f" prompt_tokens; {HOST_US[1]} microseconds ({HOST_US[0]} to {HOST_US[2]})"
+            " of the host for a layer and token; written once for all trainings with"
+            " the same source"
         )
     if training.lora is not None and hardware.sharding != "none":
         yield (

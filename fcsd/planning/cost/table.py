@@ -58,6 +58,7 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         *_disk(facts["disk"]),
         *_scoring(facts["scoring"]),
         *_own_text(facts["own_text"]),
+        *_written(facts["written"]),
     ]
     flops = facts["flops"]
     rows = [
@@ -195,6 +196,23 @@ def _own_text(own: Mapping[str, Any] | None) -> Iterator[str]:
         f"own text      {own['texts']:.3g} texts of {own['tokens']:,} tokens per rank and"
         f" step, in {own['passes']:,} passes: {_expected(expected, [fast, slow])} s"
     )
+
+
+def _written(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for source in sources:
+        text = (
+            f"written       {source['source']}: the original writes {source['texts']:,}"
+            f" texts of at most {source['tokens']:,} tokens, {size(source['num_bytes'])}"
+            " on disk (twice while they are joined)"
+        )
+        if source["seconds"] is None:
+            yield f"{text}, behind its server, in a time that is not estimated"
+            continue
+        fast, expected, slow = source["seconds"]
+        yield (
+            f"{text}, in {source['passes']:,} passes per rank:"
+            f" {_expected(expected, [fast, slow])} s"
+        )
 
 
 def _time(facts: Mapping[str, Any]) -> list[str]:

@@ -451,6 +451,52 @@ def test_own_text_is_part_of_a_step_and_takes_a_pass_for_each_of_its_tokens(
     assert spread["refused"] == []
 
 
+@pytest.mark.usefixtures("own_setting_only")
+def test_text_that_the_original_writes_has_its_time_and_its_bytes_before_the_training(
+    recipe: Callable[..., Path],
+) -> None:
+    written = {"max_new_tokens": 200, "prompt_tokens": 56, "batch_size": 64}
+    source = {"path": "nowhere.jsonl", "max_examples": 1000}
+
+    def facts(num_gpus: int = 1, **changes: Any) -> dict[str, Any]:
+        sources = [source, source | {"written": written | changes}]
+        path = few_layers(recipe(data={"train": sources, "max_length": 1024}))
+        hardware = Hardware(gpu="h100", num_gpus=num_gpus, sharding="none")
+        return estimate(load_recipe(path), hardware)
+
+    found = facts()
+    (text,) = found["written"]
+    assert (text["source"], text["texts"], text["tokens"]) == (
+        "data.train.1",
+        1000,
+        200,
+    )
+    # 1000 / 64, rounded up; a pass for each token
+    assert (text["batches"], text["passes"]) == (16, 3200)
+    # At least what the host needs for the four layers of every pass.
+    assert text["seconds"][1] >= 3200 * 4 * 700e-6
+    assert text["seconds"] == sorted(text["seconds"])
+    # a number of six digits, "1" and two commas with a blank, four letters
+    assert text["num_bytes"] == 1000 * 256 * (6 + 2 + 3 + 4)
+    (row,) = [row for row in found["totals"] if row["stage"] == "text of the original"]
+    assert row["tokens"] == 200_000
+    assert row["expected_hours"] == pytest.approx(text["seconds"][1] / 3600)
+    assert found["totals"].index(row) == 0
+    table = estimate_table(found)
+    assert "data.train.1: the original writes 1,000 texts of at most 200" in table
+    # Ranks share the batches, and the pass of a batch reads the same weights.
+    (shared,) = facts(num_gpus=8)["written"]
+    assert (shared["batches"], shared["num_bytes"]) == (2, text["num_bytes"])
+    assert shared["seconds"][1] == pytest.approx(text["seconds"][1] / 8, rel=0.01)
+    # half the batch, twice the passes
+    (halves,) = facts(batch_size=32)["written"]
+    assert halves["passes"] == 2 * text["passes"]
+    served = facts(server="http://localhost:8000/v1")
+    assert served["written"][0]["seconds"] is None
+    assert all(row["stage"] != "text of the original" for row in served["totals"])
+    assert "behind its server" in estimate_table(served)
+
+
 def test_attention_of_two_widths_runs_in_the_dtype_of_the_model_and_keeps_no_scores(
     recipe: Callable[..., Path],
 ) -> None:
