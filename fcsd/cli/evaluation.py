@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
 from fcsd.base.terminal import show
@@ -31,7 +31,7 @@ def _evaluate(arguments: Namespace) -> None:
     if arguments.samples is not None:
         _grade_samples(arguments)
         return
-    _refuse_given(arguments, _SAMPLES_ONLY, "has no meaning without --samples")
+    _refuse_given(arguments, _samples_defaults(), "has no meaning without --samples")
     launch = launch_of(arguments)
     suite = _suite(arguments)
     if arguments.fetch is not None:
@@ -49,8 +49,7 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.evaluation.models import EvaluatedFolder
-    from fcsd.evaluation.stage import Evaluation, run_evaluation
+    from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
     from fcsd.model.load import find_model
     from fcsd.parallel.place import check_device_map, check_overlap_of
     from fcsd.report.table import result_table
@@ -162,9 +161,12 @@ def _suite(arguments: Namespace) -> SuiteConfig:
 
 def _grade_samples(arguments: Namespace) -> None:
     """Grade a file of samples that another program generated."""
+    parser = ArgumentParser()
+    _evaluate_options(parser)
     others = vars(arguments).keys() - _FOR_SAMPLES - _SAMPLES_ONLY
+    defaults = {name: parser.get_default(name) for name in others}
     reason = "has no meaning with --samples, which runs no model"
-    _refuse_given(arguments, others, reason)
+    _refuse_given(arguments, defaults, reason)
     from fcsd.evaluation.config import Scoring
     from fcsd.evaluation.ready import score_file
     from fcsd.report.table import score_table
@@ -173,14 +175,19 @@ def _grade_samples(arguments: Namespace) -> None:
     print_result(arguments, score_file(scoring), score_table)
 
 
-def _refuse_given(arguments: Namespace, names: Iterable[str], reason: str) -> None:
-    """Raise UserError where an option of these names has another value than its
-    default.
-    """
-    parser = ArgumentParser()
-    _evaluate_options(parser)
-    for name in sorted(names):
-        if getattr(arguments, name) != parser.get_default(name):
+def _samples_defaults() -> dict[str, Any]:
+    """Return the options of a file of samples alone, with their defaults."""
+    from fcsd.evaluation.config import Scoring
+
+    return {name: Scoring.model_fields[name].default for name in _SAMPLES_ONLY}
+
+
+def _refuse_given(
+    arguments: Namespace, defaults: Mapping[str, Any], reason: str
+) -> None:
+    """Raise UserError where an option has another value than its default here."""
+    for name in sorted(defaults):
+        if getattr(arguments, name) != defaults[name]:
             text = name.upper() if name == "model" else f"--{name.replace('_', '-')}"
             raise UserError(f"{text} {reason}")
 

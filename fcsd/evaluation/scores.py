@@ -5,11 +5,13 @@ A sample is a mapping with `doc_id`, `doc_hash`, `prompt_hash` and `score`
 (`fcsd.evaluation.results`).
 
 Not covered: several samples an item; tasks that share items (they count as independent
-in the plain mean).
+in the plain mean); the floor of metrics of shares of a likelihood (the second choice
+set of TruthfulQA), which only their suite can say.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from fcsd.base.errors import UserError
@@ -22,9 +24,9 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
-from fcsd.evaluation.floor import at_floor, floor_of
-from fcsd.evaluation.members import Sample, by_member
 from fcsd.evaluation.own_text.text import figures_of
+
+Sample = Mapping[str, Any]
 
 # Keys on which two rows must agree: those of a task in the result, and those of its
 # suite, where both results record them.
@@ -178,7 +180,7 @@ def compare(
     Holm's correction for the number of tasks is below 0.05 and the mean changed in the
     same direction as most changed items; the mean over tasks where its interval
     does not hold 0, of one task as that task. A task without such a difference is "at
-    the floor" if a model is there (`fcsd.evaluation.floor`). Own text is a "distance" where the
+    the floor" if a model is there (`floor_of`). Own text is a "distance" where the
     original's is 0, which chance cannot make.
 
     Raises:
@@ -450,3 +452,53 @@ def _mean(
     else:
         mean["retained_percent"] = None
     return mean
+
+
+def floor_of(
+    row: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]
+) -> float | None:
+    """Return a task's floor, what a model of random answers gets: that of its suite or
+    of its result, else one in the number of choices of each item, or 0 for what is
+    written; None if unknown, and for own text.
+
+    row: an entry of `tasks` in a result.
+    """
+    if row.get("floor") is not None:
+        return float(row["floor"])
+    if row["kind"] == "own_text":
+        return None
+    if row["kind"] != "likelihood":
+        return 0.0
+    metric = row["metric"].partition(",")[0]
+    counts = [len(sample.get("loglikelihoods", ())) for sample in samples]
+    if metric == "acc_mutual_info":  # every choice also has a likelihood without prompt
+        counts = [count // 2 for count in counts]
+    right_or_wrong = all(sample["score"] in (0, 1) for sample in samples)
+    if not (metric.startswith("acc") and right_or_wrong and counts and min(counts)):
+        return None
+    # A single answer is right if it is the likeliest of all texts.
+    return fmean(1 / count if count > 1 else 0.0 for count in counts)
+
+
+def at_floor(value: float, stderr: float | None, floor: float | None) -> bool:
+    """Tell whether a score is within two standard errors of its floor, or below it: it
+    shows neither a loss nor that nothing was lost.
+    """
+    return floor is not None and value <= floor + 2 * (stderr or 0.0)
+
+
+def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
+    """Split the samples of a group (`mmlu`) by its member tasks; {} for a task that is
+    no group.
+
+    Items of a group are named `member/number`; so are problems of code tasks
+    (`Mbpp/2`), which have no members.
+    """
+    members: dict[str, list[Sample]] = {}
+    for sample in samples:
+        # Either all items of a task have a member in their names, or none has.
+        member, slash, _ = str(sample["doc_id"]).rpartition("/")
+        if not slash or kind == "code":
+            return {}
+        members.setdefault(member, []).append(sample)
+    return members

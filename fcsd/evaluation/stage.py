@@ -4,8 +4,7 @@ server, with or without a recipe.
     evaluation = Evaluation("MODEL", EvaluatedFolder(model), load_suite("tiny"), config)
     stage = run_evaluation(evaluation, folder, launch)
 
-Not covered: loading, distributing and serving a model (`fcsd.evaluation.models`), and
-its measurements other than scores (`fcsd.pipeline.reference`).
+Not covered: a model's measurements other than scores (`fcsd.pipeline.reference`).
 """
 
 import contextlib
@@ -37,7 +36,9 @@ from fcsd.evaluation.runner import (
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
 from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
+from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.stages import begin_stage, finish_stage
 
 if TYPE_CHECKING:
@@ -48,32 +49,55 @@ Measure = Callable[[PreTrainedModel], dict[str, Any]]
 """Measures a model beside its scores, for its result."""
 
 
-class EvaluatedModel(Protocol):
-    """The model of an evaluation (`fcsd.evaluation.models.EvaluatedFolder`)."""
+@dataclass(frozen=True)
+class EvaluatedFolder:
+    """A checkpoint, evaluated in memory or behind a server.
+
+    device_map: for one process, as in transformers.
+    """
+
+    checkpoint: ModelFolder
+    device_map: Any = None
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
 
     @property
-    def folder(self) -> Path: ...
+    def folder(self) -> Path:
+        return self.checkpoint.folder
+
+    @property
+    def dropping(self) -> Dropping:
+        """Gives a loaded model's experts a capacity."""
+        from fcsd.model.families.capacity import dropping
+
+        return dropping
 
     def fingerprints(self, name: str) -> dict[str, Any]:
         """Return the fingerprints that identify it as an input of a stage."""
+        return self.checkpoint.fingerprints(name)
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """Load its tokenizer."""
+        return load_tokenizer(
+            self.folder, trust_remote_code=self.config.trust_remote_code
+        )
 
     def load(self, launch: Launch) -> PreTrainedModel:
         """Load it in eval mode, as a rank of the launch holds it."""
+        return load_for_evaluation(self.checkpoint, launch, device_map=self.device_map)
 
     def served(
         self, server: ServerConfig, tokenizer: PreTrainedTokenizerBase
     ) -> Served:
         """Return the server that answers for it."""
+        from fcsd.evaluation.served import ServedBackend
+        from fcsd.evaluation.server import Server
 
-    @property
-    def dropping(self) -> Dropping:
-        """Gives a loaded model's experts a capacity."""
+        client = Server(server.url, concurrency=server.concurrency)
+        client.look(self.config.path)
+        return ServedBackend(client, self.checkpoint, tokenizer)
 
 
 class Reference(Protocol):
@@ -104,12 +128,12 @@ class Evaluation:
     """
 
     name: str
-    model: EvaluatedModel
+    model: EvaluatedFolder
     suite: SuiteConfig
     config: EvaluationConfig
     reference: Reference | None = None
     server_check: bool = True
-    original: EvaluatedModel | None = None
+    original: EvaluatedFolder | None = None
     texts_of_original: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property

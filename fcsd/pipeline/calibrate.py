@@ -26,9 +26,9 @@ from fcsd.base.temporary import discard_folder, replace_folder, sweep
 from fcsd.base.text import calibration_kl_text
 from fcsd.data.counts import tell_examples
 from fcsd.evaluation.config import SuiteConfig
-from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder

@@ -17,8 +17,7 @@ from fcsd.data.counts import tell_examples
 from fcsd.data.show import print_rows
 from fcsd.evaluation.backend import check_batch_size
 from fcsd.evaluation.config import EvaluationConfig, load_suite
-from fcsd.evaluation.models import EvaluatedFolder
-from fcsd.evaluation.stage import Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.calibrate import calibrate

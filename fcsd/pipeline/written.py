@@ -26,10 +26,9 @@ from fcsd.data.local import data_fingerprint
 from fcsd.data.sources import columns_of, open_source
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig
-from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.own_text.measure import Written, write
 from fcsd.evaluation.own_text.prompts import Prompt, prompts_in
-from fcsd.evaluation.stage import check_server
+from fcsd.evaluation.stage import EvaluatedFolder, check_server
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.context import Run

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.text import markdown, metric_words, nats
-from fcsd.evaluation.floor import at_floor
 from fcsd.evaluation.results import read_result
+from fcsd.evaluation.scores import at_floor
 from fcsd.report.units import NATS, PER_CENT, Unit, is_own_text, unit_of
 from fcsd.report.verdict import (
     mean_verdict,

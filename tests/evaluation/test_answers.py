@@ -19,10 +19,9 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
-from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.stage import Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
 from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model

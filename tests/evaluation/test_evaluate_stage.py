@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from fcsd.base.artifact import model_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
-from fcsd.evaluation import models, stage
+from fcsd.evaluation import stage
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.models import EvaluatedFolder
+from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.evaluation.store import configuration_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
@@ -187,7 +187,7 @@ def test_the_original_is_gone_when_the_judged_model_is_loaded(
         loaded.append(weakref.ref(model))
         return model
 
-    for module in (reference, models):
+    for module in (reference, stage):
         monkeypatch.setattr(module, "load_for_evaluation", seen)
     data = {
         "train": [{"path": str(bench.rows)}],

@@ -26,9 +26,13 @@ from fcsd.evaluation import runner
 from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
-from fcsd.evaluation.models import EvaluatedFolder
 from fcsd.evaluation.progress import Progress, Work
-from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
+from fcsd.evaluation.stage import (
+    FINISHED_TASKS,
+    EvaluatedFolder,
+    Evaluation,
+    run_evaluation,
+)
 from fcsd.evaluation.store import Journal, TaskStore
 from fcsd.evaluation.suites import test_set_fingerprints as fingerprints_of
 from fcsd.model.config import ModelConfig

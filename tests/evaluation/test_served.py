@@ -21,8 +21,12 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
-from fcsd.evaluation.models import EvaluatedFolder
-from fcsd.evaluation.stage import FINISHED_TASKS, Evaluation, run_evaluation
+from fcsd.evaluation.stage import (
+    FINISHED_TASKS,
+    EvaluatedFolder,
+    Evaluation,
+    run_evaluation,
+)
 from fcsd.evaluation.store import Journal
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint

@@ -14,9 +14,8 @@ from fcsd.base.files import write_json, write_text
 from fcsd.cli.main import main
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
-from fcsd.evaluation.members import by_member
 from fcsd.evaluation.results import write_result
-from fcsd.evaluation.scores import compare
+from fcsd.evaluation.scores import by_member, compare
 from fcsd.report.comparison import read_evaluated, training_of
 from fcsd.report.table import narrow_table, paired_table
 from fcsd.report.verdict import quick_look, verdict_lines

@@ -14,8 +14,8 @@ from typing import Any
 
 from fcsd.base.files import inside, write_json, write_text
 from fcsd.base.stats import pooled_standard_error, standard_error
-from fcsd.evaluation.members import by_member
 from fcsd.evaluation.results import text_hash
+from fcsd.evaluation.scores import by_member
 
 
 def write_lm_eval(

@@ -37,13 +37,21 @@ from fcsd.model.connectivity.modeling import MODELING_FILE
 from fcsd.model.families import family_of
 from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, sandbox_text, settings_line
-from fcsd.report.publish.facts import facts_of_run
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
 from fcsd.report.units import is_own_text
 from fcsd.report.verdict import quick_look, verdict_lines
 from fcsd.training.card.card import card_of
-from fcsd.training.card.facts import CARD, Facts, hub_id, with_linked_licence
+from fcsd.training.card.facts import (
+    CARD,
+    HERE,
+    Facts,
+    has_chat_template,
+    hub_id,
+    inherited_from,
+    licence_of,
+    with_linked_licence,
+)
 
 RESULTS = ".eval_results"
 # Data set -> id of the task in its `eval.yaml`, by which the Hub finds a result of a
@@ -228,6 +236,46 @@ def write_publication(
         if not weights:  # the record of a former fcsd does not name them
             del left["model"]
         write_sealed(new / LEFT, left)
+
+
+def facts_of_run(
+    recipe: Recipe,
+    report: Mapping[str, Any],
+    config: Mapping[str, Any],
+    original: Path | None,
+    folder: Path,
+) -> Facts:
+    """Collect the facts that a run records about its main model.
+
+    folder: the publish folder, of whose figures the card shows those that exist.
+    """
+    publication = recipe.publication
+    base = publication.base_model or recipe.model.path or None
+    inherited = inherited_from(original) if original is not None else {}
+    # The figures that the card shows; a run may have drawn only some of them.
+    captions = {
+        "deltas.png": "Difference to the original.",
+        "loss.png": "Training loss.",
+    }
+    main = report["models"].get("fcsd")
+    return Facts(
+        name=publication.repo_id or f"{recipe.name}-farskip",
+        where=publication.repo_id or HERE,
+        config=config,
+        base=hub_id(base) if base is not None else None,
+        licence=licence_of(inherited, publication.license),
+        language=tuple(publication.language or inherited.get("language", [])),
+        training=report["training"].get("fcsd"),
+        chat=has_chat_template(folder),
+        result=main["result"] if main is not None else None,
+        comparison=report["comparisons"].get("fcsd"),
+        report=True,
+        figures={
+            file: caption
+            for file, caption in captions.items()
+            if (folder / file).is_file()
+        },
+    )
 
 
 def place(file: Path, to: Path) -> None:

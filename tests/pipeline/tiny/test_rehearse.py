@@ -24,8 +24,7 @@ from fcsd.cli.main import build_parser, main
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import making_of
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.models import EvaluatedFolder
-from fcsd.evaluation.stage import Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
