@@ -37,7 +37,7 @@ def evaluated(**tasks: tuple[str, list[float], int]) -> dict[str, Any]:
             {
                 "name": "own",
                 "tasks": [
-                    {"task": task, "kind": kind, "metric": metric, "dataset": "/d"}
+                    {"task": task, "kind": kind, "metric": metric, "dataset": "owner/d"}
                 ],
             },
             "suite",
