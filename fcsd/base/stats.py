@@ -87,9 +87,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     them with probability alpha.
     """
     adjusted, least = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(
-        sorted(range(len(p_values)), key=p_values.__getitem__)
-    ):
+    by_size = sorted(range(len(p_values)), key=p_values.__getitem__)
+    for rank, index in enumerate(by_size):
         # The running maximum keeps the adjusted p-values in the order of the p-values.
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = least

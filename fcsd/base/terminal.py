@@ -133,12 +133,13 @@ def _least(column: Iterable[str], short: int) -> int:
     """Return the least width of a column. short: as `_SHORT`, for cells below the
     header.
     """
-    return max(
-        len(cell)
-        if row and len(cell) <= short
-        else max(len(word.rstrip()) for word in _words(cell))
-        for row, cell in enumerate(column)
-    )
+
+    def least(row: int, cell: str) -> int:
+        if row and len(cell) <= short:
+            return len(cell)
+        return max(len(word.rstrip()) for word in _words(cell))
+
+    return max(least(row, cell) for row, cell in enumerate(column))
 
 
 def _lines(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:

@@ -201,11 +201,9 @@ def _compare(arguments: Namespace) -> None:
     )
 
     evaluated = read_evaluated(arguments.original, arguments.converted)
-    only = (
-        None
-        if arguments.tasks is None
-        else [task.strip() for task in arguments.tasks.split(",")]
-    )
+    only = None
+    if arguments.tasks is not None:
+        only = [task.strip() for task in arguments.tasks.split(",")]
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
         write_comparison(evaluated, arguments.output, only)

@@ -84,14 +84,13 @@ def field_options(
     """
     from fcsd.base.strict import flag_of
 
-    declared = [
+    undeclared = [
         name
         for name, field in record.model_fields.items()
         if field.description is not None
+        and flag_of(record, name) not in parser._option_string_actions
     ]
-    for name in names or [
-        n for n in declared if flag_of(record, n) not in parser._option_string_actions
-    ]:
+    for name in names or undeclared:
         field = record.model_fields[name]
         default = field.get_default(call_default_factory=True)
         options: dict[str, Any] = {
@@ -103,11 +102,8 @@ def field_options(
             options["help"] += (
                 f" (default: {default})" if changes["default"] is None else ""
             )
-        members = (
-            get_args(field.annotation)
-            if get_origin(field.annotation) is not Literal
-            else ()
-        )
+        is_choice = get_origin(field.annotation) is Literal
+        members = () if is_choice else get_args(field.annotation)
         kinds = [
             get_args(kind)[0] if get_origin(kind) is Annotated else kind
             for kind in members or (field.annotation,)

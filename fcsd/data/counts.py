@@ -74,16 +74,15 @@ class ExampleCounts:
         advice.
         """
         behind = f"tokens with loss are beyond max_length {max_length}; raise it"
-        for number, reason in (
+        unanswered = "they have no answer; check the data, or `columns`"
+        outcomes = [
             (self.cut, f"are truncated: some of their {behind}"),
             (self.cut_away, f"are without loss: all of their {behind}"),
-            (
-                self.without_loss,
-                "are without loss: they have no answer; check the data, or `columns`",
-            ),
+            (self.without_loss, f"are without loss: {unanswered}"),
             (self.bad, "are left out: they cannot be tokenized"),
             (self.overlapping, "are left out: they overlap with test items"),
-        ):
+        ]
+        for number, reason in outcomes:
             if warning := self.warning(number, reason):
                 yield warning
 

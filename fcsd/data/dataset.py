@@ -303,12 +303,9 @@ def _check_packed(data: datasets.Dataset, name: str, vocab_size: int | None) -> 
     a label of another position.
     """
     start = 0
+    columns = data.with_format("numpy").select_columns(["input_ids", "labels"])
     # In blocks, so that a large data set need not fit into memory.
-    for block in (
-        data.with_format("numpy")
-        .select_columns(["input_ids", "labels"])
-        .iter(batch_size=_ROWS_AT_A_TIME)
-    ):
+    for block in columns.iter(batch_size=_ROWS_AT_A_TIME):
         rows = zip(block["input_ids"], block["labels"], strict=True)
         for number, (ids, labels) in enumerate(rows, start + 1):
             try:

@@ -53,21 +53,16 @@ class Conversation:
         for index, learned in self.loss_keys.items():
             role = self.messages[index]["role"]
             is_answer = role == "assistant" and index >= self.answered
-            if (
-                learned
-                if loss_on != "all" and not is_answer
-                else not learned and loss_on == "all"
-            ):
+            on_all = loss_on == "all"
+            without_all = on_all and not learned
+            beside_answers = not on_all and not is_answer and learned
+            if without_all or beside_answers:
+                having = "with" if learned else "without"
+                tokens = "all tokens" if on_all else "what the assistant says in answer"
                 raise BadExample(
-                    f"message {index + 1}, of role {role!r}, is marked"
-                    f" {'with' if learned else 'without'} loss, but `loss_on:"
-                    f" {loss_on}` puts loss on "
-                    + (
-                        "all tokens"
-                        if loss_on == "all"
-                        else "what the assistant says in answer"
-                    )
-                    + f"; remove its key ({', '.join(LOSS_KEYS)}), or change loss_on"
+                    f"message {index + 1}, of role {role!r}, is marked {having} loss,"
+                    f" but `loss_on: {loss_on}` puts loss on {tokens}; remove its key"
+                    f" ({', '.join(LOSS_KEYS)}), or change loss_on"
                 )
             if not learned and is_answer:
                 silent.add(index)

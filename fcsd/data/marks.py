@@ -221,10 +221,9 @@ class MarkedChat:
         messages separate them.
         """
         leaves = (leaf for leaf in self._leaves if leaf.message == message)
+        positions = sorted(place for leaf in leaves for place in self._written(leaf))
         pieces: list[tuple[int, int]] = []
-        for position in sorted(
-            position for leaf in leaves for position in self._written(leaf)
-        ):
+        for position in positions:
             if pieces and not self.owners(pieces[-1][1], position) - {message}:
                 pieces[-1] = pieces[-1][0], position + 1
             else:

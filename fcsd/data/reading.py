@@ -65,9 +65,8 @@ def read_pieces(opened: Opened, done: Sequence[Mapping[str, Any]]) -> Iterator[P
         rows = sum(record["num_rows"] for record in earlier)
         # A file whose last piece exists has been read to its end.
         if not (earlier and earlier[-1]["last"]):
-            for piece in _pieces_of_file(
-                opened, file, rows, None if remaining is None else remaining - rows
-            ):
+            limit = None if remaining is None else remaining - rows
+            for piece in _pieces_of_file(opened, file, rows, limit):
                 rows += piece.num_rows
                 yield piece
         if remaining is not None:

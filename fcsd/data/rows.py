@@ -148,9 +148,8 @@ class _SourceTokens:
             yield self.index, path, None
         # The records of earlier shards tell the reader how far each file has been read.
         number = len(records)
-        for piece in (
-            read_pieces(self.opened, records) if self.opened is not None else ()
-        ):
+        pieces = () if self.opened is None else read_pieces(self.opened, records)
+        for piece in pieces:
             self.num_read += piece.num_rows
             yield self.index, self._path(number), piece
             number += 1

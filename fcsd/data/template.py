@@ -169,10 +169,8 @@ def _probe(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             key: "x" if isinstance(value, str) else value
             for key, value in message.items()
         }
-        marked["role"], marked["content"] = (
-            message["role"],
-            f"Qcontent{index}Q" if message["content"] else "",
-        )
+        marked["role"] = message["role"]
+        marked["content"] = f"Qcontent{index}Q" if message["content"] else ""
         if isinstance(call_id := message.get("tool_call_id"), str):
             marked["tool_call_id"] = ids.setdefault(call_id, f"call{len(ids):05}")
         if "tool_calls" in message:
@@ -260,15 +258,12 @@ def _candidates(
         for role in ROLES
         if ROLES[role] == "tool" and role != "tool" and _names(template, role)
     ]
+    calls = any(message.get("tool_calls") for message in messages)
     # Only the choices that matter for these messages are varied.
     choices = itertools.product(
         ("developer", "system") if "developer" in roles else ("developer",),
         ("tool", *tool_roles) if "tool" in roles else ("tool",),
-        (
-            ("object", "text")
-            if any(message.get("tool_calls") for message in messages)
-            else ("object",)
-        ),
+        ("object", "text") if calls else ("object",),
         (False, True),
         (False,) if all(map(_is_wrapped, tools)) else (False, True),
     )

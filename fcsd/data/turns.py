@@ -109,13 +109,10 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
     user, assistant, follow_up = PRIVATE[-3:]
     # Some templates accept contents only as lists of parts.
+    turns = [("user", user), ("assistant", assistant), ("user", follow_up)]
     for as_parts in (False, True):
         exchange: list[dict[str, Any]] = []
-        for role, text in (
-            ("user", user),
-            ("assistant", assistant),
-            ("user", follow_up),
-        ):
+        for role, text in turns:
             content = [{"type": "text", "text": text}] if as_parts else text
             exchange.append({"role": role, "content": content})
         try:

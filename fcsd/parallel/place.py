@@ -159,14 +159,13 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
         return None
     from transformers.distributed import DistributedConfig
 
+    implementation = "all_to_all"
+    if engine.overlap != "off":
+        implementation = IMPLEMENTATIONS[engine.overlap or "full"]
     return DistributedConfig(
         fsdp_size=world,
         ep_size=engine.expert_parallel,
-        ep_implementation=(
-            "all_to_all"
-            if engine.overlap == "off"
-            else IMPLEMENTATIONS[engine.overlap or "full"]
-        ),
+        ep_implementation=implementation,
         fsdp_mixed_precision=bf16,
     )
 

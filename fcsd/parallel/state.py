@@ -84,20 +84,16 @@ class StateFile:
         """
         # Wide dtypes first, so that every tensor is aligned.
         runs = dict(sorted(self.runs.items(), key=lambda item: -item[1].element_size()))
-        head = safetensors_head(
-            (
-                (name, _DTYPES[run.dtype], run.shape, run.nbytes)
-                for name, run in runs.items()
-            ),
-            self.metadata,
+        tensors = (
+            (name, _DTYPES[run.dtype], run.shape, run.nbytes)
+            for name, run in runs.items()
         )
+        head = safetensors_head(tensors, self.metadata)
         # Hashed piece by piece while it is written, so the file is not read again.
         digest, number = hashlib.sha256(), 0
+        parts = [memoryview(head), *map(_bytes_of, runs.values())]
         with (folder / self.name).open("wb") as file:
-            for data in (
-                memoryview(head),
-                *map(_bytes_of, runs.values()),
-            ):
+            for data in parts:
                 for start in range(0, len(data), _PIECE):
                     piece = data[start : start + _PIECE]
                     number += file.write(piece)

@@ -605,19 +605,18 @@ def check_generation(folder: Path) -> None:
         return
     settings = decoded_floats(read_checkpoint_json(file))
     _check_tokens(settings, file)
-    for names, kind, words in (
-        (_NUMBERS, (int, float), "a number"),
-        (("do_sample",), bool, "true or false"),
-    ):
-        for name in names:
-            value = settings.get(name)
-            if value is not None and (
-                not isinstance(value, kind) or (kind is not bool and value is True)
-            ):
-                raise UserError(
-                    f"{file}: {name} must be {words}, got {value!r:.80}; fetch the file"
-                    " again"
-                )
+    for name in (*_NUMBERS, "do_sample"):
+        value = settings.get(name)
+        if value is None:
+            continue
+        is_switch = name == "do_sample"
+        is_number = isinstance(value, int | float) and value is not True
+        if not (isinstance(value, bool) if is_switch else is_number):
+            needed = "true or false" if is_switch else "a number"
+            raise UserError(
+                f"{file}: {name} must be {needed}, got {value!r:.80}; fetch the file"
+                " again"
+            )
     from transformers import GenerationConfig
 
     try:

@@ -124,9 +124,8 @@ def _check_blocks(model: Any, family: Family, mask: list[bool]) -> None:
     """Raise ValueError if another module has replaced an MoE block: its output would
     not stay in flight.
     """
-    for k, (layer, moe) in enumerate(
-        zip(decoder_layers(model, family), mask, strict=True)
-    ):
+    layers = zip(decoder_layers(model, family), mask, strict=True)
+    for k, (layer, moe) in enumerate(layers):
         block: Any = getattr(layer, family.moe)
         if moe and not is_one_of(block, family.moe_block):
             raise ValueError(

@@ -405,9 +405,9 @@ def _keep_code(source: Path, folder: Path, file: str, repository: str | None) ->
     if isinstance(auto_map, list):  # an old form, which names the tokenizer only
         auto_map = {"AutoTokenizer": auto_map}
     changed = False
-    for auto, classes in (
-        auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]
-    ):
+    # Anything else is refused below, where it has no Auto class.
+    items = auto_map.items() if isinstance(auto_map, dict) else [("", auto_map)]
+    for auto, classes in items:
         names = classes if isinstance(classes, list) else [classes]
         if not auto or not all(
             name is None or (isinstance(name, str) and _CLASS.fullmatch(name))

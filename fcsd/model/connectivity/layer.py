@@ -137,18 +137,18 @@ def block_class(base: type, shared: str, gate: str | None, in_place: bool) -> ty
             return gate_output
 
         twice = gate and not stand_in
-        overrides: dict[str, Any] = {shared: shared_expert} | (
-            {str(gate): shared_gate} if twice else {}
-        )
+        overrides: dict[str, Any] = {shared: shared_expert}
+        if twice:
+            overrides[str(gate)] = shared_gate
         out = base_forward(View(self, overrides), hidden_states, *args, **kwargs)
+        if stand_in and in_place:
+            # The family took the stand-in for a tensor: the sum lies in it.
+            return (shared_output.sum, *out[1:]), shared_output.output
         if stand_in:
-            return (
-                shared_output.sum,
-                *out[1:],
-            ) if in_place else out, shared_output.output
-        return out, torch.sigmoid(
-            gate_output
-        ) * shared_output if twice else shared_output
+            return out, shared_output.output
+        if twice:
+            return out, torch.sigmoid(gate_output) * shared_output
+        return out, shared_output
 
     # A hub kernel chosen by this name would replace `forward`, and with it the split.
     namespace = {
@@ -205,18 +205,13 @@ class LayerPass:
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
-        for name in (
-            family.mlp_norm
-            if isinstance(family.mlp_norm, tuple)
-            else (family.mlp_norm,)
-        ):
+        several = isinstance(family.mlp_norm, tuple)
+        for name in family.mlp_norm if several else (family.mlp_norm,):
             norms[name] = functools.partial(self.mlp_norm, name)
         if family.norms:
-            norms = {
-                family.norms: functools.partial(
-                    type(self.norms).forward, View(self.norms, norms)
-                )
-            }
+            stand_in = View(self.norms, norms)
+            forward = functools.partial(type(self.norms).forward, stand_in)
+            norms = {family.norms: forward}
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
@@ -287,9 +282,8 @@ class LayerPass:
         if self.plan.shared_scale != 1:
             shared_output = shared_output * self.plan.shared_scale
         if self.family.residual_multiplier:
-            shared_output = shared_output * getattr(
-                self.layer, self.family.residual_multiplier
-            )
+            multiplier = getattr(self.layer, self.family.residual_multiplier)
+            shared_output = shared_output * multiplier
         return rest + shared_output
 
 
@@ -307,18 +301,17 @@ def layer_class(base: type) -> type:
             return self.farskip_runtime.call(
                 self, base_call, hidden_states, *args, **kwargs
             )
-        o, attention_input = (
-            hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
-        )
+        o, attention_input = hidden_states, None
+        if isinstance(hidden_states, tuple):
+            o, attention_input = hidden_states
         side = self.farskip_plan.family.side_output
         if side and isinstance(kwargs[side], tuple):
             attention_input, kwargs[side] = kwargs[side]
         out = base_call(self, o, attention_input, *args, **kwargs)
         if side and self.farskip_plan.carry:
-            return out[0], (
-                out[1],
-                out[2],
-            )  # the value that the loop passes on under the name `side`
+            o, partial, side_output = out
+            # The loop passes the second value on under the name `side`.
+            return o, (partial, side_output)
         return out
 
     def forward(self: Any, o: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -331,13 +324,12 @@ def layer_class(base: type) -> type:
         out = base_forward(View(self, run.overrides()), o, *args[1:], **kwargs)
         if not plan.carry:
             return out
-        # Flat also with a second output: re-entrant checkpointing sees no tensors
-        # inside tuples.
-        return (
-            (out[0], run.partial(), out[1])
-            if isinstance(out, tuple)
-            else (out, run.partial())
-        )
+        if isinstance(out, tuple):
+            # Flat also with a second output: re-entrant checkpointing sees no tensors
+            # inside tuples.
+            o, side_output = out
+            return o, run.partial(), side_output
+        return out, run.partial()
 
     # Computes the layer in another order, with overlapped communication
     # (`fcsd.parallel.overlap`).

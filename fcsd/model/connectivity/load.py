@@ -580,6 +580,15 @@ def _expected_shapes(model: Any) -> tuple[Shapes, Shapes, set[str]]:
     return in_files, in_memory, set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
+_PROBLEMS = {
+    "missing_keys": "tensors are missing",
+    "unexpected_keys": "tensors belong to no parameter",
+    "mismatched_keys": "tensors have another shape than the config says",
+    "error_msgs": "tensors could not be loaded",
+}
+"""What each list of transformers' loading report means."""
+
+
 def _loading_problem(
     checkpoint: Checkpoint, model: Any, info: dict[str, Any]
 ) -> str | None:
@@ -590,12 +599,7 @@ def _loading_problem(
         unexpected = {*info["unexpected_keys"]}
         left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
         info = info | {"unexpected_keys": unexpected - left_out}
-    for key, text in (
-        ("missing_keys", "tensors are missing"),
-        ("unexpected_keys", "tensors belong to no parameter"),
-        ("mismatched_keys", "tensors have another shape than the config says"),
-        ("error_msgs", "tensors could not be loaded"),
-    ):
+    for key, text in _PROBLEMS.items():
         if values := sorted(str(value) for value in info.get(key) or ()):
             first = " ".join(values[0].split())[:200]
             return (

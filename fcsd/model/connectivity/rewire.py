@@ -174,6 +174,7 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
         ):
             raise ValueError(f"layer {k} {_OWN_FORWARD}")
     unrewire(model)
+    mlp = farskip["mlp"]
     for k in sorted(selected):
         layer: Any = stack[k]
         block = getattr(layer, family.moe)
@@ -198,12 +199,11 @@ def rewire(model: nn.Module, family: Any, farskip: Any) -> list[int]:
             family.shared_average
             and getattr(block, family.shared_average, None) == "average"
         )
+        outdated = k in mlp if isinstance(mlp, list) else mlp == "outdated"
         layer.__class__ = layer_class(layer.__class__)
         layer.farskip_plan = LayerPlan(
             family=family,
-            outdated=k in farskip["mlp"]
-            if isinstance(farskip["mlp"], list)
-            else farskip["mlp"] == "outdated",
+            outdated=outdated,
             carry=carry,
             block_shared=block_shared,
             layer_shared=bool(

@@ -30,9 +30,9 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
 def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
     """Compute `cache_bytes` layer by layer."""
     each = []
-    for kind, layer, window in zip(
-        _kinds(config), _layers(config), attention_windows(config), strict=False
-    ):
+    windows = attention_windows(config)
+    layers = zip(_kinds(config), _layers(config), windows, strict=False)
+    for kind, layer, window in layers:
         per_token = 0 if kind in _WITHOUT_KEYS else _numbers_per_token(layer)
         if per_token is None:
             return None

@@ -72,15 +72,13 @@ def inspect_model(path: str | Path, revision: str | None = None) -> dict[str, An
             f"{source.where}: model_type '{model_type}' without the field farskip;"
             " convert the original again"
         )
+    names = raw.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names else None
     facts: dict[str, Any] = {
         "model": str(path),
         "revision": revision,
         "model_type": model_type,
-        "architecture": (
-            names[0]
-            if isinstance(names := raw.get("architectures"), list) and names
-            else None
-        ),
+        "architecture": architecture,
         "quantization": (
             source.quantisation.words if source.quantisation is not None else None
         ),

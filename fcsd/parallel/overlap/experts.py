@@ -197,10 +197,8 @@ class OverlappedEP(EPImplementation):
         )
         # Scaled experts take weighted inputs: the weight is used up before them.
         if self.scaled:
-            rows, weights = (
-                (rows * weights.unsqueeze(-1)).to(rows.dtype),
-                torch.ones_like(weights),
-            )
+            rows = (rows * weights.unsqueeze(-1)).to(rows.dtype)
+            weights = torch.ones_like(weights)
         return rows, Pairs(weights, *pair_layout)
 
     def run_experts(self, module: Any, rows: Tensor, pairs: Pairs) -> Tensor:

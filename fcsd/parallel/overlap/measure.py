@@ -51,12 +51,10 @@ def from_records(records: Iterable[Record]) -> dict[str, Measured]:
         # Counts are small, and the host always waits for them.
         if record.kind == "counts" or record.waiting is None or record.waited is None:
             continue
-        arrived = (
+        arrived = record.waited
+        if record.done is not None:
             # A transport may report an arrival later than the wait that it ended.
-            min(record.done, record.waited)
-            if record.done is not None
-            else record.waited
-        )
+            arrived = min(record.done, record.waited)
         for key in _keys(record.kind, record.backward):
             measured[key].total += max(arrived, record.waiting) - record.started
             measured[key].exposed += record.waited - record.waiting

@@ -30,12 +30,8 @@ def is_supported(training: Training, layout: Layout) -> bool:
 
 def changes(job: Job, available: int) -> Iterator[dict[str, Any]]:
     """Yield changes one after another, each on top of those before, until the run fits."""
-    training, setting, layout, trace_of = (
-        job.training,
-        job.setting,
-        job.layout,
-        job.trace_of,
-    )
+    training, trace_of = job.training, job.trace_of
+    setting, layout = job.setting, job.layout
     freeze = False
 
     def row(change: str) -> dict[str, Any]:

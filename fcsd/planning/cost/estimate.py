@@ -200,11 +200,8 @@ def _settings(job: Job) -> dict[str, Any]:
 
 
 def _memory(job: Job) -> dict[str, Any]:
-    trace, setting, available = (
-        job.trace,
-        job.setting,
-        int(job.machine.gpu.memory_gb * 1e9),
-    )
+    trace, setting = job.trace, job.setting
+    available = int(job.machine.gpu.memory_gb * 1e9)
     parts = memory_parts(trace, setting, job.layout)
     # Both are always reported, so that the reader sees what checkpointing saves.
     without, checkpointed = (
@@ -239,14 +236,12 @@ def _disk(job: Job) -> dict[str, int]:
     # While a checkpoint is written, a machine's memory holds the parts of its ranks; of
     # several replicas only one writes.
     ranks = job.layout.num_shards
-    written_behind = job.trace.num_trainable >= BACKGROUND_FROM
+    host_copy = 0
+    if job.trace.num_trainable >= BACKGROUND_FROM:
+        host_copy = need.checkpoint * min(ranks, GPUS_PER_NODE) // ranks
     return {
         "checkpoint_bytes": need.checkpoint,
-        "host_copy_bytes": (
-            need.checkpoint * min(ranks, GPUS_PER_NODE) // ranks
-            if written_behind
-            else 0
-        ),
+        "host_copy_bytes": host_copy,
         "num_checkpoints": need.num_checkpoints,
         "best_bytes": need.best,
         "model_bytes": need.model,

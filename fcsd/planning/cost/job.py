@@ -194,6 +194,9 @@ def step_times(job: Job) -> list[dict[str, Any]]:
     """
     setting, trace = job.setting, job.trace
     weights_dtype = setting.teacher_dtype if setting.adapters else setting.student_dtype
+    teacher = None
+    if setting.has_teacher and setting.teacher != "cache":
+        teacher = roofline_of(job, setting.teacher_dtype)
     step = Step(
         job.work,
         roofline_of(job, torch.bfloat16 if setting.autocast else weights_dtype),
@@ -203,11 +206,7 @@ def step_times(job: Job) -> list[dict[str, Any]]:
         trained_bytes=setting.student_dtype.itemsize,
         adapters=setting.adapters,
         recomputes=setting.checkpointing,
-        teacher=(
-            roofline_of(job, setting.teacher_dtype)
-            if setting.has_teacher and setting.teacher != "cache"
-            else None
-        ),
+        teacher=teacher,
         # Logits and the gradients of their two factors; a teacher's logits are one
         # more, a frozen head needs no gradient.
         loss_matmuls=3 + setting.has_teacher - setting.freeze_embeddings_and_head,

@@ -52,11 +52,9 @@ class Layout:
         """Ranks that share one copy of the models; with hsdp those of a node."""
         if self.sharding == "none":
             return 1
-        return (
-            min(self.num_gpus, GPUS_PER_NODE)
-            if self.sharding == "hsdp"
-            else self.num_gpus
-        )
+        if self.sharding == "hsdp":
+            return min(self.num_gpus, GPUS_PER_NODE)
+        return self.num_gpus
 
 
 def compute_dtype(setting: Setting) -> torch.dtype:
@@ -152,14 +150,13 @@ def _sharded_parts(
         )
     teacher = trace.peak.get("teacher", 0)
     head = min(teacher, trace.head * setting.teacher_dtype.itemsize)
+    averaged = layout.averages and not layout.offload
     return {
         "student weights": total * (computed if zero3 else size) // ranks,
         "master weights": 0 if layout.offload else master // ranks,
         "gradients": size * trained // ranks,
         "optimizer states": 0 if layout.offload else 2 * size * trained // ranks,
-        "averaged weights": 4 * trained // ranks
-        if layout.averages and not layout.offload
-        else 0,
+        "averaged weights": 4 * trained // ranks if averaged else 0,
         "teacher weights": (teacher - head) // ranks,
         "teacher head": head,
         "gathered weights": gathered if ranks > 1 else 0,

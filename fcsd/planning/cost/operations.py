@@ -240,12 +240,10 @@ def as_run(work: ModelWork) -> ModelWork:
         return work
 
     def run(layer: LayerWork) -> LayerWork:
+        if not layer.moe:
+            return layer
         experts = replace(layer.work("experts"), flops=layer.experts_run)
-        return (
-            replace(layer, steps=layer.steps | {"experts": experts})
-            if layer.moe
-            else layer
-        )
+        return replace(layer, steps=layer.steps | {"experts": experts})
 
     return replace(work, layers=tuple(map(run, work.layers)))
 

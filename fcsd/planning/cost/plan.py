@@ -80,39 +80,32 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
         facts = {"what": assumption.what, "source": assumption.source}
         rows.append({"name": name, "value": value, "range": ends, **gains, **facts})
     names = ("num_nodes", "gpus_per_node", "nic_gb_s", "num_gpus")
+    values = {name: getattr(machine, name) for name in names}
+    settings = planned.settings
+    serves = settings.phase != "train"
+    # Megatron's sharding without its layout serves only to compare times.
+    has_layout = planned.megatron or settings.sharding == "fsdp2"
+    # Measured gains exist only for the time to the first token; between tokens, only
+    # durations of steps are published.
+    over_prediction = step_ratio = None
+    if settings.phase == "prefill":
+        over_prediction = list(OVER_PREDICTION[planned.aiter is not False])
+    if settings.phase == "decode":
+        step_ratio = list(STEP_RATIO)
+    over_exact = expected_gain(times, settings, rows, "over_exact")
     return {
         "model": planned.training.where,
         "model_type": planned.model_type,
-        "machine": (
-            {"gpu": asdict(machine.gpu)}
-            | {name: getattr(machine, name) for name in names}
-        ),
+        "machine": {"gpu": asdict(machine.gpu), **values},
         "settings": _settings(planned),
         "times": times,
-        # Megatron's sharding without its layout serves only to compare times.
-        "memory": (
-            _memory(planned, advise)
-            if planned.megatron or planned.settings.sharding == "fsdp2"
-            else None
-        ),
+        "memory": _memory(planned, advise) if has_layout else None,
         "sensitivity": rows,
-        "upper_bound": planned.settings.phase != "train",
-        # Measured gains exist only for the time to the first token; between tokens,
-        # only durations of steps are published.
-        "over_prediction": (
-            list(OVER_PREDICTION[planned.aiter is not False])
-            if planned.settings.phase == "prefill"
-            else None
-        ),
-        "step_ratio": list(STEP_RATIO) if planned.settings.phase == "decode" else None,
-        "expected_gain": (
-            expected_gain(times, planned.settings, rows)
-            if planned.settings.phase != "train"
-            else None
-        ),
-        "expected_over_exact": expected_gain(
-            times, planned.settings, rows, "over_exact"
-        ),
+        "upper_bound": serves,
+        "over_prediction": over_prediction,
+        "step_ratio": step_ratio,
+        "expected_gain": expected_gain(times, settings, rows) if serves else None,
+        "expected_over_exact": over_exact,
         "hangs_on": hangs_on(rows),
         "imbalance": machine.values["imbalance"],
         "links": machine.links is not None,

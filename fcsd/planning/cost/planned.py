@@ -274,12 +274,9 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
     if spec is None:
-        saved_connectivity = config.get("farskip")
-        spec = (
-            Connectivity.from_field(saved_connectivity, source.where)
-            if saved_connectivity
-            else Connectivity()
-        )
+        spec = Connectivity()
+        if saved_connectivity := config.get("farskip"):
+            spec = Connectivity.from_field(saved_connectivity, source.where)
     if (said := source.quantisation) is not None and FIELD not in config:
         # ModelOpt keeps it in a separate file.
         fields = {"quant_method": said.method, "quant_algo": said.algorithm}
@@ -373,11 +370,8 @@ def _ranks(
 ) -> tuple[int, int]:
     """Return expert-parallel and tensor-parallel ranks."""
     world, train = machine.num_gpus, settings.phase == "train"
-    tp, ep, dp = (
-        settings.tensor_parallel,
-        settings.expert_parallel,
-        settings.data_parallel,
-    )
+    tp, ep = settings.tensor_parallel, settings.expert_parallel
+    dp = settings.data_parallel
     # Wide expert parallelism: every rank has all of attention and a part of the
     # experts.
     if dp is not None:
@@ -434,9 +428,8 @@ def _ranks(
                 f" the experts; give --{'dp' if dp else 'ep'} {links.world_size}, or"
                 f" links of {ep} ranks"
             )
-        links.require(
-            collective="all_to_all_single"
-        )  # the part of the code that expert parallelism calls
+        # The part of the code that expert parallelism calls.
+        links.require(collective="all_to_all_single")
     return ep, tp
 
 
@@ -453,11 +446,8 @@ def _sharing_option(settings: PlanSettings, ep: int) -> str:
 
 def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
     """Refuse tensor-parallel ranks and stages that a training cannot have."""
-    pp, world, tokens = (
-        settings.pipeline_parallel,
-        machine.num_gpus,
-        settings.batch * settings.length,
-    )
+    pp, world = settings.pipeline_parallel, machine.num_gpus
+    tokens = settings.batch * settings.length
     if world % (tp * pp):
         named = {"tp": settings.tensor_parallel, "pp": pp if pp > 1 else None}
         options = [f"--{name} {n}" for name, n in named.items() if n is not None]
@@ -559,11 +549,9 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> list[float]:
     """Return the bytes of keys and values on a rank by layer: heads are spread over the
     ranks, while each rank holds MLA's whole latent.
     """
-    heads = (
-        1
-        if getattr(config, "kv_lora_rank", None)
-        else getattr(config, "num_key_value_heads", None)
-    )
+    heads = getattr(config, "num_key_value_heads", None)
+    if getattr(config, "kv_lora_rank", None):
+        heads = 1
     # With more ranks than heads, several ranks hold the same head.
     shared = min(tp, heads or tp)
     ranks = settings.data_parallel or shared
@@ -581,9 +569,9 @@ def _decoding(
     keys and values. cached, windows: of each layer, as far as the config states them.
     """
     layers = []
-    for layer, layer_cached, window in zip_longest(
-        work.layers, cached[: len(work.layers)], windows[: len(work.layers)]
-    ):
+    num_layers = len(work.layers)
+    facts = zip_longest(work.layers, cached[:num_layers], windows[:num_layers])
+    for layer, layer_cached, window in facts:
         seen = min(length, window or length)
         layers.append(
             replace(

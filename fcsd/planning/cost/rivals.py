@@ -16,13 +16,11 @@ from typing import Literal
 Where = Literal["train", "dp", "tp"]
 """A training; a server whose ranks exchange tokens (`--dp`); one whose ranks all-reduce."""
 
-SHARED, HALVES, PAIRS, RECOMPUTED_PAIRS, MEGA = (
-    "shared expert beside exchanges",
-    "two half batches in turn",
-    "two micro-batches in turn (1F1B)",
-    "1F1B with recomputation",
-    "MegaMoE",
-)
+SHARED = "shared expert beside exchanges"
+HALVES = "two half batches in turn"
+PAIRS = "two micro-batches in turn (1F1B)"
+RECOMPUTED_PAIRS = "1F1B with recomputation"
+MEGA = "MegaMoE"
 SHORTCUT, LADDER, TRACKS = "ShortcutMoE", "Ladder Residual", "Parallel Track"
 
 TRACK_LAYERS = 8

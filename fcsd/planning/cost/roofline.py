@@ -222,12 +222,11 @@ class Roofline:
             return parts
         fp8 = self.precision == "fp8"
         least = {name: _least_s(self.values, layer, name, fp8=fp8) for name in parts}
-        return {
-            name: (max(both[0], least[name][0]), max(both[1], least[name][1]))
-            if any(both)
-            else both
-            for name, both in parts.items()
-        }
+        for name, (matmuls, passes) in parts.items():
+            if matmuls or passes:
+                least_matmuls, least_passes = least[name]
+                parts[name] = max(matmuls, least_matmuls), max(passes, least_passes)
+        return parts
 
     def _expert_parts(
         self, model: ModelWork, layer: LayerWork, expert_parallel: int, norms: float
@@ -284,17 +283,11 @@ class Roofline:
         tensor-parallel ones have a part. The head stays gathered for the backward pass.
         reduced: bytes per element of a gradient.
         """
-        same, moe, num_layers = (
-            ranks // expert_parallel,
-            sum(model.moe),
-            len(model.layers),
-        )
-        split = self.tensor_parallel
+        same, split = ranks // expert_parallel, self.tensor_parallel
+        moe, num_layers = sum(model.moe), len(model.layers)
         experts = model.num_expert_parameters / expert_parallel / max(moe, 1)
-        other_parameters, head = (
-            (model.num_parameters - model.num_expert_parameters) / split,
-            model.head.weights / split,
-        )
+        other_parameters = (model.num_parameters - model.num_expert_parameters) / split
+        head = model.head.weights / split
 
         # One ring for each layer, as FSDP2 gathers them: latency counts once per layer.
         def sent(width: float, still_gathered: float = 0.0) -> float:
@@ -347,10 +340,8 @@ class Roofline:
 
         rows = pairs if self.rows == "expert" else rows_to(ranks)
         if (links := self.machine.links) is not None:
-            counts, weights = (
-                np.full((ranks, ranks), rows / ranks),
-                PAIR_BYTES * pairs / rows,
-            )
+            counts = np.full((ranks, ranks), rows / ranks)
+            weights = PAIR_BYTES * pairs / rows
             payloads = (
                 Payload(model.row_width, model.num_experts, value_bytes, weights)
                 for value_bytes in (sent, self.value_bytes)
@@ -528,12 +519,10 @@ def _all_to_all(
     peer_bytes = num_bytes / (ranks if far_bytes is None else most)
     # Within a node: the slowest of one peer's link and the sum over all peers
     # through the GPU's own links.
-    within = (
-        near_us / 1e6
-        + max(peer_bytes / machine.peer_gb_s, peer_bytes * (most - 1) / out) / rate
-        if most > 1
-        else 0.0
-    )
+    within = 0.0
+    if most > 1:
+        slowest = max(peer_bytes / machine.peer_gb_s, peer_bytes * (most - 1) / out)
+        within = near_us / 1e6 + slowest / rate
     if least == ranks:
         return within
     if far_bytes is None:

@@ -87,11 +87,8 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    hardware, settings, numbers = (
-        facts["hardware"],
-        facts["settings"],
-        facts["parameters"],
-    )
+    hardware, settings = facts["hardware"], facts["settings"]
+    numbers = facts["parameters"]
     # Switches are named only where they are on.
     notes = [
         name
@@ -140,10 +137,8 @@ def _fits(facts: Mapping[str, Any]) -> str:
 
 
 def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
-    without, checkpointed = (
-        values["without_checkpointing_bytes"],
-        values["with_checkpointing_bytes"],
-    )
+    without = values["without_checkpointing_bytes"]
+    checkpointed = values["with_checkpointing_bytes"]
     text = f"activations   {size(without or 0)} without activation checkpointing, "
     if checkpointed is None:
         yield text + "which this family does not support"
@@ -390,11 +385,9 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
         )
         if wide:
             ranks += f" over {settings['all2all']}"
-    network = (
-        "measured links"
-        if facts["links"]
-        else f"{machine['nic_gb_s']:g} GB/s per GPU between nodes"
-    )
+    network = f"{machine['nic_gb_s']:g} GB/s per GPU between nodes"
+    if facts["links"]:
+        network = "measured links"
     rows = [
         ("model", f"{facts['model']}, {facts['model_type']}, {rewired}"),
         (
@@ -606,11 +599,9 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             f" {_ms(sharding[1])} ms of the overlapped one"
         )
     if (ratio := times.get("equation_9")) is not None:
-        holds = (
-            "holds: necessary, not sufficient"
-            if ratio <= 1
-            else "does not hold: something stays exposed"
-        )
+        holds = "does not hold: something stays exposed"
+        if ratio <= 1:
+            holds = "holds: necessary, not sufficient"
         yield (
             "equation 9: (dispatch + combine) / (layer - experts - router) ="
             f" {ratio:.2f}, {holds}"

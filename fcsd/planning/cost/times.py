@@ -162,14 +162,12 @@ def step_time(
         for name, factor in (("forward", 1.0), ("backward", step.backward))
     }
     forward = sum(map(total, seconds))
-    teacher = (
-        0.0
-        if step.teacher is None
-        else sum(map(total, step.teacher.layers(work, ranks)))
-    )
     # Neither a teacher's forward pass nor communication other than exchanges follows
     # the schedule.
-    other_s = step.blocking_s + (0.0 if step.teacher is None else pass_exchange_s)
+    teacher, other_s = 0.0, step.blocking_s
+    if step.teacher is not None:
+        teacher = sum(map(total, step.teacher.layers(work, ranks)))
+        other_s += pass_exchange_s
     again = recomputed(step, dispatch, [w[0] for w in windows])
     # Once per step, on the rank's own shard; everything else below counts in every
     # micro-batch.
@@ -240,11 +238,8 @@ def sharding_s(
     seconds of their layers. hidden: seconds of exchanges beside the forward and the
     backward pass.
     """
-    roofline, layout, share = (
-        step.roofline,
-        step.layout,
-        step.roofline.values["prefetch"],
-    )
+    roofline, layout = step.roofline, step.layout
+    share = roofline.values["prefetch"]
     backward = (step.backward + step.recomputes) * forward
     if layout.sharding == "none":
         sent = 2 * roofline.ring(step.num_trained * step.trained_bytes, layout.num_gpus)

@@ -242,10 +242,8 @@ def _micro_batch(
         "cpu", torch.bfloat16, enabled=setting.autocast and not setting.sharded
     )
     with tracker.making("activations"):
-        ids, positions = (
-            torch.zeros(shape, dtype=torch.long),
-            torch.zeros(shape, dtype=torch.long),
-        )
+        ids = torch.zeros(shape, dtype=torch.long)
+        positions = torch.zeros(shape, dtype=torch.long)
         keep = torch.zeros(shape[0] * shape[1], dtype=torch.long)
         extra: dict[str, Any] = {"labels": keep}
     if setting.has_teacher:

@@ -68,20 +68,13 @@ def distillation(recipe: Recipe, variant: str | None) -> Training:
         facts = inspect_model(recipe.model.path, recipe.model.revision)
         num_active = (facts["parameters"] or {}).get("active")
         problem = facts["training_problem"]
-        dtype = (
-            checkpoint_dtype(config)
-            if recipe.model.dtype == "auto"
-            else recipe.model.dtype
-        )
+        stored_dtype = checkpoint_dtype(config)
     else:
         config, where, num_active = _pretrain_config(recipe), "pretrain.config", None
         assert recipe.pretrain is not None
         problem = None
-        dtype = (
-            recipe.pretrain.train.dtype
-            if recipe.model.dtype == "auto"
-            else recipe.model.dtype
-        )
+        stored_dtype = recipe.pretrain.train.dtype
+    dtype = stored_dtype if recipe.model.dtype == "auto" else recipe.model.dtype
     return Training(
         name=f"distill, variant {variant}" if variant else "distill",
         config=config,
@@ -224,11 +217,9 @@ def spread(
 
     # With as many experts as a token uses, their activations equal those of the
     # dispatched rows.
-    chosen_of = (
-        tracer(replace(training, config=fewer(training.config)))
-        if work.runs_all
-        else trace_of
-    )
+    chosen_of = trace_of
+    if work.runs_all:
+        chosen_of = tracer(replace(training, config=fewer(training.config)))
     experts = max(layer.work("experts").weights for layer in work.layers)
 
     def trace(setting: Setting) -> Trace:

@@ -53,10 +53,8 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
         values measured with each kind of weights, and the collectives that they
         overlap. None where no layer is special, or the single layers were not measured.
     """
-    num_layers, points = (
-        study["num_hidden_layers"],
-        {tuple(point["layers"]): point for point in study["points"]},
-    )
+    num_layers = study["num_hidden_layers"]
+    points = {tuple(point["layers"]): point for point in study["points"]}
     measured = {
         k: point_loss(study, points[k,], metric, False)
         for k in range(num_layers)
@@ -83,9 +81,9 @@ def special_layers(study: dict[str, Any], metric: str) -> dict[str, Any] | None:
     left_out = list(range(num_first)) or special
     all_layers_point = points.get(tuple(range(num_layers)))
     remaining_layers = [layer for layer in range(num_layers) if layer not in left_out]
-    weights = {"copied": False} | (
-        {"calibrated": True} if has_calibrated(study) else {}
-    )
+    weights = {"copied": False}
+    if has_calibrated(study):
+        weights["calibrated"] = True
     # A study measures this selection last, so an unfinished or older one lacks it.
     remaining_point = points.get(tuple(remaining_layers))
     without = {

@@ -93,10 +93,10 @@ def plan_layers(
         for layer in range(num_layers)
     ]
     proposal = least_sensitive([value for value, _ in losses], count)
-    settings, (base, base_error) = (
-        study["study"],
-        base_loss(study, chosen, calibrated),
-    )
+    base, base_error = base_loss(study, chosen, calibrated)
+    selecting = selecting_option(study)
+    sides = {name: study["study"][name] for name in ("attention", "mlp")}
+    has_base = selecting == "mlp"
     result: dict[str, Any] = {
         "study": str(folder),
         "metric": next(row for row in study["metrics"] if row["name"] == chosen),
@@ -106,19 +106,8 @@ def plan_layers(
         "num_hidden_layers": num_layers,
         "layers": proposal,
         "selection": selection_text(proposal),
-        "connectivity": (
-            {
-                "layers": "all",
-                "attention": settings["attention"],
-                "mlp": settings["mlp"],
-            }
-            | {selecting_option(study): proposal}
-        ),
-        "base": (
-            {"value": base, "stderr": base_error}
-            if selecting_option(study) == "mlp"
-            else None
-        ),
+        "connectivity": {"layers": "all", **sides, selecting: proposal},
+        "base": {"value": base, "stderr": base_error} if has_base else None,
         "sensitivities": [
             {
                 "layer": layer,
@@ -180,11 +169,8 @@ def _selections(
     """Yield a row for each selection to compare: its exchanges, and its measured value
     if the study has that selection. added: what each layer adds to `base`.
     """
-    count, special, metric = (
-        result["num_layers"],
-        result["special_layers"],
-        result["metric"]["name"],
-    )
+    count, special = result["num_layers"], result["special_layers"]
+    metric = result["metric"]["name"]
     last = resolve_layers({"last": count}, [True] * len(added))
     compared = {"proposal": result["layers"], f"last {count}": last}
     # The proposal may contain a special layer; leaving those out is the alternative to
@@ -347,10 +333,8 @@ def measure_selections(
         spec = spec.model_copy(update={"model": moved})
     source = find_model(spec.model)
     # A difference is only comparable with the study on the very same weights and data.
-    study_inputs, current_inputs = (
-        read_json(folder / "manifest.json")["inputs"],
-        layers_stage(spec, source, folder).inputs,
-    )
+    study_inputs = read_json(folder / "manifest.json")["inputs"]
+    current_inputs = layers_stage(spec, source, folder).inputs
     if study_inputs["original"] != current_inputs["original"]:
         raise UserError(
             f"{spec.model.path}: is not the model of the study in {folder} (its weights"
@@ -383,10 +367,8 @@ def _refuse_without_error(
     unit, remedy = "item", "--limit, or tasks of more items"
     if metric == KL:
         assert spec.text is not None
-        unit, remedy = (
-            "example",
-            f"--text-examples, or a text with more examples than {spec.text.path}",
-        )
+        unit = "example"
+        remedy = f"--text-examples, or a text with more examples than {spec.text.path}"
     raise UserError(
         f"{folder}: --verify: the study measured {metric} on a single {unit}, which has"
         " no standard error, so fcsd cannot tell a difference from chance; run `fcsd"

@@ -138,13 +138,11 @@ def measured_connectivity(
 def study_from_options(options: Mapping[str, Any]) -> Study:
     """Return the study that the options of `fcsd layers` describe, or raise UserError."""
     side_names = options["sides"].split(",") if options["sides"] is not None else None
-    # Single layers with `mlp: full` are refused, so they are not in the default there.
     if side_names is None:
-        side_names = (
-            ["first", "last"]
-            if options["mlp"] == "full"
-            else ["first", "last", "single"]
-        )
+        side_names = ["first", "last"]
+        # Single layers with `mlp: full` are refused.
+        if options["mlp"] != "full":
+            side_names.append("single")
     counts = None
     if options["counts"] is not None:
         words = options["counts"].split(",")
@@ -171,19 +169,19 @@ def metrics(study: Study) -> list[dict[str, str]]:
     """Return a row for each metric: its name, its unit, and whether `higher` or `lower`
     is better.
     """
+
+    def divergence(name: str) -> dict[str, str]:
+        return {"name": name, "unit": "nats per token", "better": "lower"}
+
+    rows = [divergence(KL)] if study.text is not None else []
     suite = suite_of(study)
-    rows = suite.tasks if suite is not None else []
-    kl = (
-        [{"name": KL, "unit": "nats per token", "better": "lower"}]
-        if study.text is not None
-        else []
-    )
-    return kl + [
-        {"name": row.task, "unit": "nats per token", "better": "lower"}
-        if row.kind == "own_text"
-        else {"name": row.task, "unit": row.metric.split(",")[0], "better": "higher"}
-        for row in rows
-    ]
+    for row in suite.tasks if suite is not None else []:
+        if row.kind == "own_text":
+            rows.append(divergence(row.task))
+        else:
+            unit = row.metric.split(",")[0]
+            rows.append({"name": row.task, "unit": unit, "better": "higher"})
+    return rows
 
 
 def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:

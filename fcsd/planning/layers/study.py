@@ -129,10 +129,8 @@ class Calibrations:
         """Calibrate the rewired layers, as `calibrate_model` does, until the block is
         left; do nothing without rewired layers. All ranks call this.
         """
-        layers, indices = (
-            decoder_layers(self.model, family_of(self.model.config)),
-            farskip_layers(self.model),
-        )
+        layers = decoder_layers(self.model, family_of(self.model.config))
+        indices = farskip_layers(self.model)
         shared = [
             (module, name, parameter)
             for index in indices
@@ -325,13 +323,10 @@ def layers_stage(study: Study, model: ModelFolder, folder: Path) -> Stage:
     if study.calibrated is None:
         excluded |= {"calibrated", "calibration_tokens"}
     settings = study.model_dump(mode="json", exclude=excluded)
+    tasks = suite.tasks if suite is not None else []
     settings |= {
         "model": {"dtype": study.model.dtype},
-        "tasks": (
-            [row.model_dump(mode="json") for row in suite.tasks]
-            if suite is not None
-            else []
-        ),
+        "tasks": [row.model_dump(mode="json") for row in tasks],
     }
     data_root = Path(study.data_root) if study.data_root is not None else None
     inputs = {
@@ -424,11 +419,9 @@ def measuring(study: Study, source: ModelFolder, launch: Launch) -> Iterator[Mea
                     original=original,
                 )
             )
-        original_outputs = (
-            read_original(model, rows, ranks=ranks, in_parts=True)
-            if rows is not None
-            else None
-        )
+        original_outputs = None
+        if rows is not None:
+            original_outputs = read_original(model, rows, ranks=ranks, in_parts=True)
 
         def measure(spec: Connectivity | None, calibrated: bool) -> Measured:
             if spec is None:

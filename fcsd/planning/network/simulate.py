@@ -39,10 +39,8 @@ def rows_per_token(
         num_groups = chosen = 1
     # A rank holds whole groups, or a part of one: the chosen experts of a token are
     # spread over the g chosen groups.
-    rank_groups, group_experts = (
-        max(1, num_groups // num_ranks),
-        num_experts / max(num_groups, num_ranks),
-    )
+    rank_groups = max(1, num_groups // num_ranks)
+    group_experts = num_experts / max(num_groups, num_ranks)
     eligible_experts = num_experts * chosen // num_groups
 
     def missed(experts: float) -> float:
