@@ -53,8 +53,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.decode_devices import ALL_REDUCE, TRACED, Gpu, Rehearsal  # noqa: E402
 from benchmarks.decode_rank import ATTENTION, Rank, shape_of  # noqa: E402
-from fcsd.extension.times import Times, from_trace, write_times  # noqa: E402
 from fcsd.model.connectivity.config import ConnectivityConfig  # noqa: E402
+from fcsd.parallel.overlap.measure import from_trace  # noqa: E402
+from fcsd.planning.cost.measured import Times, write_times  # noqa: E402
 
 MODES = ("absent", "in line", "side stream")
 

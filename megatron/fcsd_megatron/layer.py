@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 from fcsd_megatron.plans import LayerPlan
 from fcsd_megatron.refusals import check_options
 

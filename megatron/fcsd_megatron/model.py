@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 from fcsd_megatron.refusals import check_options
 from fcsd_megatron.settings import rotary_of
 from fcsd_megatron.source import Source, read_source

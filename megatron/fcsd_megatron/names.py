@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fcsd.extension.checkpoints import base_model_type
+from fcsd.model.families import base_model_type
 
 Tensors = list[torch.Tensor]
 

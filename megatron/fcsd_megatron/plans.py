@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fcsd.extension.checkpoints import Connectivity, resolve_layers
+from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ is built. Does not import Megatron.
 from collections.abc import Callable
 from typing import Any
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 
 
 def _more_than_one(value: Any) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from fcsd.extension.base import UserError
-from fcsd.extension.checkpoints import base_model_type
+from fcsd.base.errors import UserError
+from fcsd.model.families import base_model_type
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fcsd.extension.base import UserError
-from fcsd.extension.checkpoints import Checkpoint, find_folder, read_checkpoint
-from fcsd.extension.models import check_tensors, config_and_class, moe_mask
+from fcsd.base.errors import UserError
+from fcsd.model.connectivity.checkpoint import Checkpoint, find_folder, read_checkpoint
+from fcsd.model.connectivity.load import check_tensors, config_and_class
+from fcsd.model.families import moe_mask
 from fcsd_megatron.names import Piece, pieces_of
 from fcsd_megatron.plans import LayerPlan, layer_plans
 from fcsd_megatron.settings import settings_of

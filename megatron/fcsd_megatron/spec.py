@@ -15,7 +15,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 from fcsd_megatron.layer import FarSkipTransformerLayer
 from fcsd_megatron.plans import LayerPlan
 

@@ -8,7 +8,7 @@ or not at all.
 
 from importlib.metadata import version
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 
 VERSIONS = ("0.16.1", "0.19.2")
 """Releases whose layers were compared with fcsd's: the newest for Python 3.11, and for

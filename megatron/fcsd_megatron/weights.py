@@ -13,22 +13,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
 
-from fcsd.extension.base import UserError, new_folder, safetensors_header, write_json
-from fcsd.extension.checkpoints import (
+from fcsd.base.errors import UserError
+from fcsd.base.files import new_folder, safetensors_header, write_json
+from fcsd.model.connectivity.checkpoint import (
     CONFIG,
     INDEX,
-    TRAINED,
     Checkpoint,
     read_checkpoint_json,
 )
-from fcsd.extension.models import (
-    ALONE,
-    MODELING_FILE,
-    Ranks,
-    carry_over,
-    write_changed,
-    write_code,
-)
+from fcsd.model.connectivity.export import carry_over, write_code
+from fcsd.model.connectivity.marks import TRAINED
+from fcsd.model.connectivity.modeling import MODELING_FILE
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.training.calibration.shards import write_changed
 from fcsd_megatron.names import is_expert, own_name
 from fcsd_megatron.source import Source, read_source
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from fcsd.extension.base import UserError
+from fcsd.base.errors import UserError
 
 EngineName = Literal["vllm", "sglang"]
 

@@ -24,7 +24,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcsd.extension.checkpoints import Connectivity, base_model_type
+from fcsd.model.connectivity.spec import Connectivity
+from fcsd.model.families import base_model_type
 from fcsd_bench.rows import Row, emulated
 from fcsd_bench.settings import shapes_of
 from fcsd_bench.summary import FIGURES, Runs, spread
@@ -207,7 +208,8 @@ def _gain(
     could hide.
     """
     # Imports torch, which nothing else in this module needs.
-    from fcsd.extension.times import Times, gain
+    from fcsd.planning.cost.measured import Times
+    from fcsd.planning.cost.times import gain
 
     phase, name, _ = FIGURES[_FIGURES[served["phase"]]]
     overlapped = "wide_overlapped" if served["data_parallel"] else "farskip_overlapped"
@@ -242,7 +244,7 @@ def _gain(
 def write_gains(gains: Sequence[Mapping[str, Any]], folder: Path) -> None:
     """Write the files that `fcsd plan --measured` reads."""
     if gains:
-        from fcsd.extension.times import Times, write_times
+        from fcsd.planning.cost.measured import Times, write_times
 
         for gain in gains:
             write_times(folder / gain["file"], Times(**gain["times"]))

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from fcsd.extension.base import UserError, home
-from fcsd.extension.checkpoints import (
-    PREFIX,
-    base_model_type,
-    find_source,
-    has_tokenizer,
-    is_config_only,
-)
+from fcsd.base.errors import UserError
+from fcsd.base.files import home
+from fcsd.base.weights import is_config_only
+from fcsd.model.connectivity.checkpoint import has_tokenizer
+from fcsd.model.families import PREFIX, base_model_type
+from fcsd.model.inspect.checkpoint import find_source
 from fcsd_bench.settings import DUMMY, LOAD_FORMAT, Benchmark
 
 

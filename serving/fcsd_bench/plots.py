@@ -6,14 +6,14 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from fcsd.extension.figures import (
+from fcsd.report.figure import (
     SIZE,
     legend_beside,
     model_colours,
-    plot_timelines,
     save_figure,
     set_title,
 )
+from fcsd.report.study_plots import plot_timelines
 
 
 def plot_serving(result: Mapping[str, Any], folder: Path) -> None:

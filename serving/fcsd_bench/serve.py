@@ -31,19 +31,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fcsd.extension.base import (
-    Stage,
-    UserError,
-    check_outputs,
+from fcsd.base.artifact import Stage, check_outputs
+from fcsd.base.errors import UserError
+from fcsd.base.files import (
     hold_folder,
-    progress_bar,
     read_json,
-    read_sealed,
     release_folder,
     write_json,
-    write_sealed,
     write_text,
 )
+from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.text import progress_bar
 from fcsd_bench.engines import ENGINES, Program, find_program
 from fcsd_bench.gains import find_limits, served_gains, write_gains
 from fcsd_bench.plan import check_models, with_dummies

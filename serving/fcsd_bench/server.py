@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fcsd.extension.base import UserError, read_json, scratch_folder
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json
+from fcsd.base.temporary import scratch_folder
 from fcsd_bench import guard
 from fcsd_bench.engines import Program
 from fcsd_bench.settings import Shape

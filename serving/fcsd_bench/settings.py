@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from fcsd.extension.base import Strict, option, parse_yaml
+from fcsd.base.strict import Strict, option, parse_yaml
 from fcsd_bench.engines import ENGINES, EngineName
 from fcsd_bench.rows import ROWS_OF, RowName
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fcsd.extension.base import markdown
+from fcsd.base.text import markdown
 from fcsd_bench.engines import ENGINES
 from fcsd_bench.rows import Row, emulated
 from fcsd_bench.settings import Shape, shapes_of

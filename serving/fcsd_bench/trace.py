@@ -34,7 +34,7 @@ def read_trace(folder: Path) -> dict[str, Any]:
         NotServed: no trace of rank 0, or none with all-reduces among its kernels.
     """
     # Imports torch, which nothing else in this module needs.
-    from fcsd.extension.times import from_trace, timeline
+    from fcsd.parallel.overlap.measure import from_trace, timeline
 
     files = sorted(folder.glob("*rank0.*.pt.trace.json*"))
     if not files:

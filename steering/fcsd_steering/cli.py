@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
+from fcsd.base.terminal import show
 from fcsd.cli.options import (
     Command,
     device_map_argument,
@@ -25,14 +28,13 @@ from fcsd.cli.options import (
     text_argument,
 )
 from fcsd.cli.program import Program
-from fcsd.extension.base import UserError, check_file_place, show
 
 if TYPE_CHECKING:
     from fcsd_steering.config import RoutingStudy
 
 
 def _routing(arguments: Namespace) -> None:
-    from fcsd.extension.base import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     quiet_transformers()
@@ -42,7 +44,7 @@ def _routing(arguments: Namespace) -> None:
             options | {"revision": None}, path=arguments.against
         )
     study = RoutingStudy.from_options(options, against=against)
-    from fcsd.extension.evaluation import data_fingerprint
+    from fcsd.data.local import data_fingerprint
     from fcsd_steering.plots import plot_routing
     from fcsd_steering.routing.report import report
     from fcsd_steering.routing.study import study_routing
@@ -100,11 +102,9 @@ def _prompts(
     """Return the fingerprints of the tasks' items, and a function that tokenizes their
     prompts.
     """
-    from fcsd.extension.evaluation import (
-        named_tasks,
-        suite_prompts,
-        test_set_fingerprints,
-    )
+    from fcsd.evaluation.config import named_tasks
+    from fcsd.evaluation.items import suite_prompts
+    from fcsd.evaluation.suites import test_set_fingerprints
 
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
@@ -114,7 +114,7 @@ def _prompts(
 
 
 def _routing_options(parser: ArgumentParser) -> None:
-    from fcsd.extension.base import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     model_argument(parser)
@@ -141,7 +141,7 @@ def _routing_options(parser: ArgumentParser) -> None:
 
 
 def _bias_options(parser: ArgumentParser) -> None:
-    from fcsd.extension.base import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import BiasSettings
 
     model_argument(parser)
@@ -183,7 +183,7 @@ def _profile_network(arguments: Namespace) -> None:
     if arguments.nccl_tests is not None:
         _from_nccl_tests(arguments)
         return
-    from fcsd.extension.models import join_launch
+    from fcsd.parallel.join import join_launch
     from fcsd_steering.network.measure import describe, profile_launch
 
     launch = join_launch()
@@ -207,7 +207,7 @@ def _from_nccl_tests(arguments: Namespace) -> None:
                 f"--{option.replace('_', '-')} has no effect with --nccl-tests, which"
                 " measures nothing; leave it out"
             )
-    from fcsd.extension.network import read_links, write_links
+    from fcsd.planning.network.links import read_links, write_links
     from fcsd_steering.network.measure import describe
     from fcsd_steering.network.nccl_tests import read_nccl_tests
 
@@ -267,9 +267,11 @@ def _evaluate(arguments: Namespace) -> None:
 
     tables = read_tables(arguments.tables)
     quiet_transformers()
-    from fcsd.extension.base import ModelConfig
-    from fcsd.extension.evaluation import load_suite, named_tasks, read_result
-    from fcsd.extension.models import find_model, load_for_evaluation
+    from fcsd.evaluation.config import load_suite, named_tasks
+    from fcsd.evaluation.results import read_result
+    from fcsd.model.config import ModelConfig
+    from fcsd.model.load import find_model
+    from fcsd.parallel.place import load_for_evaluation
     from fcsd_steering.evaluate import SteeredEvaluation, check_model_type
 
     folder = find_model(ModelConfig.from_options(vars(arguments), path=arguments.model))
@@ -302,7 +304,7 @@ def _evaluate(arguments: Namespace) -> None:
 
 
 def _evaluate_options(parser: ArgumentParser) -> None:
-    from fcsd.extension.base import ModelConfig
+    from fcsd.model.config import ModelConfig
     from fcsd_steering.config import RoutingStudy
 
     model_argument(parser)

@@ -4,7 +4,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.extension.base import ModelConfig, ModelStudy, Strict, like, option
+from fcsd.base.strict import Strict, like, option
+from fcsd.evaluation.study import ModelStudy
+from fcsd.model.config import ModelConfig
 
 Kind = Literal["camoe", "bottleneck", "windows"]
 Swept = Literal["camoe", "bottleneck"]

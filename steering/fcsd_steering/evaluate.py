@@ -14,22 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import fcsd
-from fcsd.extension.base import Stage, UserError, versions
-from fcsd.extension.checkpoints import base_model_type
-from fcsd.extension.evaluation import (
-    Batches,
-    SuiteConfig,
-    TaskStore,
-    configuration_fingerprint,
-    test_set_fingerprints,
-)
-from fcsd.extension.models import (
-    Launch,
-    ModelFolder,
-    begin_stage,
-    finish_stage,
-    load_tokenizer,
-)
+from fcsd.base.artifact import Stage, versions
+from fcsd.base.errors import UserError
+from fcsd.evaluation.backend import Batches
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.store import TaskStore, configuration_fingerprint
+from fcsd.evaluation.suites import test_set_fingerprints
+from fcsd.model.families import base_model_type
+from fcsd.model.load import ModelFolder, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd_steering.routing.bias import BiasTables, router_bias
 
 FINISHED_TASKS = "finished-tasks"

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from fcsd.extension.figures import GREY, SIZE, save_figure, set_title
+from fcsd.report.figure import GREY, SIZE, save_figure, set_title
 
 
 def plot_steering(

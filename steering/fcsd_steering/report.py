@@ -12,17 +12,13 @@ from typing import Any
 import numpy as np
 
 import fcsd
-from fcsd.extension.base import (
-    markdown,
-    nats,
-    new_folder,
-    read_manifest,
-    write_json,
-    write_text,
-)
-from fcsd.extension.evaluation import read_result
-from fcsd.extension.figures import percent, quick_look, with_error
-from fcsd.extension.runs import RunLayout
+from fcsd.base.artifact import read_manifest
+from fcsd.base.files import new_folder, write_json, write_text
+from fcsd.base.text import markdown, nats
+from fcsd.evaluation.results import read_result
+from fcsd.recipe.layout import RunLayout
+from fcsd.report.table import percent, with_error
+from fcsd.report.verdict import quick_look
 from fcsd_steering.config import SteeringStudy
 from fcsd_steering.plots import plot_steering
 

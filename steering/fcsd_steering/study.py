@@ -10,36 +10,27 @@ from typing import Any
 
 from torch import Tensor
 
-from fcsd.extension.base import (
-    Stage,
-    UserError,
-    did_you_mean,
-    file_sha256,
-    read_sealed,
-    read_yaml,
-    validate,
-    write_sealed,
-)
-from fcsd.extension.evaluation import (
-    Original,
-    Reference,
-    heldout_fingerprint,
-    heldout_of,
-    in_batches,
-    real_tokens,
-)
-from fcsd.extension.models import (
-    Launch,
-    begin_stage,
-    expert_counts,
-    find_routers,
-    finish_stage,
-    free_memory,
-    load_for_evaluation,
-    row_width,
-)
-from fcsd.extension.network import LinkModel, Payload, read_links
-from fcsd.extension.runs import Run, data_inputs, load_recipe, take_rows, training_rows
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import file_sha256
+from fcsd.base.fingerprints import read_sealed, write_sealed
+from fcsd.base.memory import free_memory
+from fcsd.base.strict import did_you_mean, read_yaml, validate
+from fcsd.data.batches import in_batches, real_tokens
+from fcsd.data.dataset import heldout_fingerprint
+from fcsd.model.families import expert_counts, row_width
+from fcsd.model.families.routers import find_routers
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_evaluation
+from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.pipeline.context import Run
+from fcsd.pipeline.reference import Reference, heldout_of
+from fcsd.pipeline.rows import data_inputs, training_rows
+from fcsd.planning.network.links import LinkModel, read_links
+from fcsd.planning.network.simulate import Payload
+from fcsd.recipe.load_recipe import load_recipe
+from fcsd.training.calibration.checkpoint import take_rows
+from fcsd.training.losses.kl import Original
 from fcsd_steering.config import SteeringStudy
 from fcsd_steering.evaluate import SteeredEvaluation, model_inputs
 from fcsd_steering.report import evaluation_folder, tables_folder, write_report

@@ -17,21 +17,17 @@ import torch
 from numpy.typing import NDArray
 from transformers import PreTrainedModel
 
-from fcsd.extension.evaluation import (
-    Collator,
-    Original,
-    mean_kl,
-    read_original,
-    real_tokens,
-)
-from fcsd.extension.models import Launch, recording
-from fcsd.extension.network import (
-    LinkModel,
+from fcsd.data.batches import Collator, real_tokens
+from fcsd.model.families.choices import recording
+from fcsd.parallel.launch import Launch
+from fcsd.planning.network.links import LinkModel
+from fcsd.planning.network.simulate import (
     Payload,
     exchange_counts,
     exchange_times,
     time_summary,
 )
+from fcsd.training.losses.kl import Original, mean_kl, read_original
 from fcsd_steering.evaluate import biased_routers
 from fcsd_steering.routing.bias import BiasTables
 from fcsd_steering.routing.metrics import (

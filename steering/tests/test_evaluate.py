@@ -217,7 +217,7 @@ def test_tables_of_another_model_are_refused_before_weights_are_read(
     model = model_of(place)
     other = replace(tables_of(model, 2), model_type="mixtral")
     write_tables(tmp_path / "tables", other)
-    monkeypatch.setattr("fcsd.extension.models.load_for_evaluation", None)
+    monkeypatch.setattr("fcsd.parallel.place.load_for_evaluation", None)
     assert evaluated(place, tmp_path / "out", tmp_path / "tables") == 2
     message = "the tables belong to a mixtral, but the model is a qwen3_moe;"
     assert message in capsys.readouterr().err

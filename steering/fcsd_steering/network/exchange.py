@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fcsd.extension.models import AllToAll, SendReceive, Transport
-from fcsd.extension.network import Array, Collective
+from fcsd.parallel.overlap.transport import AllToAll, SendReceive, Transport
+from fcsd.planning.network.links import Array, Collective
 
 
 class GroupExchange:

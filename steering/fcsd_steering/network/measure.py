@@ -11,16 +11,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fcsd.extension.base import UserError, check_file_place, progress_bar, versions
-from fcsd.extension.models import Launch
-from fcsd.extension.network import (
+from fcsd.base.artifact import versions
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
+from fcsd.base.text import progress_bar
+from fcsd.parallel.launch import Launch
+from fcsd.planning.network.links import (
     Array,
     Collective,
     LinkModel,
-    exchange_time,
     read_links,
     write_links,
 )
+from fcsd.planning.network.simulate import exchange_time
 from fcsd_steering.network.exchange import GroupExchange
 from fcsd_steering.network.profile import REPEATS, num_exchanges, profile
 

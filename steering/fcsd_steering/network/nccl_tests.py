@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fcsd.extension.base import UserError, read_text
-from fcsd.extension.network import Collective, LinkModel
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_text
+from fcsd.planning.network.links import Collective, LinkModel
 from fcsd_steering.network.profile import fit_line
 
 _TESTS: dict[str, Collective] = {

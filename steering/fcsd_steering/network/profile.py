@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import lsq_linear
 
-from fcsd.extension.network import Array, LinkModel
+from fcsd.planning.network.links import Array, LinkModel
 
 Exchange = Callable[[Array], float]
 # Returns the minimum of the repeats for each pattern.
@@ -153,20 +153,6 @@ def profile(
             **{phase: edges.record(repeats) for phase, edges in phases.items()},
             "ports": ports,
         }
-    )
-
-
-def measure_edge(
-    exchange: Exchange,
-    size: int,
-    edge: tuple[int, int],
-    *,
-    largest_bytes: int,
-    repeats: int = REPEATS,
-) -> Line:
-    """Measure one edge of `size` endpoints alone, as the profile does; every rank calls this."""
-    return _alone(
-        exchange, _repeated(exchange, repeats), _sizes(largest_bytes), size, edge
     )
 
 

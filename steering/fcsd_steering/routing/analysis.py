@@ -12,8 +12,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from fcsd.extension.network import (
-    LinkModel,
+from fcsd.planning.network.links import LinkModel
+from fcsd.planning.network.simulate import (
     Payload,
     endpoint_counts,
     exchange_counts,

@@ -23,17 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fcsd.extension.base import (
-    Strict,
-    UserError,
-    arrays_fingerprint,
-    check_regular,
-    file_beside,
-    validate,
-    writing,
-)
-from fcsd.extension.checkpoints import base_model_type
-from fcsd.extension.models import Router, find_routers, unwrapped
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_regular, writing
+from fcsd.base.fingerprints import arrays_fingerprint
+from fcsd.base.strict import Strict, validate
+from fcsd.base.temporary import file_beside
+from fcsd.model.families import base_model_type
+from fcsd.model.families.routers import Router, find_routers
+from fcsd.model.families.structure import unwrapped
 from fcsd_steering.config import Kind
 from fcsd_steering.routing.placement import contiguous
 
@@ -226,9 +223,7 @@ class Steering:
             row.copy_(torch.from_numpy(table[endpoint]))
 
     def use(self, tables: BiasTables) -> None:
-        """Switch to other tables of the same model, placement and number of endpoints,
-        as a controller does.
-        """
+        """Switch to other tables of the same model, placement and number of endpoints."""
         # Compiled layers hold the bias tensors, so only their values may change.
         for name in ("model_type", "num_hidden_layers", "layers", "selection"):
             if (new := getattr(tables, name)) != (old := getattr(self._tables, name)):

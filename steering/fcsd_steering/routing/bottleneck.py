@@ -7,8 +7,7 @@ dispatch and combine, and lower the logits of those (source, endpoint) pairs.
 
 X exchanges, L MoE layers, N endpoints, E experts.
 
-Not covered: goals for a phase of serving; routes that change from day to day
-(`fcsd_steering.routing.controller`).
+Not covered: goals for a phase of serving; routes or links that change from day to day.
 """
 
 from collections.abc import Callable
@@ -18,10 +17,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.extension.base import UserError
-from fcsd.extension.network import (
-    Array,
-    LinkModel,
+from fcsd.base.errors import UserError
+from fcsd.planning.network.links import Array, LinkModel
+from fcsd.planning.network.simulate import (
     Payload,
     endpoint_counts,
     exchange_times,

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.extension.base import UserError
-from fcsd.extension.network import Array, LinkModel, Payload, endpoint_counts
+from fcsd.base.errors import UserError
+from fcsd.planning.network.links import Array, LinkModel
+from fcsd.planning.network.simulate import Payload, endpoint_counts
 from fcsd_steering.config import SIGMA_FLOOR
 
 

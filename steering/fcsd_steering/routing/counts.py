@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fcsd.extension.base import progress_bar
-from fcsd.extension.models import Ranks, Routed, input_device, recording
+from fcsd.base.text import progress_bar
+from fcsd.model.families.choices import Routed, recording
+from fcsd.parallel.ranks import Ranks, input_device
 
 Read = TypeVar("Read")
 

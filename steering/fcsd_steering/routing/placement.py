@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fcsd.extension.base import UserError
-from fcsd.extension.network import (
-    LinkModel,
+from fcsd.base.errors import UserError
+from fcsd.planning.network.links import LinkModel
+from fcsd.planning.network.simulate import (
     Payload,
     edge_times,
     endpoint_counts,

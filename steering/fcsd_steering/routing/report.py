@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fcsd.extension.base import markdown, nats
+from fcsd.base.text import markdown, nats
 
 _PLACEMENTS = {
     "contiguous": "in order",

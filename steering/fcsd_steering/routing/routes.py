@@ -13,7 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fcsd.extension.models import ALONE, Ranks, capacity, find_routers, kept_pairs
+from fcsd.model.families.capacity import capacity, kept_pairs
+from fcsd.model.families.routers import find_routers
+from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd_steering.routing.counts import read_batches
 from fcsd_steering.routing.metrics import Array
 

@@ -12,22 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fcsd.extension.base import Stage, UserError, read_json, write_json, write_text
-from fcsd.extension.evaluation import NO_LOSS, heldout_rows
-from fcsd.extension.models import (
-    Launch,
-    ModelFolder,
-    begin_stage,
-    check_device_map,
-    expert_counts,
-    find_model,
-    finish_stage,
-    free_memory,
-    load_for_evaluation,
-    load_tokenizer,
-    row_width,
-)
-from fcsd.extension.network import Payload, read_links
+from fcsd.base.artifact import Stage
+from fcsd.base.errors import UserError
+from fcsd.base.files import read_json, write_json, write_text
+from fcsd.base.memory import free_memory
+from fcsd.data.batches import NO_LOSS
+from fcsd.data.dataset import heldout_rows
+from fcsd.model.families import expert_counts, row_width
+from fcsd.model.load import ModelFolder, find_model, load_tokenizer
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import check_device_map, load_for_evaluation
+from fcsd.parallel.stages import begin_stage, finish_stage
+from fcsd.planning.network.links import read_links
+from fcsd.planning.network.simulate import Payload
 from fcsd_steering.config import RoutingStudy
 from fcsd_steering.routing.analysis import Network, comparison, model_facts
 from fcsd_steering.routing.metrics import EPSILON

@@ -11,23 +11,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fcsd.extension.base import UserError, check_file_place
-from fcsd.extension.checkpoints import base_model_type
-from fcsd.extension.models import (
-    ALONE,
-    Launch,
-    Ranks,
-    Routed,
-    find_model,
-    find_routers,
-    load_for_evaluation,
-)
-from fcsd.extension.network import (
-    Array,
-    Windows,
-    exchange_counts,
-    read_windows_file,
-)
+from fcsd.base.errors import UserError
+from fcsd.base.files import check_file_place
+from fcsd.model.families import base_model_type
+from fcsd.model.families.choices import Routed
+from fcsd.model.families.routers import find_routers
+from fcsd.model.load import find_model
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.place import load_for_evaluation
+from fcsd.parallel.ranks import ALONE, Ranks
+from fcsd.planning.cost.windows import Windows, read_windows_file
+from fcsd.planning.network.links import Array
+from fcsd.planning.network.simulate import exchange_counts
 from fcsd_steering.config import SIGMA_FLOOR, BiasSettings
 from fcsd_steering.routing.bias import (
     BiasTables,
