@@ -8,7 +8,14 @@ from torch import Tensor
 
 from fcsd.base.strict import validate
 from fcsd.training.losses.fused import Head, TokenStatistics, fused_linear_loss
-from fcsd.training.losses.objectives import ObjectiveConfig
+from fcsd.training.losses.objectives import MEASURES, OBJECTIVES, ObjectiveConfig
+
+DIVERGENCE_NAMES = [name for name in MEASURES if OBJECTIVES[name].has_teacher]
+DIVERGENCES = [
+    {"name": name} | {"jsd": {"jsd_beta": 0.3, "temperature": 1.5}}.get(name, {})
+    for name in DIVERGENCE_NAMES
+]
+"""An objective of each divergence, away from the defaults where keys change it."""
 
 
 def objective_of(name: str = "kl", **settings: Any) -> Any:
@@ -20,18 +27,25 @@ def reference_divergence(student: Tensor, teacher: Tensor, by: Any) -> Tensor:
     in the papers.
     """
     s, t = ((logits / by.temperature).log_softmax(-1) for logits in (student, teacher))
+    return FORMULAS[by.name](s, t, by)
 
-    def kl(p: Tensor, q: Tensor) -> Tensor:
-        return (p.exp() * (p - q)).sum(-1)
 
-    if by.name == "kl":
-        return kl(t, s)
-    if by.name == "reverse_kl":
-        return kl(s, t)
-    assert by.name == "jsd"
-    beta = by.jsd_beta
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def jsd(s: Tensor, t: Tensor, beta: float) -> Tensor:
     m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
     return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+
+FORMULAS = {
+    "kl": lambda s, t, by: kl(t, s),
+    "reverse_kl": lambda s, t, by: kl(s, t),
+    "jsd": lambda s, t, by: jsd(s, t, by.jsd_beta),
+}
+"""Of log-probabilities of student and teacher; the only reference that an objective
+needs."""
 
 
 def fused_divergence(

@@ -41,7 +41,7 @@ from fcsd.training.run import train
 from fcsd.training.sweep import read_history
 from fcsd.training.teachers.cache import CachedTeacher
 from fcsd.training.trainer import DistillTrainer
-from tests.losses import objective_of, reference_divergence
+from tests.losses import DIVERGENCES, objective_of, reference_divergence
 from tests.parallel.test_engines import compare, launch
 from tests.reference.tiny import TINY, tiny_model
 from tests.support import Bench, few_and_others, history, in_a_fork, skip_unavailable
@@ -77,13 +77,6 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, np.ndarray]]:
     return rows
 
 
-OBJECTIVES = [
-    {"name": "kl"},
-    {"name": "reverse_kl"},
-    {"name": "jsd", "jsd_beta": 0.3, "temperature": 1.5},
-]
-
-
 def separate(rows: list[dict[str, np.ndarray]]) -> list[tuple[torch.Tensor, ...]]:
     """Return ids and labels (1, T) of each example."""
     return [
@@ -96,7 +89,7 @@ def separate(rows: list[dict[str, np.ndarray]]) -> list[tuple[torch.Tensor, ...]
     ]
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda by: by["name"])
+@pytest.mark.parametrize("objective", DIVERGENCES, ids=lambda by: by["name"])
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_loss_and_gradients_are_those_of_full_logits_on_the_stored_samples(
     tmp_path: Path,
@@ -155,7 +148,7 @@ def test_loss_and_gradients_are_those_of_full_logits_on_the_stored_samples(
     reason="needs trl: pip install 'fcsd[bench]'",
 )
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
-@pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda by: by["name"])
+@pytest.mark.parametrize("objective", DIVERGENCES, ids=lambda by: by["name"])
 def test_the_loss_on_own_text_is_that_of_trl_on_the_same_samples(
     tmp_path: Path,
     teacher: Any,

@@ -33,7 +33,7 @@ from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from fcsd.training.trainer import DistillTrainer
-from tests.losses import reference_divergence
+from tests.losses import DIVERGENCES, reference_divergence
 from tests.reference.tiny import tiny_model
 
 LENGTH = 16
@@ -568,12 +568,7 @@ def token_figures(
 @pytest.mark.parametrize("rows_a_forward", [4, 1])
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"name": "kl"},
-        {"name": "kl", "temperature": 2.0},
-        {"name": "reverse_kl"},
-        {"name": "jsd", "jsd_beta": 0.3, "temperature": 1.5},
-    ],
+    [*DIVERGENCES, {"name": "kl", "temperature": 2.0}],
 )
 def test_the_logged_figures_are_those_of_full_logits(
     tmp_path: Path, teacher: Any, settings: dict[str, Any], rows_a_forward: int

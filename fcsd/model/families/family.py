@@ -37,7 +37,7 @@ class Family:
     begin with NAME, or with `classes_of`.
     """
     moe_block: str
-    """Class of the MoE block; a layer whose `moe` attribute has another class is dense."""
+    """Class of the MoE block, or its base; a layer whose `moe` is no such block is dense."""
     classes_of: str = ""
     """Beginning of the names of the classes, which are in `upstream`, if transformers
     gives a configuration of its own the models of another family."""
@@ -120,8 +120,10 @@ class Family:
     like: str | None = None
     """Model type from whose transformers classes the family's own are derived, if
     transformers has none: they are in `fcsd/model/connectivity/classes`. Weights are
-    converted and tokenizers found as for that type. `upstream` follows from it, while
-    `decoder_layer` and `moe_block` are to be named as that type has them."""
+    converted and tokenizers found as for that type. `upstream` follows from it.
+    `decoder_layer` and `moe_block` name that type's classes; a block or layer of the
+    file's own may have any name if it is a subclass of the one that the row names, and
+    keeps the attributes that the row names."""
     reference: Literal["written", "generic"] = "written"
     """The reference of the contract tests: forward passes written by hand down to the
     routing, or the layer equations on the family's own modules."""

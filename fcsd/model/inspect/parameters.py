@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from fcsd.model.connectivity.stack import decoder_layers
+from fcsd.model.connectivity.stack import decoder_layers, is_one_of
 from fcsd.model.families import Family
 from fcsd.model.inspect.table import PARTS
 
@@ -32,9 +32,8 @@ def count_parameters(
             # Some families stack the rows of all experts in the first dimension.
             divisible = num_experts and parameter.shape[0] % num_experts == 0
             count = num_experts if divisible else parameter.shape[0]
-            unused[part] += (
-                parameter.numel() - parameter.numel() // count * experts_per_token
-            )
+            used = parameter.numel() // count * experts_per_token
+            unused[part] += parameter.numel() - used
     active: dict[str, int | None] = {part: total[part] - unused[part] for part in PARTS}
     # Text does not pass through the towers of a multimodal model.
     if family.multimodal:
@@ -63,7 +62,7 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     yield from _all("lm_head", model.get_output_embeddings())
     for layer in decoder_layers(model, family):
         block = getattr(layer, family.moe)
-        if type(block).__name__ == family.moe_block:
+        if is_one_of(block, family.moe_block):
             yield from _of_block(block, family)
         yield from _all("dense_mlp", block)
         yield from _all(
@@ -71,31 +70,20 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
         )
         for name, child in layer.named_children():
             for inner, parameter in child.named_parameters():
-                if (
-                    all(tensor.ndim <= 1 for tensor in child.parameters())
-                    and "norm" in name
-                ):
+                if "norm" in name and all(p.ndim <= 1 for p in child.parameters()):
                     yield "norms", parameter, False
-                elif name in ("router", "mlp", "feed_forward"):
-                    yield (
-                        "router" if name == "router" else "dense_mlp",
-                        parameter,
-                        False,
-                    )
-                # Attention may be routed to experts as well (JetMoE).
+                elif name == "router":
+                    yield "router", parameter, False
+                elif name in ("mlp", "feed_forward"):
+                    yield "dense_mlp", parameter, False
                 else:
-                    yield (
-                        "attention",
-                        parameter,
-                        "experts" in inner.split(".") and parameter.ndim == 3,
-                    )
+                    # Attention may be routed to experts as well (JetMoE).
+                    routed = "experts" in inner.split(".") and parameter.ndim == 3
+                    yield "attention", parameter, routed
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
-        yield (
-            "norms" if is_norm and not family.multimodal else "other",
-            parameter,
-            False,
-        )
+        part = "norms" if is_norm and not family.multimodal else "other"
+        yield part, parameter, False
 
 
 def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:

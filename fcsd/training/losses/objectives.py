@@ -1,9 +1,6 @@
 """The objectives that a training minimises, in nats per kept token.
 
-A new one is its arithmetic, an entry of `MEASURES` and a record of its keys here; a row
-in docs/distil.md and its name in the docstring of `FCSDConfig`; its formula in
-tests/training/losses/test_fused.py. Its unit is taken to be nats: others also need
-`fcsd.report.plots` and `fcsd.training.meters`.
+docs/architecture.md ("Add an objective") names all the places of a new one.
 
     y = logits of the model, scaled and capped as its family does (`fcsd.training.losses.fused`)
     p = softmax(y / temperature)        of the student p_s, of the teacher p_t; m = (1-b) p_s + b p_t

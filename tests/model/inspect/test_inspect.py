@@ -19,6 +19,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.families.refused import REFUSED
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.inspect.memory import cache_bytes
+from fcsd.model.inspect.parameters import count_parameters
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
 from tests.support import cache_of, few
@@ -98,6 +99,17 @@ def test_parameters_are_those_of_a_count_by_hand(model_type, tmp_path):
         "per_token": chosen,
         "shared": "shared_experts" in HAND[model_type],
     }
+
+
+def test_experts_of_a_subclass_of_the_familys_block_are_counted_as_experts():
+    model, family = tiny_model("qwen2_moe"), FAMILIES["qwen2_moe"]
+    expected = count_parameters(model, family, *EXPERTS["qwen2_moe"])
+    for layer in model.model.layers:
+        block = type(layer.mlp)
+        if block.__name__ == family.moe_block:
+            layer.mlp.__class__ = type("GatedBlock", (block,), {})
+    assert count_parameters(model, family, *EXPERTS["qwen2_moe"]) == expected
+    assert expected["parts"]["routed_experts"]["total"]
 
 
 def test_a_tied_head_is_counted_once(tmp_path):

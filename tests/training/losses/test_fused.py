@@ -18,6 +18,7 @@ from fcsd.training.losses.fused import KERNELS, Kernels
 from fcsd.training.losses.head import Target, attach_loss_head
 from tests.float64 import ROUNDINGS
 from tests.losses import (
+    DIVERGENCE_NAMES,
     fused_cross_entropy,
     fused_divergence,
     fused_kl,
@@ -333,12 +334,9 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 # ---- the other divergences, temperature, padding, statistics
 
 
-DIVERGENCES = {
-    "kl": {"name": "kl"},
+CASES = {name: {"name": name} for name in DIVERGENCE_NAMES} | {
     "kl at 2": {"name": "kl", "temperature": 2.0},
-    "reverse_kl": {"name": "reverse_kl"},
     "reverse_kl at 0.5": {"name": "reverse_kl", "temperature": 0.5},
-    "jsd": {"name": "jsd"},
     "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
 }
 
@@ -346,11 +344,11 @@ DIVERGENCES = {
 @pytest.mark.parametrize("statistics", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 37, 1000])
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", CASES)
 def test_divergences_and_their_gradients_equal_float64_autograd(
     divergence, option, chunk_tokens, statistics
 ):
-    by, o = objective_of(**DIVERGENCES[divergence]), OPTIONS[option]
+    by, o = objective_of(**CASES[divergence]), OPTIONS[option]
     h, w, th, tw, b, tb = inputs()
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
@@ -382,9 +380,9 @@ def test_divergences_and_their_gradients_equal_float64_autograd(
         assert_equal_equations(grad, reference)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", CASES)
 def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergence):
-    by = objective_of(**DIVERGENCES[divergence])
+    by = objective_of(**CASES[divergence])
     h, w, th, tw, b, tb = inputs(torch.float64)
     leaves = [x.requires_grad_() for x in (h, w, b)]
     expected = reference_divergence(
@@ -437,9 +435,9 @@ def test_divergences_are_those_of_trl(name, beta, temperature):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", CASES)
 def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tokens):
-    by = objective_of(**DIVERGENCES[divergence])
+    by = objective_of(**CASES[divergence])
     h, w, th, tw, b, tb = inputs()
     # near enough for the student to agree on some tokens
     th, tw, tb = th[:, :D], w.clone(), tb * 0.5
@@ -466,7 +464,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 @pytest.mark.parametrize(("rows", "teacher_rows"), [(V, V - 5), (V - 5, V), (V, V)])
 def test_padded_rows_of_either_head_are_no_part_of_the_distributions(
     rows, teacher_rows, name, frozen
@@ -514,7 +512,7 @@ def test_padded_rows_have_no_part_in_the_cross_entropy():
     assert_equal_equations(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_the_teacher(
     name,
 ):
@@ -598,7 +596,7 @@ def test_bfloat16_gradients_of_a_whole_head_are_within_half_a_percent_of_float64
     )
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 @pytest.mark.parametrize("statistics", [False, True])
 def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_converged_student(
     name, statistics, monkeypatch
@@ -624,7 +622,7 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 @pytest.mark.parametrize("statistics", [False, True])
 def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(
     name, statistics
@@ -644,12 +642,9 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("divergence", DIVERGENCES | {"kl": {"name": "kl"}})
+@pytest.mark.parametrize("divergence", CASES)
 def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
-    by, o = (
-        objective_of(**(DIVERGENCES | {"kl": {"name": "kl"}})[divergence]),
-        OPTIONS[option],
-    )
+    by, o = objective_of(**CASES[divergence]), OPTIONS[option]
     h, w, th, tw, b, tb = inputs(torch.float32)
     bias, teacher_bias = (b, tb) if o.get("bias") else (None, None)
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
@@ -680,7 +675,7 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
         assert_as_exact(one, plain, exact.double())
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_gives(
     name,
 ):
@@ -700,7 +695,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     )
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_equal_students_have_no_divergence_and_no_gradient(name):
     h, w, *_ = inputs()
     h = h.requires_grad_()
@@ -713,7 +708,7 @@ def test_equal_students_have_no_divergence_and_no_gradient(name):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_a_student_that_prefers_no_token_agrees_with_nobody(name, chunk_tokens):
     h, w, th, tw, *_ = inputs()
     dead = torch.zeros_like(w)
@@ -751,7 +746,7 @@ def test_logits_that_rounding_makes_equally_probable_are_different():
     assert statistics.top1_agreement.all()
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_no_tokens_give_zero_and_empty_statistics(name):
     h, w, th, tw, b, _ = inputs(n=0)
     leaves = [x.requires_grad_() for x in (h, w, b)]
@@ -764,7 +759,7 @@ def test_no_tokens_give_zero_and_empty_statistics(name):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("name", DIVERGENCE_NAMES)
 def test_a_non_finite_hidden_state_is_not_hidden(name, bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
@@ -800,7 +795,7 @@ def test_a_vocabulary_larger_than_a_head_is_refused():
         fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 
-@pytest.mark.parametrize("name", few(["kl", "reverse_kl", "jsd"], 1))
+@pytest.mark.parametrize("name", few(DIVERGENCE_NAMES, 1))
 def test_peak_memory_stays_far_below_tokens_times_vocabulary(name):
     """Measures the peak resident memory of a child: one (N, V) float32 matrix is 500
     MiB.

@@ -23,6 +23,7 @@ from fcsd.training.losses.head import (
     final_hidden,
     refuse_packing,
 )
+from fcsd.training.losses.objectives import MEASURES
 from tests.examples import pack
 from tests.losses import objective_of, reference_divergence
 from tests.reference.ranks import run_ranks
@@ -354,7 +355,7 @@ def text_ids(model, shape, seed):
     return torch.randint(10, size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("name", ["kl", "reverse_kl", "jsd", "ce"])
+@pytest.mark.parametrize("name", MEASURES)
 @pytest.mark.parametrize("family", few(TINY))
 def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
     """The teacher is the same model on other tokens. Where a family has soft caps or

@@ -6,6 +6,7 @@ import pytest
 
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
+from tests.losses import DIVERGENCE_NAMES, FORMULAS
 from tests.support import ROOT
 
 
@@ -18,6 +19,7 @@ def test_every_objective_has_a_measure_and_keys_that_are_arguments_with_help(
         key: 1.0 for key in kind.model_fields if kind.requires(key) and key != "name"
     }
     assert kind(name=name, **values).logged in MEASURES
+    assert FORMULAS.keys() == set(DIVERGENCE_NAMES)
     # a model card knows how it was trained
     assert kind.has_teacher != (name in kind.trained)
     page = (ROOT / "docs" / "distil.md").read_text(encoding="utf-8")
