@@ -25,11 +25,13 @@ def obey_only_parent(parent: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # A helper that multiprocessing's fork server started is the server's child, and
         # the server ends with `parent`.
-        keeper = os.getppid() if _lives(parent) else parent
-        threading.Thread(target=_obey, args=(parent, keeper), daemon=True).start()
+        keeper = os.getppid() if _is_alive(parent) else parent
+        threading.Thread(
+            target=_wait_for_parent, args=(parent, keeper), daemon=True
+        ).start()
 
 
-def _lives(process: int) -> bool:
+def _is_alive(process: int) -> bool:
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -37,7 +39,7 @@ def _lives(process: int) -> bool:
     return True
 
 
-def _obey(parent: int, keeper: int) -> None:
+def _wait_for_parent(parent: int, keeper: int) -> None:
     while os.getppid() == keeper:
         received = signal.sigtimedwait(_SIGNALS, _PARENT_CHECK_S)
         if received is not None and received.si_pid == parent:

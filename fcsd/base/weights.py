@@ -87,8 +87,8 @@ def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
     name = config.get(NAMED)
     if name is None:
         if (folder / WEIGHTS).exists():
-            return WeightFiles((WEIGHTS,), None, None, _passed_over(folder))
-        return _indexed(folder, INDEX) if (folder / INDEX).exists() else None
+            return WeightFiles((WEIGHTS,), None, None, _ignored_files(folder))
+        return _files_of_index(folder, INDEX) if (folder / INDEX).exists() else None
     is_index = str(name).endswith(".safetensors.index.json")
     if not (is_index and Path(name).name == name) and not _is_shard_name(name):
         raise UserError(
@@ -96,7 +96,9 @@ def find_weights(folder: Path, config: Mapping[str, Any]) -> WeightFiles | None:
             " .safetensors file or of a .safetensors.index.json in this folder is"
             " needed"
         )
-    return _indexed(folder, name) if is_index else WeightFiles((name,), None, None)
+    return (
+        _files_of_index(folder, name) if is_index else WeightFiles((name,), None, None)
+    )
 
 
 def is_config_only(folder: Path) -> bool:
@@ -119,7 +121,7 @@ def without_weights(folder: Path) -> UserError:
     )
 
 
-def _indexed(folder: Path, index: str) -> WeightFiles:
+def _files_of_index(folder: Path, index: str) -> WeightFiles:
     """Return the shards that an index names."""
     hint = "fetch the file again"
     weight_map = read_unmarked_json(folder / index, hint).get("weight_map")
@@ -134,7 +136,7 @@ def _indexed(folder: Path, index: str) -> WeightFiles:
     return WeightFiles(tuple(names), index, weight_map)
 
 
-def _passed_over(folder: Path) -> tuple[str, ...]:
+def _ignored_files(folder: Path) -> tuple[str, ...]:
     """Return the weight files in an index beside `model.safetensors`, without that
     file.
     """
@@ -314,11 +316,11 @@ def _scan(file: Path) -> _Scan:
     check_regular(file)
     state = file_state(file)
     if state not in _KNOWN_FILES:
-        _KNOWN_FILES[state] = _read(file)
+        _KNOWN_FILES[state] = _scan_file(file)
     return _KNOWN_FILES[state]
 
 
-def _read(file: Path) -> _Scan:
+def _scan_file(file: Path) -> _Scan:
     digest = hashlib.sha256()
     not_finite: dict[str, tuple[int, int]] = {}
     try:

@@ -118,7 +118,7 @@ class Program:
             return 0
         except (UserError, ScorerError) as error:
             status = 2 if isinstance(error, UserError) else 1
-            return _failed(
+            return _print_error(
                 f"{prefix}: error: {' '.join(str(error).split())}",
                 status,
                 error,
@@ -126,7 +126,7 @@ class Program:
         except Interrupted as interruption:
             if first:
                 print(
-                    f"{prefix}: {interruption}{_launchers_end()}",
+                    f"{prefix}: {interruption}{_launcher_note()}",
                     file=sys.stderr,
                 )
             return interruption.status
@@ -135,7 +135,7 @@ class Program:
                 text = (
                     f"\n{prefix}: interrupted; run the same command again to continue"
                 )
-                print(f"{text}{_launchers_end()}", file=sys.stderr)
+                print(f"{text}{_launcher_note()}", file=sys.stderr)
             return 130
         except BrokenPipeError:
             return 0
@@ -151,14 +151,14 @@ class Program:
                     " RECIPE` to see the memory of a training, or `fcsd inspect MODEL`"
                     " to see the memory of its weights"
                 )
-                return _failed(text, 2, error)
-            if (problem := _wrong_file(error)) is not None:
-                return _failed(f"{prefix}: error: {problem}", 2, error)
+                return _print_error(text, 2, error)
+            if (problem := _file_problem(error)) is not None:
+                return _print_error(f"{prefix}: error: {problem}", 2, error)
             # A bug keeps its traceback. Python prints it for a single process; of
             # several processes, only the first failure is printed.
             if _number_of_processes() == 1:
                 raise
-            return _failed(
+            return _print_error(
                 f"{traceback.format_exc()}{prefix}: failed",
                 1,
                 error,
@@ -251,7 +251,7 @@ def _refuse_unknown(parser: ArgumentParser, word: str) -> None:
     parser.error(f"no option '{option}'{did_you_mean(option, options)}")
 
 
-def _failed(text: str, status: int, error: Exception) -> int:
+def _print_error(text: str, status: int, error: Exception) -> int:
     """Print an error, only once in a launch of several processes, and return the exit
     status.
     """
@@ -266,7 +266,7 @@ def _failed(text: str, status: int, error: Exception) -> int:
     return status
 
 
-def _wrong_file(error: Exception) -> str | None:
+def _file_problem(error: Exception) -> str | None:
     """Describe the fault of a path that no file can have or that may not be used, or
     of a full disk, whichever code tried to open or to write it; None for other errors.
     """
@@ -304,7 +304,7 @@ def _wrong_file(error: Exception) -> str | None:
     return None
 
 
-def _launchers_end() -> str:
+def _launcher_note() -> str:
     """Explain the output of torch's launcher after a signal; its status is not ours."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ""

@@ -61,7 +61,9 @@ def tokenize_examples(
     # Examples are tokenized together by form, because each call of a tokenizer is
     # costly.
     read = [
-        _or_bad(partial(_read, example, columns, tokenizer, loss_on, date))
+        _result_or_bad_example(
+            partial(_read_row, example, columns, tokenizer, loss_on, date)
+        )
         for example in examples
     ]
     texts = iter(
@@ -72,7 +74,9 @@ def tokenize_examples(
             [item for item in read if isinstance(item, Completion)], tokenizer
         )
     )
-    chats = iter(_masked([item for item in read if isinstance(item, _Chat)], loss_on))
+    chats = iter(
+        _tokenize_chats([item for item in read if isinstance(item, _Chat)], loss_on)
+    )
     outputs: list[Any] = []
     for item in read:
         if isinstance(item, str):
@@ -93,7 +97,7 @@ def tokenize_examples(
     return outputs
 
 
-def _or_bad(make: Callable[[], Any]) -> Any:
+def _result_or_bad_example(make: Callable[[], Any]) -> Any:
     """Return the result of a call, or the error of a bad example."""
     try:
         return make()
@@ -101,7 +105,7 @@ def _or_bad(make: Callable[[], Any]) -> Any:
         return error
 
 
-def _read(
+def _read_row(
     example: Mapping[str, Any],
     columns: Mapping[Any, str],
     tokenizer: Any,
@@ -110,9 +114,9 @@ def _read(
 ) -> dict | str | Completion | _Chat:
     read = read_example(example, columns)
     if isinstance(read, str):
-        return _whole(read)
+        return _check_text(read)
     if isinstance(read, Completion):
-        _whole(read.prompt + read.completion)
+        _check_text(read.prompt + read.completion)
     if not isinstance(read, Conversation):
         return read
     if not tokenizer.chat_template:
@@ -140,7 +144,7 @@ def _read(
     )
 
 
-def _whole(text: str) -> str:
+def _check_text(text: str) -> str:
     """Return a text; BadExample if a tokenizer cannot read it."""
     try:
         text.encode()
@@ -186,16 +190,23 @@ def _tokenized_completions(
             prompt_ids = prompt
         else:
             prompt_ids = prompt[:-1]
-        begins.append(_common(prompt_ids, ids))
+        begins.append(_num_common(prompt_ids, ids))
     return list(zip(tokenized, begins, strict=True))
 
 
-def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadExample]:
+def _tokenize_chats(
+    chats: Sequence[_Chat], loss_on: str
+) -> list[dict[str, list] | BadExample]:
     """Tokenize conversations, with loss on the assistant's text or on all of it."""
     forms: dict[tuple[str, str], TurnForm] = {}
-    written = [_or_bad(partial(_written, chat, loss_on, forms)) for chat in chats]
+    written = [
+        _result_or_bad_example(partial(_write_chat, chat, loss_on, forms))
+        for chat in chats
+    ]
     # All conversations are tokenized in a single call; bad ones are passed through.
-    texts = [chat_text.text for chat_text in written if isinstance(chat_text, _Written)]
+    texts = [
+        chat_text.text for chat_text in written if isinstance(chat_text, _WrittenText)
+    ]
     if not texts:
         return written
     tokenizer = chats[0].tokenizer
@@ -215,7 +226,7 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
     rows: list[dict[str, list] | BadExample] = []
     for chat_text in written:
         # Bad ones have no text, and stay in their places.
-        if isinstance(chat_text, _Written):
+        if isinstance(chat_text, _WrittenText):
             rows.append(_row(chat_text, tokenizer, *next(encoded_rows)))
         else:
             rows.append(chat_text)
@@ -223,7 +234,7 @@ def _masked(chats: Sequence[_Chat], loss_on: str) -> list[dict[str, list] | BadE
 
 
 def _row(
-    written: _Written,
+    written: _WrittenText,
     tokenizer: Any,
     ids: list[int],
     offsets: list[tuple[int, int]] | None = None,
@@ -262,7 +273,7 @@ def _row(
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenText:
     """The text that a template writes, and the spans of it that carry loss.
 
     continues: as in `WrittenChat`. stop: the token to be appended where the template
@@ -275,9 +286,9 @@ class _Written:
     stop: int | None = None
 
 
-def _written(
+def _write_chat(
     chat: _Chat, loss_on: str, forms: dict[tuple[str, str], TurnForm]
-) -> _Written:
+) -> _WrittenText:
     """Write a conversation. forms: a cache of the form of turns, by template and
     options.
     """
@@ -288,13 +299,13 @@ def _written(
     # A template's own marks of the assistant's text are exact, so they are preferred.
     if loss_on == "response" and chat.is_marked:
         text, spans = chat.marked_text()
-        _whole(text)
+        _check_text(text)
         if form.leaves_open(text, spans):
             _warn_of_no_stop(
                 chat.tokenizer,
                 "does not include the end of a turn in its generation marks",
             )
-        return _Written(text, spans)
+        return _WrittenText(text, spans)
     # With loss on all tokens, only the end of the last turn must be known.
     answers = chat.answers
     if loss_on == "all":
@@ -302,8 +313,8 @@ def _written(
         answers = [] if form.ends else [i for i in answers if i == last]
         # Without an answer to close, all of the text is taken as it is.
         if not answers:
-            text = _whole(chat.text(chat.messages))
-            return _Written(text, [(0, len(text))])
+            text = _check_text(chat.text(chat.messages))
+            return _WrittenText(text, [(0, len(text))])
     try:
         turns = WrittenChat(chat.text, chat.messages, answers, form)
     except UnclearTurnError as error:
@@ -313,7 +324,7 @@ def _written(
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
-    _whole(turns.text)
+    _check_text(turns.text)
     # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):
@@ -321,7 +332,7 @@ def _written(
             chat.tokenizer, "does not end the assistant's turns with a token"
         )
     spans = turns.spans if loss_on == "response" else [(0, len(turns.text))]
-    return _Written(turns.text, spans, turns.continues, stop)
+    return _WrittenText(turns.text, spans, turns.continues, stop)
 
 
 _warnings: set[str] = set()  # that this process has printed
@@ -409,7 +420,7 @@ class _Chat:
             "chat_template": dated(self.template, self.date),
             "add_generation_prompt": opened,
         }
-        return str(self._tried(apply, messages, tokenize=False, **options))
+        return str(self._call_template(apply, messages, tokenize=False, **options))
 
     def marked_text(self) -> tuple[str, list[tuple[int, int]]]:
         """Write the conversation; return it with the spans that the template marks."""
@@ -420,12 +431,12 @@ class _Chat:
             "return_assistant_tokens_mask": True,
         }
         special = self.tokenizer.special_tokens_map
-        (text,), (spans,) = self._tried(
+        (text,), (spans,) = self._call_template(
             render_jinja_template, [self.messages], **options, **special
         )
         return text, spans
 
-    def _tried(
+    def _call_template(
         self, write: Callable[..., Any], messages: Sequence[Any], **options: Any
     ) -> Any:
         try:
@@ -435,7 +446,7 @@ class _Chat:
             raise BadExample(str(error)) from error
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
     """Count the tokens that both have in common at the beginning."""
     pairs = enumerate(zip(first, second, strict=False))
     return next(

@@ -28,7 +28,7 @@ class TextConfig(Strict):
     }
 
     @model_validator(mode="after")
-    def _columns_make_an_example(self) -> Self:
+    def _check_columns(self) -> Self:
         if self.columns is not None:
             check_meanings(self.columns)
         return self
@@ -75,7 +75,7 @@ class TrainingSourceConfig(SourceConfig):
     written: WrittenConfig | None = None
 
     @model_validator(mode="after")
-    def _so_many_are_written(self) -> Self:
+    def _check_written(self) -> Self:
         if self.written is not None and self.max_examples is None:
             raise ValueError(
                 "written: needs max_examples, the number of prompts that the original"

@@ -159,7 +159,7 @@ def given_rows(
             data, name, max_length, options.get("num_rows"), options.get("vocab_size")
         )
     if not isinstance(data, datasets.Dataset | datasets.IterableDataset):
-        raise _no_data(data, name)
+        raise _wrong_data_error(data, name)
     if columns is not None:
         if not isinstance(columns, Mapping):
             column = columns if isinstance(columns, str) else "body"
@@ -229,7 +229,7 @@ def _of_list(examples: Sequence[Any], name: str) -> tuple[datasets.Dataset, list
     return data, as_json
 
 
-def _no_data(data: Any, name: str) -> UserError:
+def _wrong_data_error(data: Any, name: str) -> UserError:
     requirement = (
         "a datasets.Dataset or IterableDataset, or a list of examples is needed, or"
         f" packed rows with {', '.join(ROW_FEATURES)}"
@@ -270,7 +270,7 @@ def _column_names(data: Any, name: str) -> list[str]:
     if isinstance(data, str | Path) or not (
         hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     ):
-        raise _no_data(data, name)
+        raise _wrong_data_error(data, name)
     # Anything else that can be iterated must hold rows as mappings.
     first = next(iter(data), None)
     if first is None:

@@ -66,7 +66,7 @@ class ItemIndex:
         owners: list[int] = []
         for item in items:
             item_texts = [
-                self._number(words(text)) for text in dict.fromkeys(item.texts)
+                self._word_numbers(words(text)) for text in dict.fromkeys(item.texts)
             ]
             # Texts below the limit are only counted, as unchecked.
             item_texts = [text for text in item_texts if len(text) >= self.first]
@@ -84,7 +84,7 @@ class ItemIndex:
         self._is_number = np.array([name.isdigit() for name in self._names])
         self._add(texts, owners)
 
-    def _number(self, text: list[str]) -> np.ndarray:
+    def _word_numbers(self, text: list[str]) -> np.ndarray:
         numbers = [
             self.vocabulary.setdefault(word, len(self.vocabulary) + 1) for word in text
         ]

@@ -110,7 +110,7 @@ class _SourceTokens:
         self.index, self.source, self.folder = index, source, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._end = folder / "end.json"
-        self._total = self._known_total()
+        self._total = self._num_shards()
         # A source that was read to its end need not be opened again.
         self.ended = self.whole = self._total is not None
         self.opened = None if self.ended else open_source(source)
@@ -121,7 +121,7 @@ class _SourceTokens:
         self.lengths: list[np.ndarray] = []
         self.is_bad: list[np.ndarray] = []
 
-    def _known_total(self) -> int | None:
+    def _num_shards(self) -> int | None:
         """Return how many shards the source has; None: more of it must be read, from
         after the shards that are whole.
         """
@@ -206,7 +206,7 @@ def write_rows(
         json.dumps([_FORMAT, parts, asdict(layout)]).encode()
     ).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
-    if _whole_rows(path):
+    if _rows_are_intact(path):
         # The limit on bad rows is this run's, and may be lower than the writer's.
         bad_record = Shard(path).record["bad_rows"]
         bad_rows.add(
@@ -228,7 +228,7 @@ def write_rows(
         for index, (source, name) in enumerate(sources)
     ]
     order = _Order(tokens, layout)
-    rows = _complete(
+    rows = _write_missing(
         order,
         tokenizing,
         bad_rows,
@@ -268,7 +268,7 @@ def write_rows(
     return path
 
 
-def _whole_rows(path: Path) -> bool:
+def _rows_are_intact(path: Path) -> bool:
     """Return whether rows and all their tokens are present and undamaged; damaged
     files are removed.
     """
@@ -279,7 +279,7 @@ def _whole_rows(path: Path) -> bool:
     return is_whole
 
 
-def _complete(
+def _write_missing(
     order: _Order, tokenizing: Tokenizing, bad_rows: BadRows, num_workers: int
 ) -> list[list[int]]:
     """Write missing shards until there are enough rows, and return the rows."""
@@ -396,7 +396,7 @@ class _Order:
             return orders[0]
         total = sum(source_tokens.source.weight for source_tokens in self.tokens)
         shares = [source_tokens.source.weight / total for source_tokens in self.tokens]
-        return _mixed(
+        return _mix(
             orders,
             [
                 not (source_tokens.whole or source_tokens.ended)
@@ -407,7 +407,7 @@ class _Order:
         )
 
 
-def _mixed(
+def _mix(
     parts: Sequence[np.ndarray],
     unfinished: Sequence[bool],
     shares: Sequence[float],

@@ -111,7 +111,9 @@ class Tokenizing:
         """Return, for each example, its tokens, its `Overlap`, or its `BadExample`."""
         # Test items are looked for first, so that overlapping examples are not
         # tokenized.
-        overlaps: list[Any] = [self._overlap(source, example) for example in examples]
+        overlaps: list[Any] = [
+            self._find_overlap(source, example) for example in examples
+        ]
         clean = [
             example
             for example, overlap in zip(examples, overlaps, strict=True)
@@ -124,10 +126,10 @@ class Tokenizing:
         # Other token ids come from the tokenizer, which is compared with the model
         # elsewhere.
         if "input_ids" in columns:
-            tokens = map(self._checked, tokens)
+            tokens = map(self._check_ids, tokens)
         return [next(tokens) if overlap is None else overlap for overlap in overlaps]
 
-    def _checked(self, output: Any) -> Any:
+    def _check_ids(self, output: Any) -> Any:
         """Return tokens with ids in the stored form, or the `BadExample` if one is
         unknown.
         """
@@ -139,7 +141,9 @@ class Tokenizing:
             return error
         return {**output, "input_ids": ids}
 
-    def _overlap(self, source: Source, example: Mapping[str, Any]) -> Overlap | None:
+    def _find_overlap(
+        self, source: Source, example: Mapping[str, Any]
+    ) -> Overlap | None:
         try:
             decontaminator = self.decontaminator
             if isinstance(decontaminator, Decontaminator):

@@ -60,7 +60,7 @@ def row_lines(
     num_tokens = int(real_tokens(batch).sum())
     begins = [*np.flatnonzero(positions[:num_tokens] == 0).tolist(), num_tokens]
     yield (
-        f"row {index + 1} of {len(rows)}: {_number(len(begins) - 1, 'example')},"
+        f"row {index + 1} of {len(rows)}: {_counted(len(begins) - 1, 'example')},"
         f" {num_tokens} of {len(ids)} tokens, {has_loss.sum()} with loss"
     )
     full_lengths = []
@@ -74,14 +74,14 @@ def row_lines(
             cut = f", cut from {full_lengths[example]}"
         yield (
             f"-- example {example + 1} of {len(begins) - 1}:"
-            f" {_number(length, 'token')}{cut}, {has_loss[begin:end].sum()} with loss"
+            f" {_counted(length, 'token')}{cut}, {has_loss[begin:end].sum()} with loss"
         )
         yield _marked(
             ids[begin:end].tolist(), has_loss[begin:end].tolist(), tokenizer, marks
         )
 
 
-def _number(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

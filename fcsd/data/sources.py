@@ -161,24 +161,24 @@ def open_source(source: Any) -> Opened:
             first = _first_example(opened.examples, source)
             columns = column_meanings(source.path, list(first), source.columns)
     except StopIteration:  # `datasets` 5.2 looks for the first line of an empty file
-        raise _empty(source) from None
+        raise _empty_error(source) from None
     except (
         ValueError, RecursionError, OSError, datasets.exceptions.DatasetsError,
     ) as error:  # fmt: skip
-        raise _fault(source, error) from error
+        raise _loading_error(source, error) from error
     return dataclasses.replace(
         opened, settings=source.model_copy(update={"columns": columns})
     )
 
 
-def _fault(source: SourceConfig, error: Exception) -> UserError:
+def _loading_error(source: SourceConfig, error: Exception) -> UserError:
     # `datasets` wraps the errors of its readers, which are more specific.
     cause = None
     if isinstance(error, datasets.exceptions.DatasetGenerationError):
         cause = error.__cause__
     reason = one_line(cause or error)
     if "BatchSize must be greater than 0" in reason:  # a parquet file (`datasets` 5.2)
-        return _empty(source)
+        return _empty_error(source)
     name, path = f"data set {source.path}", home(source.path)
     if isinstance(error, ConnectionError | datasets.exceptions.DatasetNotFoundError):
         return UserError(
@@ -241,7 +241,7 @@ def _open(source: SourceConfig) -> Opened:
     is_part = re.search(_PART_OF_SPLIT, source.split) is not None
     as_whole = is_part or (
         not path.exists()
-        and (Path(builder.cache_dir).is_dir() or _says_small(builder, source))
+        and (Path(builder.cache_dir).is_dir() or _is_small(builder, source))
     )
     is_json = builder.info.builder_name == "json" and builder.config.field is None
     if is_json:
@@ -273,7 +273,7 @@ def _open(source: SourceConfig) -> Opened:
     )
 
 
-def _says_small(builder: Any, source: SourceConfig) -> bool:
+def _is_small(builder: Any, source: SourceConfig) -> bool:
     split = (builder.info.splits or {}).get(source.split)
     return split is not None and 0 < split.num_bytes <= WHOLE_BYTES
 
@@ -284,11 +284,11 @@ def _first_example(examples: Any, source: SourceConfig) -> dict[str, Any]:
     """
     first: dict[str, Any] | None = next(iter(examples), None)
     if first is None:
-        raise _empty(source)
+        raise _empty_error(source)
     return first
 
 
-def _empty(source: SourceConfig) -> UserError:
+def _empty_error(source: SourceConfig) -> UserError:
     return UserError(
         f"data set {source.path}, split {source.split!r}: is empty; give a file or a split with rows"
     )

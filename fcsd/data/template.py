@@ -144,7 +144,7 @@ def message_form_of(
     tools = json.dumps(
         [_TOOL if wrapped else _TOOL["function"] for wrapped in sorted(kinds)]
     )
-    form = _tried(
+    form = _find_form(
         tokenizer,
         template,
         probe,
@@ -199,7 +199,7 @@ def _marked_call(
 
 
 @functools.lru_cache(maxsize=4096)
-def _tried(
+def _find_form(
     tokenizer: Any, template: str, probe: str, given_tools: str, options: str
 ) -> MessageForm | str | None:
     """Return the first form in which the template writes everything of the probe, else

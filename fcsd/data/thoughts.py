@@ -209,12 +209,12 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
     """
     ends = list(re.finditer(markers.end, text, re.DOTALL))
     if not ends:
-        return "" if opened or _begins(text, markers) else text
+        return "" if opened or _opens_thoughts(text, markers) else text
     answer = text[ends[-1].end() :].lstrip()
     # Harmony and its like: further channels may follow the answer.
     if markers.stop != r"\Z":
         return re.split(markers.stop, answer, maxsplit=1)[0].rstrip()
-    if _begins(answer, markers):
+    if _opens_thoughts(answer, markers):
         return ""
     if markers.wrapper is not None and answer.startswith(markers.wrapper[0]):
         opening, closing = markers.wrapper
@@ -224,7 +224,7 @@ def answer_after(text: str, markers: Markers, opened: bool = False) -> str:
     return answer
 
 
-def _begins(text: str, markers: Markers) -> bool:
+def _opens_thoughts(text: str, markers: Markers) -> bool:
     """Return whether a text opens thoughts at the beginning of a line; elsewhere, prose
     and programs may quote a marker.
     """
@@ -332,7 +332,7 @@ class Thoughts:
         if ends:
             before = text[: ends[-1].start()]
         else:
-            before = text if opened or _begins(text, markers) else ""
+            before = text if opened or _opens_thoughts(text, markers) else ""
         return bool(before.strip().removeprefix(markers.begin).strip())
 
     def closing(self, prompt: str) -> str:

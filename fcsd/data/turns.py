@@ -47,7 +47,7 @@ class TurnForm:
         if number == len(written):
             return number
         if self.opening and prompt.endswith(self.opening):
-            if number >= len(prompt) - len(self.opening) + len(self._least):
+            if number >= len(prompt) - len(self.opening) + len(self._role_header):
                 return number
             return None
         # A template may open thoughts in the last turn only.
@@ -90,7 +90,7 @@ class TurnForm:
         return any(token.end() == len(text) for token in self.tokens.finditer(text))
 
     @property
-    def _least(self) -> str:
+    def _role_header(self) -> str:
         """The part of the opening that names the assistant."""
         names = [token.start() for token in self.tokens.finditer(self.opening)]
         return self.opening[: names[1] if len(names) > 1 else None].rstrip()
@@ -200,7 +200,7 @@ class WrittenChat:
         chat = self._chat
         if (lost := chat.lost(index)) is not None:
             raise UnclearTurnError(f"it does not write '{lost}' of message {index + 1}")
-        opened = self._written(index, True) if index else None
+        opened = self._write_marked(index, True) if index else None
         pieces = chat.pieces(index)
         # An answer without text of its own: its position is the end of the opened
         # prompt.
@@ -210,8 +210,10 @@ class WrittenChat:
                     return []
                 raise UnclearTurnError(f"it does not show where message {index + 1} is")
             pieces = [(len(opened), len(opened))]
-        spans = [(position, self._end(index, end, opened)) for position, end in pieces]
-        spans[0] = self._begin(index, pieces[0][0], opened), spans[0][1]
+        spans = [
+            (position, self._answer_end(index, end, opened)) for position, end in pieces
+        ]
+        spans[0] = self._answer_begin(index, pieces[0][0], opened), spans[0][1]
         # Another message's text inside a span would get loss; only tools' answers may
         # lie between spans.
         owners_within = chat.owners(spans[0][0], spans[-1][1]) - {index}
@@ -229,7 +231,7 @@ class WrittenChat:
             for begin, end in spans
         ]
 
-    def _written(self, number: int, opened: bool) -> str | None:
+    def _write_marked(self, number: int, opened: bool) -> str | None:
         """Write the first messages, with marks; None: the template refuses them."""
         try:
             return self._render(self._chat.messages[:number], opened)
@@ -249,7 +251,7 @@ class WrittenChat:
         except UserError:
             return False
 
-    def _begin(self, index: int, position: int, opened: str | None) -> int:
+    def _answer_begin(self, index: int, position: int, opened: str | None) -> int:
         """Return the beginning of an answer whose first text is at a position."""
         text = self._chat.text
         form = self._form
@@ -283,7 +285,7 @@ class WrittenChat:
             raise UnclearTurnError(f"it does not show where message {index + 1} begins")
         return position
 
-    def _end(self, index: int, position: int, opened: str | None) -> int:
+    def _answer_end(self, index: int, position: int, opened: str | None) -> int:
         """Return the end of an answer whose last text ends at a position, including the
         end of its turn.
         """
@@ -296,7 +298,7 @@ class WrittenChat:
             if not ends and not (form.end and form.end in text[position:]):
                 self._leave_open(text, position)
             return len(text)
-        tail, is_last = self._tail(index, position, opened)
+        tail, is_last = self._text_behind(index, position, opened)
         following = text[position:next_begin]
         number = _shared(tail, following, form.tokens)
         if form.end and form.end in following[:number]:
@@ -320,11 +322,13 @@ class WrittenChat:
         )
         return position + (token or number)
 
-    def _tail(self, index: int, position: int, opened: str | None) -> tuple[str, bool]:
+    def _text_behind(
+        self, index: int, position: int, opened: str | None
+    ) -> tuple[str, bool]:
         """Return the text after a text of a message where no message follows, and
         whether that is the message's last text.
         """
-        ended_text = self._written(index + 1, False)
+        ended_text = self._write_marked(index + 1, False)
         if ended_text is None:
             return "", True
         self.continues &= self._chat.text.startswith(ended_text)

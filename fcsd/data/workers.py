@@ -57,7 +57,7 @@ def in_order(
     # Forks inherit the tokenizer, which need not be pickled.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(
-        num_workers, context, initializer=_begin, initargs=(work, os.getpid())
+        num_workers, context, initializer=_begin_worker, initargs=(work, os.getpid())
     )
     waiting: deque[tuple[Any, Future[Any]]] = deque()
     try:
@@ -85,10 +85,10 @@ def _submit(pool: ProcessPoolExecutor, piece: Any) -> Future[Any]:
         # Python 3.12 warns about forks of processes with threads; the child runs no
         # code that takes their locks.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return pool.submit(_do, piece)
+        return pool.submit(_call_work, piece)
 
 
-def _begin(work: Callable[[Any], Any], parent: int) -> None:
+def _begin_worker(work: Callable[[Any], Any], parent: int) -> None:
     global _work
     _work = work
     # The collector need not scan the parent's objects again and again.
@@ -97,5 +97,5 @@ def _begin(work: Callable[[Any], Any], parent: int) -> None:
     obey_only_parent(parent)
 
 
-def _do(piece: Any) -> Any:
+def _call_work(piece: Any) -> Any:
     return _work(piece)

@@ -131,7 +131,7 @@ class Watch:
                 count += 1
                 self.store.set(f"count/{self.rank}", str(count))
                 if self.store.check(["failure"]):
-                    self._end()
+                    self._end_rank()
                     return
                 if (hang := _where_it_hangs()) != last_hang:
                     last_hang = hang
@@ -150,7 +150,7 @@ class Watch:
                         1,
                     )
 
-    def _end(self) -> None:
+    def _end_rank(self) -> None:
         failure = self._failure()
         self.store.set(f"knows/{self.rank}", "1")
         # The main thread may now raise an error because a peer is gone, and end.
@@ -176,8 +176,8 @@ class Watch:
             for rank, (_, time_of_change) in last_counts.items()
             if time.monotonic() - time_of_change > _SILENT_S
         ]
-        if silent and self._claim(self._silent(silent), 1):
-            print(self._silent(silent), file=sys.stderr)
+        if silent and self._claim(self._silence_text(silent), 1):
+            print(self._silence_text(silent), file=sys.stderr)
 
     def _look_for_a_hang(self) -> None:
         hangs = self._of_all("hung")
@@ -218,7 +218,7 @@ class Watch:
             self.store.compare_set("failure", "", own_failure).decode() == own_failure
         )
 
-    def _silent(self, ranks: list[int]) -> str:
+    def _silence_text(self, ranks: list[int]) -> str:
         if len(ranks) == 1:
             names = f"rank {ranks[0]}"
         else:
@@ -237,7 +237,7 @@ class Watch:
         """See the function of this name."""
         try:
             if any(word in f"{type(error).__name__} {error}" for word in _COLLECTIVE):
-                text = self._behind(error) or text
+                text = self._killed_ranks_text(error) or text
             first = self._claim(text, status)
             # The thread may have stopped looking already.
             self.store.set(f"knows/{self.rank}", "1")
@@ -246,7 +246,7 @@ class Watch:
             # The store's host has ended before this process.
             return text, status
 
-    def _behind(self, error: BaseException) -> str | None:
+    def _killed_ranks_text(self, error: BaseException) -> str | None:
         """Return the text that blames a broken collective on ranks that were killed, if
         any were: the broken collective is seldom the cause.
         """
@@ -260,7 +260,7 @@ class Watch:
             for rank in counts_before
             if counts_before[rank] == counts_after[rank] and rank != self.rank
         ]
-        return self._silent(dead) if dead else None
+        return self._silence_text(dead) if dead else None
 
     def wait_until_known(self) -> None:
         """See the function of this name."""

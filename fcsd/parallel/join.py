@@ -83,7 +83,9 @@ def _process_state() -> PartialState:
         )
         # accelerate sets more of these variables before it fails.
         names = (*_SIZES, "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+        variables = [
+            f"{name}={os.environ[name]}" for name in names if name in os.environ
+        ]
         try:
             state = PartialState(
                 cpu=not torch.accelerator.is_available(), timeout=_PATIENCE
@@ -91,7 +93,7 @@ def _process_state() -> PartialState:
         except ValueError as error:
             PartialState._reset_state()
             raise UserError(
-                f"the environment names a launch ({', '.join(given)}) that cannot be"
+                f"the environment names a launch ({', '.join(variables)}) that cannot be"
                 f" joined: {one_line(error)}; start with `accelerate launch` or"
                 " torchrun, or unset these variables"
             ) from None

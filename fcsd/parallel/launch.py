@@ -69,16 +69,16 @@ class Launch:
         and generation works.
         """
         fsdp2 = replace(self.engine, name="fsdp2", reshard=True)
-        return self._with(fsdp2) if self.engine.uses_deepspeed else self
+        return self._with_engine(fsdp2) if self.engine.uses_deepspeed else self
 
     def with_copies(self) -> "Launch":
         """Return this launch with a whole model on every rank in place of expert
         parallelism.
         """
         copies = Engine("ddp" if self.ranks.size > 1 else "one")
-        return self._with(copies) if self.engine.spreads_experts else self
+        return self._with_engine(copies) if self.engine.spreads_experts else self
 
-    def _with(self, engine: Engine) -> "Launch":
+    def _with_engine(self, engine: Engine) -> "Launch":
         return replace(
             self, engine=engine, ranks=replace(self.ranks, lockstep=engine.shards)
         )

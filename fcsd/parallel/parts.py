@@ -50,7 +50,7 @@ def inner_optimizer(optimizer: Any) -> Any:
     return optimizer
 
 
-def _zero(optimizer: Any) -> Any:
+def _zero3_optimizer(optimizer: Any) -> Any:
     """Return DeepSpeed's ZeRO-3 optimiser inside accelerate's."""
     while not hasattr(optimizer, "fp32_partitioned_groups_flat"):
         optimizer = optimizer.optimizer
@@ -93,7 +93,7 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
             stop = min(start + length, p.ds_numel)
             slot, offset = p.ds_tensor, 0
             if optimizer is not None:
-                zero = _zero(optimizer)
+                zero = _zero3_optimizer(optimizer)
                 group, offset, _ = zero.grad_position[zero.get_param_id(p)]
                 slot = zero.fp32_partitioned_groups_flat[group]
             yield Part(name, p, p.ds_numel, start, stop, slot, int(offset))
@@ -146,7 +146,7 @@ def compute_with(parts: list[Part], optimizer: Any | None) -> None:
         view = part.of(part.slot)
         part.parameter.ds_tensor.data.view(-1)[: view.numel()].copy_(view)
     # Small parameters stay gathered on every rank, and are gathered again.
-    persistent = _zero(optimizer).persistent_parameters
+    persistent = _zero3_optimizer(optimizer).persistent_parameters
     if persistent:
         persistent[0].partition(persistent)
         persistent[0].all_gather(persistent)

@@ -90,7 +90,7 @@ def load_for_evaluation(
             ) from None
     # Copies: each rank holds the whole model.
     if not engine.shards:
-        return _whole(model, launch.device)
+        return _load_whole(model, launch.device)
     loaded = load_for_launch(model, launch, any_family=True)
     if engine.shards_when_placed:
         shard_teacher(loaded, launch)
@@ -170,7 +170,7 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
     )
 
 
-def _whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
+def _load_whole(model: ModelFolder, device: torch.device) -> PreTrainedModel:
     """Read a checkpoint straight to the device; otherwise each rank of a machine would
     have a copy in main memory.
     """

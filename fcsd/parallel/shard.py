@@ -144,7 +144,7 @@ def shard_teacher(model: PreTrainedModel, launch: Launch) -> nn.Module:
     units = [*([layer] for layer in layers), [embedding]]
     if engine.uses_deepspeed:
         _partition(body, units, sender, None)
-        _serve(body)
+        _gather_when_called(body)
     else:
         _fully_shard(
             body, units, sender, launch, None, MixedPrecisionPolicy(), trained=False
@@ -366,7 +366,7 @@ def zero_settings() -> dict[str, Any]:
     return {key: value for key, value in settings.items() if value != "auto"}
 
 
-def _serve(body: nn.Module) -> None:
+def _gather_when_called(body: nn.Module) -> None:
     """Give a partitioned, frozen module the hooks that gather its parameters."""
     import deepspeed
 

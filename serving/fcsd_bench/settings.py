@@ -163,7 +163,7 @@ class Benchmark(Strict):
 
     @field_validator("prompt_tokens", "requests", "rows", "nodes", mode="before")
     @classmethod
-    def _listed(cls, value: Any, info: ValidationInfo) -> Any:
+    def _split_list(cls, value: Any, info: ValidationInfo) -> Any:
         """Read `512,1024`; in Python, `requests` may be one number."""
         if isinstance(value, int) and info.field_name == "requests":
             return [value]
@@ -180,7 +180,7 @@ class Benchmark(Strict):
 
     @field_validator("comm", mode="before")
     @classmethod
-    def _named_or_whole(cls, value: Any) -> Any:
+    def _read_comm(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         return (
@@ -191,12 +191,12 @@ class Benchmark(Strict):
 
     @field_validator("serve_args", mode="before")
     @classmethod
-    def _one_word(cls, value: Any) -> Any:
+    def _split_words(cls, value: Any) -> Any:
         return shlex.split(value) if isinstance(value, str) else value
 
     @field_validator("nodes")
     @classmethod
-    def _several(cls, nodes: list[str], info: ValidationInfo) -> list[str]:
+    def _check_nodes(cls, nodes: list[str], info: ValidationInfo) -> list[str]:
         # Engines give every machine the same number of ranks.
         ranks = info.data.get("tensor_parallel", 1)
         if nodes and (len(nodes) < 2 or ranks % len(nodes)):
@@ -208,7 +208,7 @@ class Benchmark(Strict):
 
     @field_validator("serve_args")
     @classmethod
-    def _leaves_rows_alone(cls, words: list[str]) -> list[str]:
+    def _check_serve_args(cls, words: list[str]) -> list[str]:
         for word in words:
             # A flag that the rows also set would contradict their titles.
             if (flag := word.partition("=")[0]) in _OURS:
@@ -217,14 +217,14 @@ class Benchmark(Strict):
 
     @field_validator("prompt_tokens", "requests", "rows", "nodes")
     @classmethod
-    def _once_each(cls, values: list[Any]) -> list[Any]:
+    def _check_repeats(cls, values: list[Any]) -> list[Any]:
         if twice := [value for value in values if values.count(value) > 1]:
             raise ValueError(f"{twice[0]} is given twice")
         return values
 
     @field_validator("rows")
     @classmethod
-    def _of_the_engine(cls, rows: list[RowName], info: ValidationInfo) -> list[RowName]:
+    def _check_rows(cls, rows: list[RowName], info: ValidationInfo) -> list[RowName]:
         engine: EngineName = info.data["engine"]
         if foreign_rows := [row for row in rows if row not in ROWS_OF[engine]]:
             raise ValueError(
@@ -235,7 +235,7 @@ class Benchmark(Strict):
         return rows or list(ROWS_OF[engine])
 
     @model_validator(mode="after")
-    def _of_vllm_alone(self) -> "Benchmark":
+    def _check_engine(self) -> "Benchmark":
         if self.engine != "vllm":
             if self.all2all != type(self).model_fields["all2all"].default:
                 raise ValueError(

@@ -153,19 +153,20 @@ def _make_forward(schedule: Schedule, gives_pair: bool) -> Callable[..., Any]:
     ) - {"hidden_states"}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         if (
-            given.get("captured_last_layer_outputs") is not None
-            or given.get("capture_output") is not None
+            arguments.get("captured_last_layer_outputs") is not None
+            or arguments.get("capture_output") is not None
         ):
             raise Refused(
                 f"layer {schedule.index}: SGLang reads the stream after this layer,"
                 " where FarSkip has sums in flight"
             )
-        batch = given["forward_batch"]
-        base, routed, read = _enter(schedule, given["hidden_states"], batch)
+        batch = arguments["forward_batch"]
+        base, routed, read = _enter(schedule, arguments["hidden_states"], batch)
         attention = layer.self_attn(
-            hidden_states=read, **{name: given[name] for name in takes if name in given}
+            hidden_states=read,
+            **{name: arguments[name] for name in takes if name in arguments},
         )
         get_attn_tp_context().clear_attn_inputs()
         outputs = schedule.after_attention(attention, base, routed)

@@ -28,20 +28,21 @@ def respect_expert_map() -> None:
 
     @functools.wraps(stock)
     def apply(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs).arguments
-        if (expert_map := given["expert_map"]) is None:
-            stock(**given)
+        arguments = signature.bind(*args, **kwargs).arguments
+        if (expert_map := arguments["expert_map"]) is None:
+            stock(**arguments)
             return
-        local = expert_map[given["topk_ids"].long()]
+        local = expert_map[arguments["topk_ids"].long()]
         elsewhere = local < 0
-        given["topk_ids"] = local.masked_fill(elsewhere, 0).to(given["topk_ids"].dtype)
-        given["topk_weights"] = given["topk_weights"].masked_fill(elsewhere, 0)
-        given["expert_map"] = None
-        stock(**given)
-        if given["apply_router_weight_on_input"]:
-            given["output"].masked_fill_(
-                elsewhere, 0
-            )  # one expert per token; its weight is applied elsewhere
+        arguments["topk_ids"] = local.masked_fill(elsewhere, 0).to(
+            arguments["topk_ids"].dtype
+        )
+        arguments["topk_weights"] = arguments["topk_weights"].masked_fill(elsewhere, 0)
+        arguments["expert_map"] = None
+        stock(**arguments)
+        if arguments["apply_router_weight_on_input"]:
+            # One expert per token; its weight is applied elsewhere.
+            arguments["output"].masked_fill_(elsewhere, 0)
 
     apply.respects_expert_map = True  # type: ignore[attr-defined]
     Experts.apply = apply  # type: ignore[method-assign]

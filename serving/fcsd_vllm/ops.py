@@ -90,7 +90,9 @@ def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     """Return an operator's fake implementation for compilers: `count` outputs like one
     of its arguments.
     """
-    return lambda *given: tuple(torch.empty_like(given[place]) for _ in range(number))
+    return lambda *tensors: tuple(
+        torch.empty_like(tensors[place]) for _ in range(number)
+    )
 
 
 for _op, _fake in (

@@ -253,8 +253,8 @@ def _forward(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
     """Compute a rewired layer, called as vLLM's loop calls the stock one."""
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    hidden, residual = given["hidden_states"], given["residual"]
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    hidden, residual = arguments["hidden_states"], arguments["residual"]
     routed = None
     if isinstance(schedule, ExchangeSchedule):
         if residual is None:
@@ -276,8 +276,8 @@ def _forward(
         base, read = hidden, schedule.layer.input_layernorm(hidden)
     else:
         read, base = schedule.layer.input_layernorm(hidden, residual)
-    given["hidden_states"] = read
-    out = attention(**{name: given[name] for name in takes})
+    arguments["hidden_states"] = read
+    out = attention(**{name: arguments[name] for name in takes})
     op = (
         torch.ops.fcsd.after_attention_in_flight
         if schedule.in_flight

@@ -65,7 +65,7 @@ class SteeringStudy(Strict):
 
     @field_validator("strengths")
     @classmethod
-    def _not_negative_and_once(cls, value: list[float]) -> list[float]:
+    def _check_strengths(cls, value: list[float]) -> list[float]:
         if (low := min(value)) < 0:
             raise ValueError(f"a strength is 0 or more, got {low:g}")
         if len(set(value)) != len(value):
@@ -76,7 +76,7 @@ class SteeringStudy(Strict):
 
     @field_validator("models")
     @classmethod
-    def _each_once(cls, value: list[str]) -> list[str]:
+    def _check_models(cls, value: list[str]) -> list[str]:
         if len(set(value)) != len(value):
             raise ValueError("a model is given twice")
         return value
@@ -131,7 +131,7 @@ class RoutingStudy(ModelStudy):
     )
 
     @model_validator(mode="after")
-    def _has_text(self) -> "RoutingStudy":
+    def _check_text(self) -> "RoutingStudy":
         if self.text is None and not self.tasks:
             raise ValueError(
                 "nothing to route: give a text (--text) or a task of the suite (--task)"
@@ -165,7 +165,7 @@ class BiasSettings(RoutingStudy):
     sigma_floor: float = like(SteeringStudy, "sigma_floor")
 
     @model_validator(mode="after")
-    def _fits_the_kind(self) -> "BiasSettings":
+    def _check_kind(self) -> "BiasSettings":
         # A file of windows replaces the strength: it tells how far each layer must be
         # pushed.
         if (self.kind == "windows") != (self.windows is not None):

@@ -630,7 +630,7 @@ def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(
     )
 
 
-def test_an_interruption_says_how_to_go_on(
+def test_an_interruption_says_how_to_continue(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*args: Any) -> None:

@@ -218,7 +218,7 @@ def test_a_bad_row_is_refused_before_a_model_is_loaded(
     assert f"data set {bench.rows}, row 7: column 'messages'" in capsys.readouterr().err
 
 
-def test_a_run_that_met_a_bad_row_goes_on_without_it_and_says_so_in_its_report(
+def test_a_run_that_met_a_bad_row_continues_without_it_and_says_so_in_its_report(
     bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "PIECE_EXAMPLES", 8)

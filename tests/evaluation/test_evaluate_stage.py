@@ -78,7 +78,7 @@ def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(PartialState(), "device", torch.device(device))
 
 
-def test_a_model_is_judged_on_the_accelerator_of_the_process(
+def test_a_model_is_evaluated_on_the_accelerator_of_the_process(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_loaded_only_as_its_command_left_it(
             load(model, launch)
 
 
-def test_a_dense_model_is_judged_as_what_others_are_compared_with(
+def test_a_dense_model_is_evaluated_as_what_others_are_compared_with(
     place: Path, tmp_path: Path
 ) -> None:
     config = LlamaConfig(
@@ -172,7 +172,7 @@ def test_a_dense_model_is_judged_as_what_others_are_compared_with(
     assert judge(own, tmp_path / "out").keys() == {"piqa", "sciq", "gsm8k"}
 
 
-def test_the_original_is_gone_when_the_judged_model_is_loaded(
+def test_the_original_is_gone_when_the_evaluated_model_is_loaded(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, left: list[dict[str, Any]]
 ) -> None:
     """One accelerator may not hold both: the KL needs the original's hidden states and

@@ -312,7 +312,7 @@ def assert_fetched(tmp_path: Path) -> None:
     assert load_task(loaded.tasks[0], loaded, tmp_path / "root", tiny_tokenizer())
 
 
-def test_the_command_fetches_with_the_real_client_and_goes_on_after_a_failure(
+def test_the_command_fetches_with_the_real_client_and_continues_after_a_failure(
     server: str, tmp_path: Path
 ) -> None:
     _Hub.fails = ["default/validation.jsonl"]

@@ -107,7 +107,7 @@ def judge(place: Path, output: Path, **changes: Any) -> Any:
     }
 
 
-def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
+def test_an_evaluation_that_was_stopped_continues_with_the_next_task(
     place: Path, tmp_path: Path, asked: list[str]
 ) -> None:
     whole = judge(place, tmp_path / "whole")
@@ -140,7 +140,7 @@ def test_an_evaluation_that_was_stopped_goes_on_with_the_next_task(
     assert asked == [] and not (tmp_path / "cut" / FINISHED_TASKS).exists()
 
 
-def test_a_killed_evaluation_goes_on_and_finds_what_an_uninterrupted_one_finds(
+def test_a_killed_evaluation_continues_and_finds_what_an_uninterrupted_one_finds(
     place: Path, tmp_path: Path
 ) -> None:
     """The command runs in its own process, which gets a SIGKILL when it reaches its

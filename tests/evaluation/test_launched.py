@@ -42,7 +42,7 @@ def comparable(folder: Path) -> Any:
 
 
 @pytest.mark.breadth
-def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
+def test_an_evaluation_whose_process_was_killed_continues_with_the_next_task(
     place: Path, tmp_path: Path
 ) -> None:
     def killed_in_the_second_task(rank: int) -> int:
@@ -75,7 +75,7 @@ def test_an_evaluation_whose_process_was_killed_goes_on_with_the_next_task(
     assert not (tmp_path / "out" / FINISHED_TASKS).exists()
 
 
-def test_expert_parallel_processes_judge_as_one(place: Path, tmp_path: Path) -> None:
+def test_expert_parallel_processes_evaluate_as_one(place: Path, tmp_path: Path) -> None:
     assert main(command(place, tmp_path / "one", "--limit", "2")) == 0
     assert launch(
         "cpu_2_ep",
@@ -192,7 +192,7 @@ def test_a_layer_study_of_two_copies_leaves_the_bytes_of_one_process_and_is_refu
 
 
 @pytest.mark.breadth
-def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_judged_the_same(
+def test_a_model_whose_weights_are_brought_to_the_device_layer_by_layer_is_scored_the_same(
     place: Path, tmp_path: Path
 ) -> None:
     """This is what --device-map auto does with weights that do not fit; here all

@@ -228,7 +228,7 @@ def files(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, 1))
-def test_a_run_that_was_ended_goes_on_to_the_last_bit_on_as_many_ranks(
+def test_a_run_that_was_ended_continues_to_the_last_bit_on_as_many_ranks(
     bench: Bench, engine: str
 ) -> None:
     config = f"cpu_2_{engine}"
@@ -300,7 +300,7 @@ SHARED_BY_ALL = {"train": {
 
 
 @pytest.mark.breadth
-def test_a_run_goes_on_under_another_engine_and_number_of_ranks_with_the_same_data(
+def test_a_run_continues_under_another_engine_and_number_of_ranks_with_the_same_data(
     bench: Bench,
 ) -> None:
     """Two copies, four shards (in two replicas), ZeRO-3 on two ranks, one process: ten
@@ -889,7 +889,7 @@ def test_expert_parallel_ranks_train_what_one_process_trains(bench: Bench) -> No
 
 
 @pytest.mark.breadth
-def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(
+def test_an_expert_parallel_run_that_was_ended_continues_to_the_last_bit(
     bench: Bench,
 ) -> None:
     first, second = (
@@ -907,7 +907,7 @@ def test_an_expert_parallel_run_that_was_ended_goes_on_to_the_last_bit(
 
 
 @pytest.mark.breadth
-def test_an_expert_parallel_run_goes_on_under_other_engines_and_comes_from_them(
+def test_an_expert_parallel_run_continues_under_other_engines_and_comes_from_them(
     bench: Bench,
 ) -> None:
     """Runs on two ranks, under FSDP2, on four ranks in pairs that share the experts

@@ -57,7 +57,7 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcsd.parallel.state.FILE_BYTES", 20_000)
 
 
-def test_a_training_goes_on_to_the_last_bit_from_several_files(
+def test_a_training_continues_to_the_last_bit_from_several_files(
     tmp_path: Path, small_files: None
 ) -> None:
     model, optimizer = trained(2)

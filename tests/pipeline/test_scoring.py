@@ -328,7 +328,7 @@ def test_a_scorer_that_fails_once_is_asked_again(
 
 
 @pytest.mark.parametrize("step", few([3, 4], 1))
-def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_with_that_score(
+def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_continues_with_that_score(
     bench: Bench,
     metrics: dict[str, dict[str, Any]],
     by_code: Any,
@@ -370,7 +370,7 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_goes_on_wit
     )
 
 
-def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_goes_on(
+def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_continues(
     bench: Bench,
     metrics: dict[str, dict[str, Any]],
     by_code: Any,

@@ -122,7 +122,7 @@ def test_damaged_best_weights_are_never_left(
     assert f"taking those of step {left}, pass@1 {scores[left]:.4g}" in said
 
 
-def test_a_run_that_goes_on_finds_its_best_weights_damaged_and_has_others_beat_what_is_left(
+def test_a_run_that_continues_finds_its_best_weights_damaged_and_has_others_beat_what_is_left(
     tmp_path: Path,
     teacher: Any,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -18,7 +18,7 @@ from tests.reference.tiny import tiny_model
 from tests.support import make_bench
 
 
-def test_a_training_drops_counts_and_goes_on_with_the_same_capacity(
+def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_write_ends_both_in_the_same_step(
         1,
     ),
 )
-def test_a_run_that_is_killed_while_it_writes_goes_on_to_the_same_weights(
+def test_a_run_that_is_killed_while_it_writes_continues_to_the_same_weights(
     bench: Bench, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0

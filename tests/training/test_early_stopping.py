@@ -353,7 +353,9 @@ def test_what_is_scored_is_said_in_words() -> None:
 # ---- time
 
 
-def test_the_share_of_the_time_counts_preparation_and_goes_on_after_a_restart() -> None:
+def test_the_share_of_the_time_counts_preparation_and_continues_after_a_restart() -> (
+    None
+):
     now = [100.0]
     time = TimeSpent(clock=lambda: now[0])
     with time.scoring():

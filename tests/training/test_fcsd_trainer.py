@@ -483,7 +483,7 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step >= self.step
 
 
-def test_a_training_goes_on_to_the_weights_of_one_that_was_not_interrupted(
+def test_a_training_continues_to_the_weights_of_one_that_was_not_interrupted(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     whole = make("whole")
@@ -514,7 +514,7 @@ class Halving(TrainerCallback, ExportableState):
         return {"args": {"factor": self.factor}, "attributes": {"seen": self.seen}}
 
 
-def test_callbacks_go_on_with_the_state_that_they_had_in_the_checkpoint(
+def test_callbacks_continue_with_the_state_that_they_had_in_the_checkpoint(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     def callbacks() -> list[TrainerCallback]:

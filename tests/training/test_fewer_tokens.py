@@ -200,7 +200,7 @@ def settings(bench: Bench) -> dict[str, Any]:
 
 
 @pytest.mark.breadth
-def test_a_run_with_all_of_them_that_is_killed_goes_on_to_the_same_weights(
+def test_a_run_with_all_of_them_that_is_killed_continues_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = settings(bench)

@@ -82,7 +82,7 @@ def test_it_trains_the_adapters_that_a_recipe_trains_to_the_last_bit(
     assert any(".lora_" in name for name in trainer.model.state_dict())
 
 
-def test_adapters_go_on_from_a_checkpoint_to_the_same_weights_on_the_same_model(
+def test_adapters_continue_from_a_checkpoint_to_the_same_weights_on_the_same_model(
     bench: Bench,
 ) -> None:
     def model() -> Any:

@@ -168,7 +168,7 @@ def test_what_the_weights_do_not_depend_on_may_be_another(
 
 @pytest.mark.parametrize("step", [2, 3])
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
-def test_a_training_goes_on_for_more_steps_along_the_schedule_of_the_longer_one(
+def test_a_training_continues_for_more_steps_along_the_schedule_of_the_longer_one(
     first: Callable[..., FCSDTrainer],
     step: int,
     schedule: str,
@@ -199,7 +199,7 @@ def test_a_training_goes_on_for_more_steps_along_the_schedule_of_the_longer_one(
     assert whole.state.global_step == 8
 
 
-def test_a_training_goes_on_for_more_epochs(
+def test_a_training_continues_for_more_epochs(
     first: Callable[..., FCSDTrainer], tmp_path: Path
 ) -> None:
     epochs = {"max_steps": -1, "save_strategy": "epoch", "folder": tmp_path / "epochs"}

@@ -124,7 +124,7 @@ def die(*args: Any, **kwargs: Any) -> None:
     ),
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_wherever_a_run_is_killed_it_goes_on_to_the_same_weights(
+def test_wherever_a_run_is_killed_it_continues_to_the_same_weights(
     bench: Bench,
     whole: tuple[str, Any],
     tmp_path: Path,
@@ -215,7 +215,7 @@ def on_two_ranks(
 
 
 @pytest.mark.breadth
-def test_two_ranks_of_which_one_or_both_were_killed_go_on_to_the_same_weights(
+def test_two_ranks_of_which_one_or_both_were_killed_continue_to_the_same_weights(
     bench: Bench, tmp_path: Path
 ) -> None:
     assert [
@@ -271,7 +271,7 @@ def curve(bench: Bench, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", few(["a mixture", "a large source", "one source"], 1))
-def test_a_run_goes_on_at_its_row_and_reads_nothing_before_it(
+def test_a_run_continues_at_its_row_and_reads_nothing_before_it(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     read: list[int] = []
@@ -372,7 +372,7 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     assert error.count("\n") == 1 and "train.learning_rate: 0.001 -> 0.002" in error
 
 
-def test_a_run_says_where_it_goes_on_and_may_have_other_rows_in_a_forward_pass(
+def test_a_run_says_where_it_continues_and_may_have_other_rows_in_a_forward_pass(
     bench: Bench,
     never_killed: Bench,
     capsys: pytest.CaptureFixture[str],
@@ -538,7 +538,7 @@ def limited(call: Callable[[], int], size: int) -> int:
 @pytest.mark.parametrize(
     "size", [20_000, 150_000], ids=["in the weights", "in the optimiser"]
 )
-def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_goes_on_later(
+def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_run_continues_later(
     bench: Bench,
     never_killed: Bench,
     tmp_path: Path,
@@ -567,7 +567,7 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_written_is_one_line_and_the_r
     assert one == other
 
 
-def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_goes_on_later(
+def test_a_disk_that_is_full_while_the_model_is_written_is_one_line_and_the_run_continues_later(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["distill", str(bench.recipe("r"))]

@@ -249,7 +249,7 @@ def test_a_training_that_continues_in_its_second_epoch_reads_the_same_rows(
 
 
 @pytest.mark.breadth
-def test_two_ranks_go_on_in_the_second_epoch_to_the_same_weights(
+def test_two_ranks_continue_in_the_second_epoch_to_the_same_weights(
     bench: Bench, tmp_path: Path
 ) -> None:
     data = {"train": [{"path": str(bench.rows), "max_examples": 22}], "max_length": 32}

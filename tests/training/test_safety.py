@@ -183,7 +183,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_what_to_do(
     )
 
 
-def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_was_not_interrupted() -> (
+def test_a_guard_that_continues_from_its_state_decides_as_one_that_was_not_interrupted() -> (
     None
 ):
     settings = SafetyConfig(max_skipped_steps=1)
@@ -259,7 +259,7 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
 
 
 @pytest.mark.parametrize("helpers", [0, 1])
-def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_goes_on_to_the_same_weights(
+def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_continues_to_the_same_weights(
     tmp_path: Path, teacher: Any, helpers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # more than are trained on: a helper that reads ahead has not delivered them all,

@@ -174,7 +174,7 @@ def chosen(model: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_biases_that_differ_by_less_than_bfloat16_resolves_go_on_choosing_the_experts(
+def test_biases_that_differ_by_less_than_bfloat16_resolves_still_choose_the_experts(
     dtype: str, tmp_path: Path
 ) -> None:
     """The biases of GLM-5.2 lie between 6.82 and 7.06, where bfloat16 has steps of

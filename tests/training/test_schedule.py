@@ -69,7 +69,7 @@ def test_a_recipe_and_python_have_the_rates_by_hand(
 
 
 @pytest.mark.breadth
-def test_a_run_with_steps_that_was_killed_goes_on_to_the_same_weights(
+def test_a_run_with_steps_that_was_killed_continues_to_the_same_weights(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A milestone before the checkpoint at step 4, from which training continues, and

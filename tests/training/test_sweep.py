@@ -183,7 +183,7 @@ def test_it_leaves_a_ready_recipe(tmp_path: Path) -> None:
     assert ready.train.max_steps == 10
 
 
-def test_it_goes_on_where_it_was_cut_off(tmp_path: Path) -> None:
+def test_it_continues_where_it_was_cut_off(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         swept(recipe(), tmp_path, Runner(die_at=2))
     second = Runner()
@@ -347,7 +347,7 @@ def test_a_decay_that_has_no_room_in_the_fewer_steps_of_a_larger_batch_is_refuse
         Recipe.model_validate(raw)
 
 
-def test_a_candidate_goes_on_from_its_checkpoint_and_leaves_none(
+def test_a_candidate_continues_from_its_checkpoint_and_leaves_none(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At real sizes a candidate takes hours."""

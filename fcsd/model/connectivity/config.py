@@ -27,7 +27,7 @@ class ConnectivityConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _selection_can_be_read(self) -> "ConnectivityConfig":
+    def _check_selection(self) -> "ConnectivityConfig":
         try:
             parse_selection(self.layers)
             parse_mlp(self.mlp)

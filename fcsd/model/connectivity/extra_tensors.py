@@ -154,7 +154,7 @@ def keeping_extra_tensors(model: Any, folder: Path) -> Iterator[None]:
             # of an earlier model, which had more files
             (folder / INDEX).unlink(missing_ok=True)
     if reason:
-        _take_promises_back(folder, reason)
+        _remove_promises(folder, reason)
 
 
 def _pieces(model: Any, opened: contextlib.ExitStack) -> list[dict[str, _Piece]]:
@@ -282,7 +282,7 @@ def _write_shard(path: Path, shard: Mapping[str, _Piece]) -> None:
     write_safetensors(path, tensors, write)
 
 
-def _take_promises_back(folder: Path, reason: str) -> None:
+def _remove_promises(folder: Path, reason: str) -> None:
     generation = folder / "generation_config.json"
     settings = read_json(generation) if generation.is_file() else {}
     # transformers' generate would look for the layers

@@ -146,16 +146,16 @@ def _check_loadable(checkpoint: Checkpoint) -> None:
         raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
 
 
-def misread_here(checkpoint: Checkpoint, given: Any = None) -> str | None:
+def misread_here(checkpoint: Checkpoint, requested: Any = None) -> str | None:
     """Return why transformers would compute other weights on this machine than a
     checkpoint has; None: it does not.
 
-    given: the `quantization_config` that it is called with.
+    requested: the `quantization_config` that it is called with.
     """
     from fcsd.model.quantised.stored import why_misread
 
     quantisation = checkpoint.quantisation
-    if quantisation is None or not is_dequantised_here(checkpoint.config, given):
+    if quantisation is None or not is_dequantised_here(checkpoint.config, requested):
         return None
     reason = why_misread(checkpoint)
     return reason and f"{reason}; {dequantise_advice(quantisation)}"

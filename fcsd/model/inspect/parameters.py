@@ -58,14 +58,14 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     yielded before general ones.
     """
     # A tied head is the same parameter, which then counts as embeddings.
-    yield from _all("embeddings", model.get_input_embeddings())
-    yield from _all("lm_head", model.get_output_embeddings())
+    yield from _whole_module("embeddings", model.get_input_embeddings())
+    yield from _whole_module("lm_head", model.get_output_embeddings())
     for layer in decoder_layers(model, family):
         block = getattr(layer, family.moe)
         if is_one_of(block, family.moe_block):
             yield from _of_block(block, family)
-        yield from _all("dense_mlp", block)
-        yield from _all(
+        yield from _whole_module("dense_mlp", block)
+        yield from _whole_module(
             "shared_experts", getattr(layer, family.layer_shared or "", None)
         )
         for name, child in layer.named_children():
@@ -88,7 +88,7 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
 
 def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     for name in (family.block_shared, family.block_gate):
-        yield from _all("shared_experts", getattr(block, name or "", None))
+        yield from _whole_module("shared_experts", getattr(block, name or "", None))
     for name, parameter in block.named_parameters():
         # A norm of the experts' summed output is not one expert's.
         is_norm = parameter.ndim == 1 and "norm" in name
@@ -96,7 +96,7 @@ def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
         yield "routed_experts" if routed else "router", parameter, routed
 
 
-def _all(part: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
+def _whole_module(part: str, module: Any) -> Iterator[tuple[str, Any, bool]]:
     yield from (
         (part, parameter, False)
         for parameter in (module.parameters() if module is not None else ())

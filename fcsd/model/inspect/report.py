@@ -186,7 +186,7 @@ def _of_a_family(
         "reason": reason or problem,
         "connectivity": connectivity,
         "connectivity_keys": None if connectivity is None else keys,
-        "needs": _needs(raw, family),
+        "needs": _needed_to_run(raw, family),
         "layers": {
             "total": len(mask),
             "moe": [index for index, is_moe in enumerate(mask) if is_moe],
@@ -219,7 +219,7 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
             CONFIG_MAPPING[model_type], raw, model_type, source.where
         )
     text = config.get_text_config() if config is not None else SimpleNamespace(**raw)
-    total = _total(config) if config is not None else None
+    total = _count_largest(config) if config is not None else None
     num_layers = getattr(text, "num_hidden_layers", None)
     experts, per_token = expert_counts(text)
     return {
@@ -261,7 +261,7 @@ def _on_meta(build: Any, config: Any, source: Source) -> Any:
         ) from None
 
 
-def _total(config: Any) -> int | None:
+def _count_largest(config: Any) -> int | None:
     """Count the parameters of the largest model class that transformers has for a
     config; None if it has none.
     """
@@ -307,7 +307,7 @@ def _connectivity(
     return (field if field["layers"] else None), None
 
 
-def _needs(raw: Mapping[str, Any], family: Family) -> str | None:
+def _needed_to_run(raw: Mapping[str, Any], family: Family) -> str | None:
     """Return what is needed to run a model whose classes transformers lacks; None for
     all others.
     """

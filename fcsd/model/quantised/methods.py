@@ -194,13 +194,13 @@ def why_not_here(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def is_dequantised_here(config: Mapping[str, Any], given: Any = None) -> bool:
+def is_dequantised_here(config: Mapping[str, Any], requested: Any = None) -> bool:
     """Return whether transformers dequantises weights while it loads them on this
     machine.
 
-    given: the `quantization_config` that it is called with.
+    requested: the `quantization_config` that it is called with.
     """
-    if getattr(given, "dequantize", False):
+    if getattr(requested, "dequantize", False):
         return True
     try:
         quantizer = _quantizer_here(config)

@@ -230,7 +230,7 @@ class OverlappedEP(EPImplementation):
             token, exchange, dispatch.tokens, dispatch.num_tokens
         )  # type: ignore[no-any-return]
 
-    def _at_once(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _run_blocking(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the routed output (N, D); each exchange is waited for where it is launched."""
         # The same exchanges, with a port that leaves nothing in flight.
         port, self.port = self.port, replace(self.port, overlaps=(False, False))
@@ -250,7 +250,7 @@ class OverlappedEP(EPImplementation):
             )
         return self.experts_forward(rows, ids, weights)  # type: ignore[no-any-return]
 
-    def _dense(self, rows: Tensor) -> Tensor:
+    def _run_scaled(self, rows: Tensor) -> Tensor:
         """Compute what experts return that take the scaled tokens of every expert,
         (experts x N, D): only rows that are not zero are sent.
         """
@@ -259,7 +259,9 @@ class OverlappedEP(EPImplementation):
         chosen = (rows != 0).any(-1).nonzero().squeeze(-1)
         num_tokens = rows.shape[0] // (self.num_here * self.ep_mesh.size())
         experts = (chosen // num_tokens).unsqueeze(-1)
-        outputs = self._at_once(rows[chosen], experts, rows.new_ones(experts.shape))
+        outputs = self._run_blocking(
+            rows[chosen], experts, rows.new_ones(experts.shape)
+        )
         return torch.zeros_like(rows).index_copy(0, chosen, outputs)
 
     def __call__(
@@ -272,8 +274,8 @@ class OverlappedEP(EPImplementation):
         if self.has_rows:
             return self._experts(hidden_states, top_k_index, top_k_weights)
         if self.scaled:
-            return self._dense(hidden_states)
-        return self._at_once(hidden_states, top_k_index, top_k_weights)
+            return self._run_scaled(hidden_states)
+        return self._run_blocking(hidden_states, top_k_index, top_k_weights)
 
 
 def _of_rows(experts: Any, rows: Tensor, ids: Tensor) -> Tensor:

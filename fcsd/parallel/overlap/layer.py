@@ -189,7 +189,9 @@ class LayerRuntime:
                 )
             overrides[family.moe] = block
             if family.layout == "pre_norm":
-                overrides[family.mlp_norm] = lambda h: _noted(rewired, h, run.m)
+                overrides[family.mlp_norm] = lambda h: _note_attention(
+                    rewired, h, run.m
+                )
         with attention_cut:
             out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
@@ -211,7 +213,7 @@ def _outdated(rewired: LayerPass) -> Any:
     return rewired.norm(family.mlp_norm, rewired.kept(0, stream))
 
 
-def _noted(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:
+def _note_attention(rewired: LayerPass, after_attention: Tensor, m: Any) -> Any:
     rewired.after_attention = after_attention
     return m
 
@@ -367,10 +369,10 @@ def output_is_read(module: nn.Module) -> bool:
     """Return whether a hook reads a module's output. FSDP2's hooks do not, those of
     transformers only while hidden states are collected.
     """
-    return any(_reads(hook) for hook in module._forward_hooks.values())
+    return any(_hook_reads_output(hook) for hook in module._forward_hooks.values())
 
 
-def _reads(hook: Any) -> bool:
+def _hook_reads_output(hook: Any) -> bool:
     if getattr(hook, "__module__", "").startswith("torch.distributed.fsdp"):
         return False
     if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":

@@ -120,7 +120,7 @@ def from_trace(
     `link`; every other kernel that is not communication is computation. In a trace
     without, gloo's annotations are the communication, exposed while the host waits.
     """
-    events, busy, kernels = _read(trace, link)
+    events, busy, kernels = _read_trace(trace, link)
     labels: dict[Any, tuple[str, str]] = {}
     computing = None
     waits: list[Interval] = []
@@ -161,7 +161,7 @@ def timeline(
     """Return when a traced step computed and when its link was busy, in ms from its
     start.
     """
-    events, busy, kernels = _read(trace, link)
+    events, busy, kernels = _read_trace(trace, link)
     if kernels:
         # Kernels of the link are not computation.
         names = {event["name"] for event in busy}
@@ -192,7 +192,7 @@ def timeline(
     }
 
 
-def _read(
+def _read_trace(
     trace: str | Path | Sequence[dict[str, Any]], link: str
 ) -> tuple[list[Any], list[Any], list[Any]]:
     """Return a trace's events, those that keep the link busy, and its kernels."""

@@ -116,7 +116,7 @@ def estimate(
         "time": _time(job, seconds[1], step_s),
         "tokens": _tokenizing(training.data_tokens),
         "totals": [
-            *_before(recipe, hardware, pretrain, variant),
+            *_pretraining_rows(recipe, hardware, pretrain, variant),
             *_written(of_original),
             *([] if pretrain else _calibration(recipe, variant, job)),
             *_totals(
@@ -351,7 +351,7 @@ def _cache(recipe: Recipe, job: Job) -> dict[str, int] | None:
     }
 
 
-def _before(
+def _pretraining_rows(
     recipe: Recipe, hardware: Hardware, pretrain: bool, variant: str | None
 ) -> list[dict[str, Any]]:
     """Return the row of the pre-training, with which a full run of the recipe starts."""

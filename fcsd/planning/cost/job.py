@@ -65,7 +65,7 @@ class Hardware(Strict):
 
     @field_validator("mfu", mode="before")
     @classmethod
-    def _range(cls, value: Any) -> Any:
+    def _parse_range(cls, value: Any) -> Any:
         """Read `0.1-0.25` or `0.2`."""
         if not isinstance(value, str):
             return value
@@ -79,7 +79,9 @@ class Hardware(Strict):
 
     @field_validator("mfu")
     @classmethod
-    def _rises(cls, value: tuple[float, float] | None) -> tuple[float, float] | None:
+    def _check_range(
+        cls, value: tuple[float, float] | None
+    ) -> tuple[float, float] | None:
         if value is not None and not 0 < value[0] <= value[1] <= 1:
             raise ValueError(
                 f"{value[0]:g}-{value[1]:g}: a range such as 0.1-0.25, within 0 and 1"

@@ -67,7 +67,7 @@ class Times(Strict):
     slowdown: float | None = Field(None, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
-    def _has_what_its_phase_needs(self) -> "Times":
+    def _check_fields(self) -> "Times":
         if self.phase == "train" and not self.exchanges:
             raise ValueError("exchanges: a training step needs at least one")
         if self.phase == "train" and not self.communication_s == self.overlap is None:
@@ -94,7 +94,7 @@ class Times(Strict):
         return self
 
     @model_validator(mode="after")
-    def _computes_what_it_hides(self) -> "Times":
+    def _check_seconds(self) -> "Times":
         sent = self.communication_s or sum(
             exchange.seconds for exchange in self.exchanges
         )
@@ -138,7 +138,7 @@ def measured_times(times: Times, planned: Planned) -> dict[str, Any]:
         planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     )
     if times.phase != "train":
-        return _served(times, planned, slowdown)
+        return _server_times(times, planned, slowdown)
     _check_layers(times, planned.rewired(), planned.work.moe)
     # An exchange stays exposed if the plan computes nothing during it, whatever its
     # measured window.
@@ -187,7 +187,7 @@ def measured_times(times: Times, planned: Planned) -> dict[str, Any]:
     }
 
 
-def _served(times: Times, planned: Planned, slowdown: float) -> dict[str, Any]:
+def _server_times(times: Times, planned: Planned, slowdown: float) -> dict[str, Any]:
     assert times.communication_s is not None
     # The roofline gives the windows and the split of the communication; the seconds are
     # measured.

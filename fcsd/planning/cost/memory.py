@@ -101,7 +101,7 @@ def memory_parts(
         "activations": sum(n for kind, n in moving.items() if kind != "loss"),
         "loss": moving.get("loss", 0),
     }
-    coming_and_going = parts["activations"] + parts["loss"]
+    temporary_bytes = parts["activations"] + parts["loss"]
     # These parts are also allocated and freed, so they are subject to fragmentation
     # too.
     temporary_parts = (
@@ -109,8 +109,8 @@ def memory_parts(
         "gradients being reduced",
         "teacher hidden states",
     )
-    coming_and_going += sum(parts.get(name, 0) for name in temporary_parts)
-    parts["fragmentation"] = int(FRAGMENTATION * coming_and_going)
+    temporary_bytes += sum(parts.get(name, 0) for name in temporary_parts)
+    parts["fragmentation"] = int(FRAGMENTATION * temporary_bytes)
     parts["GPU context"] = CONTEXT_BYTES
     return {name: number for name, number in parts.items() if number}
 

@@ -204,7 +204,7 @@ def trace_layers(
     windows = attention_windows(config)
     layers = {
         k: replace(
-            _read(stack[k], family, k, flops, records[k], rows),
+            _layer_work(stack[k], family, k, flops, records[k], rows),
             in_window=_in_window(windows[k] if k < len(windows) else None, num_tokens),
         )
         for k in records
@@ -390,7 +390,7 @@ def _core(tracker: Tracker, records: dict[int, _Seen]) -> Interposed:
     return Interposed(core)
 
 
-def _read(
+def _layer_work(
     layer: Any,
     family: Family,
     k: int,

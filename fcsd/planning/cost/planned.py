@@ -327,16 +327,16 @@ def _with_all_reduces(planned: Planned) -> Planned:
     """Return a plan of tensor-parallel ranks with the ranges of an all-reduce of its
     tokens: published, unless the cluster's file has its own time.
     """
-    given, ranges = planned.machine.values, {}
+    values, ranges = planned.machine.values, {}
     for name, way in ALL_REDUCES.items():
         if planned.settings.phase != "train" and planned.tensor_parallel > 1:
             low, typical, high = planned.roofline.published_us(planned.work, way)
             # Published times of other machines say nothing about a measured one.
-            if name in given:
-                low = typical = high = given[name]
-            if name in given or low < high:
+            if name in values:
+                low = typical = high = values[name]
+            if name in values or low < high:
                 ranges[name] = (low, typical, high)
-        elif name in given:
+        elif name in values:
             raise UserError(
                 f"assumptions.{name}: only tensor-parallel ranks of a server (--tp 2 or"
                 " more) all-reduce; leave it out"

@@ -43,8 +43,8 @@ def _parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
             [
                 row["change"],
                 size(row["total_bytes"]),
-                _yes(row["fits"]),
-                _yes(row["supported"]),
+                _yes_or_no(row["fits"]),
+                _yes_or_no(row["supported"]),
             ]
             for row in facts["changes"]
         ]
@@ -266,7 +266,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def _yes(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "no"
 
 
@@ -288,7 +288,7 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
             [
                 row["value"],
                 str(row["settings"]["num_gpus"]),
-                "-" if memory is None else _yes(memory["fits"]),
+                "-" if memory is None else _yes_or_no(memory["fits"]),
                 _times_as_fast(row["expected_over_exact"]),
                 f"{times['over_exact']:.3f}",
                 f"{times['speed_up']:.3f}",
@@ -301,13 +301,13 @@ def sweep_table(facts: Mapping[str, Any]) -> str:
             ]
         )
     # Measured for one number of tokens, which a sweep may change.
-    given = [
+    constant = [
         name
         for name in ALL_REDUCES
         if name in facts["assumptions"] and facts["swept"] in ("batch", "length", "tp")
     ]
-    if given:
-        notes.append(f"every row has the same {' and '.join(given)}, as given")
+    if constant:
+        notes.append(f"every row has the same {' and '.join(constant)}, as given")
     seconds = f"{_DURATIONS[facts['phase']]}, ms"
     table = markdown(
         [
@@ -489,7 +489,7 @@ def _kernels(facts: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _mostly(facts: Mapping[str, Any]) -> str:
+def _main_assumption(facts: Mapping[str, Any]) -> str:
     """Name the assumption on which the gain hangs most, with its range."""
     row = next(r for r in facts["sensitivity"] if r["name"] == facts["hangs_on"])
     low, high = row["range"]
@@ -565,14 +565,14 @@ def _notes(facts: Mapping[str, Any]) -> Iterator[str]:
             f" are {low:g} to {high:g} times the planned ones (longest for"
             " DeepSeek-V3 on MI300X). Longer steps hide the same communication: expect"
             f" {least:.1%} to {most:.1%} over regular blocks, mostly by"
-            f" {_mostly(facts)}. With measured times (--measured) the gain is"
+            f" {_main_assumption(facts)}. With measured times (--measured) the gain is"
             " f v / (1 - f v)"
         )
     elif facts["upper_bound"]:
         (least, most), (low, high) = facts["expected_gain"], facts["over_prediction"]
         yield (
             f"EXPECTED GAIN: {least:.1%} to {most:.1%} over regular blocks, at the ends"
-            f" of the assumptions (mostly by {_mostly(facts)}) or with slower kernels"
+            f" of the assumptions (mostly by {_main_assumption(facts)}) or with slower kernels"
             " than planned; planned gains in the time to the"
             f" first token were {low:g} to {high:g} times those that the FarSkip paper"
             " measured. With measured times (--measured) the gain is f v / (1 - f v)"

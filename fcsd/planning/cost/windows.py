@@ -24,7 +24,7 @@ class Windows(Strict):
     combine_s: list[NonNegativeFloat]
 
     @model_validator(mode="after")
-    def _has_both_of_each_layer(self) -> "Windows":
+    def _check_lengths(self) -> "Windows":
         if not len(self.layers) == len(self.dispatch_s) == len(self.combine_s):
             raise ValueError(
                 "dispatch_s and combine_s need one number per layer of `layers`"

@@ -171,13 +171,13 @@ def greedy(
         added: tuple[Half, ...] = (best,)
         if known[best][0] <= 0:
             cheapest = sorted(left, key=lambda half: known[half][1])
-            added = _together(cheapest, chosen, seconds)
+            added = _halves_that_save_together(cheapest, chosen, seconds)
         if not added:
             return
         yield added
         chosen |= set(added)
         left = [half for half in left if half not in added]
-        known = {half: known[half] for half in left if not _near(half, added)}
+        known = {half: known[half] for half in left if not _are_near(half, added)}
 
 
 def _rank(
@@ -189,7 +189,7 @@ def _rank(
     return True, False, worth / price, worth, layer
 
 
-def _near(half: Half, added: Sequence[Half]) -> bool:
+def _are_near(half: Half, added: Sequence[Half]) -> bool:
     """Tell whether an added half may change what another one is worth or costs: their
     layers are next to each other or have one layer between them.
     """
@@ -199,7 +199,7 @@ def _near(half: Half, added: Sequence[Half]) -> bool:
     )
 
 
-def _together(
+def _halves_that_save_together(
     cheapest: Sequence[Half], chosen: Halves, seconds: Callable[[Halves], float]
 ) -> tuple[Half, ...]:
     """Return the first halves that save time together, where none does alone; none where

@@ -56,7 +56,7 @@ class Study(ModelStudy):
     }
 
     @model_validator(mode="after")
-    def _measures_something(self) -> "Study":
+    def _check_sides_and_tasks(self) -> "Study":
         if self.text is None and not self.tasks:
             raise ValueError(
                 "there is nothing to measure: give a task of the suite (--task), or a"

@@ -537,7 +537,7 @@ def read_study(folder: Path) -> dict[str, Any]:
             f"{folder}: no layers.json; this is not a folder that `fcsd layers` wrote"
         )
     check_outputs(folder, "layers.json")
-    study = _read(folder / "layers.json")
+    study = _read_layers_file(folder / "layers.json")
     if not (folder / "manifest.json").is_file():
         raise UserError(
             f"{folder}: the study is not finished; run the same `fcsd layers` command"
@@ -553,7 +553,7 @@ def _points_so_far(
     """Return the points that a killed study has measured, and its layers of attention
     alone; none if the file was changed since, or is that of another study.
     """
-    study = _read(path)
+    study = _read_layers_file(path)
     try:
         check_seal(path, study, "fcsd measures its points again", identity)
     except UserError as error:
@@ -562,7 +562,7 @@ def _points_so_far(
     return list(study["points"]), list(study.get("attention", []))
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_layers_file(path: Path) -> dict[str, Any]:
     study = read_json(path)
     version = study.get("schema_version") if isinstance(study, Mapping) else None
     if version != SCHEMA_VERSION:

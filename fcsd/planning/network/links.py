@@ -69,8 +69,8 @@ class PhaseLinks(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _hops_are_composed(cls, value: Any) -> Any:
-        return _composed(value) if isinstance(value, dict) else value
+    def _compose_hops(cls, value: Any) -> Any:
+        return _with_edges_of_hops(value) if isinstance(value, dict) else value
 
 
 class Ports(Strict):
@@ -97,7 +97,7 @@ class LinkModel(Strict):
     ports: Ports
 
     @model_validator(mode="after")
-    def _square_and_not_negative(self) -> "LinkModel":
+    def _check_matrices(self) -> "LinkModel":
         size = len(self.endpoints)
         if len(set(self.endpoints)) != size:
             raise ValueError("endpoints: a name is given twice")
@@ -198,7 +198,7 @@ def write_links(path: str | Path, links: LinkModel) -> None:
     write_sealed(Path(path), links.model_dump(mode="json"))
 
 
-def _composed(phase: dict[str, Any]) -> dict[str, Any]:
+def _with_edges_of_hops(phase: dict[str, Any]) -> dict[str, Any]:
     """Replace the edges of a phase that are given by their hops, as `compose` does;
     other faults are left to the validation.
     """

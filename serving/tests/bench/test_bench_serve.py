@@ -274,7 +274,7 @@ def test_rows_take_turns_and_the_table_has_the_medians_over_the_rounds(
     assert place.calls() == calls
 
 
-def test_a_benchmark_whose_server_fails_says_why_and_goes_on_where_it_was(
+def test_a_benchmark_whose_server_fails_says_why_and_continues_where_it_was(
     place: Place, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = place.words("--rows=stock,farskip_overlapped", "--rounds=2")

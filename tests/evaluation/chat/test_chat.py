@@ -256,7 +256,7 @@ def test_commands_that_do_not_exist_and_empty_lines_are_no_turns(
     assert speaker.messages == []
 
 
-def test_a_conversation_that_is_too_long_is_refused_and_goes_on_after_reset(
+def test_a_conversation_that_is_too_long_is_refused_and_continues_after_reset(
     base_checkpoint: Path,
 ) -> None:
     speaker = load_speaker(str(base_checkpoint))
@@ -368,7 +368,7 @@ def test_a_reply_that_is_stopped_ends_long_before_its_limit(
     whole.stop()
 
 
-def test_ctrl_c_ends_the_reply_and_the_chat_goes_on(
+def test_ctrl_c_ends_the_reply_and_the_chat_continues(
     base_checkpoint: Path, tmp_path: Path
 ) -> None:
     """The command on a terminal of its own."""

@@ -175,7 +175,7 @@ def own(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_nearly_right_programs_for_our_own_problems_are_judged_as_evalplus_judges_them(
+def test_nearly_right_programs_for_our_own_problems_are_graded_as_evalplus_grades_them(
     scorer: CodeScorer, own: dict[str, tuple[Problem, dict[str, Any]]], name: str
 ) -> None:
     compared(scorer, *own[name])
@@ -183,7 +183,7 @@ def test_nearly_right_programs_for_our_own_problems_are_judged_as_evalplus_judge
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("task_id", PROBLEMS)
-def test_nearly_right_programs_are_judged_as_evalplus_judges_them(
+def test_nearly_right_programs_are_graded_as_evalplus_grades_them(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]], task_id: str
 ) -> None:
     compared(scorer, *rows[task_id])
@@ -209,7 +209,7 @@ def compared(scorer: CodeScorer, problem: Problem, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.real_data
-def test_programs_that_do_not_end_are_judged_alike(
+def test_programs_that_do_not_end_are_graded_alike(
     scorer: CodeScorer, rows: dict[str, tuple[Problem, dict[str, Any]]]
 ) -> None:
     problem, row = rows["HumanEval/2"]

@@ -194,7 +194,7 @@ def test_the_examiner_is_not_in_reach(scorer: CodeScorer, body: str) -> None:
     attack(scorer, f"import os, ctypes\nl = ctypes.CDLL(None)\n{body}")
 
 
-def test_threads_that_go_on_after_the_answer_do_not_reach_the_next_program(
+def test_threads_that_continue_after_the_answer_do_not_reach_the_next_program(
     scorer: CodeScorer,
 ) -> None:
     code = """

@@ -157,7 +157,7 @@ def test_an_escape_that_python_warns_of_is_no_error() -> None:
     assert sanitised(f"```python\n{program}\n```", "mean") == program
 
 
-def test_a_base_models_completion_goes_on_from_the_head_of_the_function(
+def test_a_base_models_completion_continues_from_the_head_of_the_function(
     tmp_path: Path,
 ) -> None:
     row = humaneval_row(0) | {

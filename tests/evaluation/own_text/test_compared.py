@@ -162,7 +162,7 @@ def test_another_original_seed_or_length_is_not_compared(
         )
 
 
-def test_an_evaluation_that_was_killed_goes_on_to_the_same_samples(
+def test_an_evaluation_that_was_killed_continues_to_the_same_samples(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends in the second task, and in the middle of the first one."""

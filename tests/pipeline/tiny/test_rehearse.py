@@ -346,7 +346,7 @@ def test_every_recipe_of_a_trace_runs_at_tiny_size(path: Path, tmp_path: Path) -
 
 
 @pytest.mark.breadth
-def test_the_eleven_benchmarks_judge_a_rehearsal(tmp_path: Path) -> None:
+def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     path = data_dir("recipes") / "qwen3-30b-a3b" / "distill.yaml"
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)

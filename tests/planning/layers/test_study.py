@@ -401,7 +401,7 @@ def test_task_points_are_what_evaluate_gives(tasks: Path, tmp_path: Path) -> Non
         assert point["values"] == {"tiny_choice": expected}
 
 
-def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
+def test_a_task_evaluated_again_draws_the_same_examples(tasks: Path) -> None:
     suite = load_suite("tiny")
     row = next(row for row in suite.tasks if row.task == "tiny_choice")
     suite = suite.model_copy(
@@ -419,7 +419,7 @@ def test_a_task_judged_again_draws_the_same_examples(tasks: Path) -> None:
 
 
 @pytest.mark.parametrize("num_kept", [3, 0])
-def test_a_killed_study_goes_on_and_ends_with_the_same_bytes(
+def test_a_killed_study_continues_and_ends_with_the_same_bytes(
     model: Path,
     text: Path,
     finished: Path,

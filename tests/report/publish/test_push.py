@@ -239,7 +239,7 @@ def test_a_dry_run_without_a_name_is_written_beside_the_folder(
 
 
 @pytest.mark.breadth
-def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
+def test_with_hf_xet_a_push_that_is_killed_in_the_middle_continues_from_there(
     hub: Hub, tmp_path: Path
 ) -> None:
     """With the users' settings, hf_xet sends blocks of 64 MB, and records now and then
@@ -308,7 +308,7 @@ def test_with_hf_xet_a_push_that_is_killed_in_the_middle_goes_on_from_there(
                 and TOKEN.encode() in file.read_bytes()]  # fmt: skip
 
 
-def test_a_broken_upload_goes_on_where_it_stopped(
+def test_a_broken_upload_continues_where_it_stopped(
     hub: Hub,
     checkpoint: Path,
     capsys: pytest.CaptureFixture[str],

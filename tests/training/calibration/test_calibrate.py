@@ -732,7 +732,7 @@ def change_byte(file: Path, place: int) -> None:
     file.write_bytes(data)
 
 
-def test_a_tensor_that_a_calibration_has_not_come_to_is_the_originals_when_it_goes_on(
+def test_a_tensor_that_a_calibration_has_not_come_to_is_the_originals_when_it_continues(
     base: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(base, tmp_path / "copy")

@@ -354,7 +354,7 @@ def test_the_biases_move_once_a_step_and_a_checkpoint_holds_them_as_they_are_beh
     assert logged["load_max_over_mean"] == pytest.approx(busiest)
 
 
-def test_a_training_that_goes_on_at_the_end_of_an_epoch_ends_as_one_that_was_not_interrupted(
+def test_a_training_that_continues_at_the_end_of_an_epoch_ends_as_one_that_was_not_interrupted(
     tmp_path: Path,
 ) -> None:
     whole, _ = biased_trainer(tmp_path / "whole", 4, max_steps=8, save_steps=4)
@@ -386,7 +386,7 @@ def test_a_step_that_is_skipped_moves_no_bias(tmp_path: Path) -> None:
     assert watch.untouched == [True] * 5
 
 
-def test_a_run_that_was_ended_goes_on_with_its_biases(
+def test_a_run_that_was_ended_continues_with_its_biases(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")

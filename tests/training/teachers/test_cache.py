@@ -256,7 +256,7 @@ def test_two_ranks_fill_one_cache_and_train_on_it_as_one_does(bench: Bench) -> N
     assert losses(bench, "r") == pytest.approx(losses(bench, "live"), rel=1e-3)
 
 
-def test_a_cache_whose_making_was_killed_is_refused_and_goes_on_with_what_is_missing(
+def test_a_cache_whose_making_was_killed_is_refused_and_continues_with_what_is_missing(
     bench: Bench,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -324,7 +324,7 @@ def test_the_disk_is_asked_for_exactly_the_rows_of_a_batch(
 
 
 @pytest.mark.breadth
-def test_a_killed_training_on_a_cache_goes_on_to_the_same_weights(
+def test_a_killed_training_on_a_cache_continues_to_the_same_weights(
     bench: Bench, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = {"train": TRAIN | {"save_steps": 2}}

@@ -220,7 +220,7 @@ def test_a_run_leaves_the_adapter_and_the_model_with_the_adapter_merged(
 
 
 @pytest.mark.breadth
-def test_a_killed_lora_run_goes_on_to_the_same_weights_from_checkpoints_of_adapters_only(
+def test_a_killed_lora_run_continues_to_the_same_weights_from_checkpoints_of_adapters_only(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {
