@@ -263,7 +263,7 @@ def check_outputs(folder: Path, *names: str) -> None:
 
 def check_checkpoint(folder: Path) -> None:
     """Compare a checkpoint with the record that its stage, the command that wrote it, or
-    its publication has of its weights and files. One of which nothing is noted passes.
+    its publication has of its weights and files. A file without a recorded hash passes.
 
     Raises:
         UserError: as `check_outputs`.

@@ -38,7 +38,7 @@ def tokenized_texts(
 
 
 def _put_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Return the tokens that go before a text, and those after it, of which the last is
+    """Return the tokens that go before a text, and those after it, the last of which is
     the end-of-sequence token.
     """
     # The tokenizer shows them around a letter.

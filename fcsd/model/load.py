@@ -73,7 +73,7 @@ class ModelFolder:
 
     @cached_property
     def vocab_size(self) -> int | None:
-        """The number of rows of its embeddings, of which a tokenizer may use fewer; None
+        """The number of rows of its embeddings; a tokenizer may use fewer; None
         if the config does not say.
         """
         config = read_checkpoint_json(self.folder / CONFIG)

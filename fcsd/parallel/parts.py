@@ -107,8 +107,8 @@ def _parts(model: nn.Module, optimizer: Any | None, ranks: Ranks) -> Iterator[Pa
 
 
 def first_row(parameter: Any) -> int:
-    """Return the first of this rank's rows: FSDP2 shards by rows, of which the last
-    ranks have fewer.
+    """Return the first of this rank's rows: FSDP2 shards by rows; the last ranks may
+    have fewer.
     """
     mesh, rows = parameter.device_mesh, parameter.shape[0]
     *outer, index = mesh.get_coordinate()
@@ -137,8 +137,8 @@ def begin_in_float32(model: nn.Module, optimizer: Any, ranks: Ranks) -> None:
 
 
 def compute_with(parts: list[Part], optimizer: Any | None) -> None:
-    """Let an engine compute with the values that were written to its parts, of which
-    ZeRO-3 has copies. All ranks call this.
+    """Let an engine compute with the values that were written to its parts; ZeRO-3 has
+    copies of them. All ranks call this.
     """
     if optimizer is None or not parts or not hasattr(parts[0].parameter, "ds_id"):
         return

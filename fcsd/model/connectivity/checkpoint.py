@@ -455,7 +455,8 @@ def read_config(
 
 
 def check_model_types(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError where a config or a section of it has a `model_type` that is no text."""
+    """Raise UserError where a config or a section of it has a `model_type` that is not
+    text."""
     # transformers builds a section (`text_config`) as its own type says.
     sections = [
         ("", config),

@@ -224,8 +224,9 @@ class LayerPass:
         return out
 
     def normed_stream(self, x: torch.Tensor) -> torch.Tensor:
-        """Return in_norm of a stream, which is made once for all that read it; not so
-        with gradients, whose sum would be another."""
+        """Return in_norm of a stream, computed once for all its readers; with gradients
+        each computes it, because one gradient for all would be summed in another
+        order."""
         if x is self.o and self.normed is not None and not torch.is_grad_enabled():
             return self.normed
         return self.norm(self.family.in_norm, x)

@@ -515,8 +515,8 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
 
 
 def _refuse_without_word(checkpoint: Checkpoint, has_quantised: bool) -> None:
-    """Refuse weights that do not fit a plain model because they are quantised, of which
-    no file says how.
+    """Refuse weights that do not fit a plain model because they are quantised in a way
+    that no file states.
     """
     if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
         raise quantised_without_word(

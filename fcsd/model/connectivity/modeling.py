@@ -157,8 +157,8 @@ _MODEL = """class FarSkip{name}({name}):
 
 
 def _embedded(file: str) -> str:
-    """Return the text of a file here without its imports from fcsd, whose definitions
-    precede it.
+    """Return the text of a file here without its imports from fcsd; the imported
+    definitions precede it.
     """
     text = (Path(__file__).parent / file).read_text(encoding="utf-8")
     return re.sub(r"^from fcsd\..*\n", "", text, flags=re.MULTILINE)

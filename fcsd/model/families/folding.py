@@ -46,7 +46,8 @@ class Folding:
     """Branches that are followed by a norm, a convolution or a gate per channel. In a
     family that is not additive, the MoE blocks are closed as well."""
     mlp_factor: str | None = None
-    """Attribute of the layer: factor on the MLP's output, if it is no `residual_multiplier`."""
+    """Attribute of the layer: factor on the MLP's output, unless it is
+    `residual_multiplier`."""
     routed_factor: str | None = None
     """Attribute of the MoE block: factor on the output of its experts."""
 

@@ -54,7 +54,7 @@ def count_parameters(
 def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     """Yield parts, parameters and whether a parameter belongs to routed experts.
 
-    A parameter may come several times, of which the first counts: specific parts are
+    A parameter may come several times, and counts the first time: specific parts are
     yielded before general ones.
     """
     # A tied head is the same parameter, which then counts as embeddings.

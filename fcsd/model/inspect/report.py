@@ -240,8 +240,8 @@ def _of_another_family(raw: Mapping[str, Any], source: Source) -> dict[str, Any]
 
 
 def _reason(error: UserError) -> str:
-    """Return the error's reason without its list of the families that can be converted,
-    of which there are dozens.
+    """Return the error's reason without its long list of the families that can be
+    converted.
     """
     text = re.split(
         r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error)

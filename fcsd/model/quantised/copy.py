@@ -144,7 +144,7 @@ def _begin(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
 
 
 class Rows:
-    """A tensor in a file, of which rows are read: not mapped, so that they do not stay
+    """A tensor in a file that is read by rows: not mapped, so that they do not stay
     in memory.
     """
 

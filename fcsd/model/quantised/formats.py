@@ -53,7 +53,7 @@ packed them.
 """
 
 Slices = Mapping[str, Any]
-"""Part of a weight -> its tensor in a file, of which `[begin:end]` is read."""
+"""Part of a weight -> its tensor in a file, read as `[begin:end]`."""
 
 
 Block = tuple[int, int] | None
@@ -77,7 +77,7 @@ def scaled(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
 
 
 def packed_integers(parts: Slices, begin: int, end: int, block: Block) -> Tensor:
-    """Return rows of integers of which several lie in an int32, the first in its lowest
+    """Return rows of integers, several of them in each int32, the first in its lowest
     bits, times their scales.
     """
     num_columns = int(parts["shape"][:][1])
@@ -137,8 +137,7 @@ def e2m1(packed: Tensor) -> Tensor:
 
 
 def bits_of(num_packed: int, num_columns: int) -> int:
-    """Return how many bits an integer has of which `num_columns` lie in `num_packed`
-    int32.
+    """Return the bits of an integer if `num_columns` of them lie in `num_packed` int32.
 
     Raises:
         UserError: none of the numbers of bits that are known.

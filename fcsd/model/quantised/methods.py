@@ -18,7 +18,7 @@ from fcsd.base.files import read_json
 
 FIELD = "quantization_config"
 DEQUANTISED = ("fp8", "mxfp8", "mxfp4", "compressed-tensors", "modelopt")
-"""Methods of which `fcsd dequantize` knows the tensors."""
+"""Methods that `fcsd dequantize` can decode."""
 MODELOPT = "hf_quant_config.json"
 _NOT_LOADED = {
     "nvfp4": (

@@ -7,7 +7,7 @@ Values and scales of a weight w are those of transformers' `Fp8Quantize`, in flo
 
 Activations are not in the files: engines quantise them as they come (`dynamic`).
 
-Not covered: experts in one tensor for all (gpt-oss, Llama 4), of which engines read no
+Not covered: experts in one tensor for all (gpt-oss, Llama 4), for which engines read no
 such scales; other formats; a run in an engine, which needs a GPU.
 """
 

@@ -107,7 +107,7 @@ def missing_tensors(
 
 
 def quantised_without_word(folder: Path, name: str, dtype: str) -> UserError:
-    """Return the error of quantised weights of which no file says how to read them."""
+    """Return the error of quantised weights that no file says how to read."""
     return UserError(
         f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither"
         f" {FIELD} in {CONFIG} nor {MODELOPT} says how; fetch the config again"

@@ -152,7 +152,8 @@ def attach_loaded(model: Any, distributed_config: Any) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Give every layer its plain rewired forward pass back, whose exchanges block."""
+    """Give every layer back its plain rewired forward pass, which waits for its
+    exchanges."""
     for module in model.modules():
         module.__dict__.pop("farskip_runtime", None)
 

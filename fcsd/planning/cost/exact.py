@@ -235,7 +235,7 @@ def _steps(roofline: Roofline, work: ModelWork, ranks: int) -> list[Seconds]:
 
 @dataclass(frozen=True)
 class _Training:
-    """The passes of a planned training's micro-batches, of which schedules are made.
+    """The passes of a planned training's micro-batches, from which schedules are made.
     step: of the stage that takes longest.
     """
 

@@ -279,8 +279,8 @@ class Roofline:
 
         Weights are gathered in the dtype of the computation and gradients are reduced
         in the dtype of the update, layer by layer: those of experts among the ranks
-        that have the same experts, everything else among all `ranks`, of which
-        tensor-parallel ones have a part. The head stays gathered for the backward pass.
+        that have the same experts, everything else among all `ranks`; tensor-parallel
+        ones have a part. The head stays gathered for the backward pass.
         reduced: bytes per element of a gradient.
         """
         same, split = ranks // expert_parallel, self.tensor_parallel
@@ -429,7 +429,7 @@ class Roofline:
 
     def published_us(self, model: ModelWork, way: Way) -> tuple[float, float, float]:
         """Return the least, typical and most microseconds of an all-reduce: published
-        ones; between nodes, and on GPUs of which there are none, three times those of
+        ones; between nodes, and on GPUs without published times, three times those of
         latency and rates.
         """
         ranks, machine = self.tensor_parallel, self.machine

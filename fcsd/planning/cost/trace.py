@@ -102,8 +102,8 @@ def trace_step(
     build: makes the regular model; called on the meta device, and once more for the
     teacher. rewire, adapt: give the student its connectivity, and a LoRA student its
     adapters, in place. layers: returns the layers of a model. progress: called after
-    every layer's forward pass. subject: the traced step, named in the error for a model
-    whose code needs data.
+    every layer's forward pass. subject: the traced step, named in the error about a
+    model that needs data to run.
     """
     tracker = Tracker()
     interposed = _fused(tracker)
