@@ -46,11 +46,8 @@ def transformer_config(source: Source, **options: Any) -> TransformerConfig:
             parallel_state.get_expert_model_parallel_world_size()
         ),
     }
-    cls = (
-        MLATransformerConfig
-        if source.settings.get("multi_latent_attention")
-        else TransformerConfig
-    )
+    latent = source.settings.get("multi_latent_attention")
+    cls = MLATransformerConfig if latent else TransformerConfig
     fields: dict[str, Any] = {**source.settings, **groups, **options}
     if fields["pipeline_model_parallel_size"] > 1:
         # or Megatron complains first

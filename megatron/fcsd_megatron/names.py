@@ -42,11 +42,8 @@ def pieces_of(config: Any, mask: Sequence[bool]) -> dict[str, Piece]:
         "decoder.final_layernorm.weight": Piece(("model.norm.weight",)),
         "output_layer.weight": Piece(("lm_head.weight",)),
     }
-    attention = (
-        _qwen3_attention
-        if base_model_type(config.model_type) == "qwen3_moe"
-        else _latent_attention
-    )
+    is_qwen3 = base_model_type(config.model_type) == "qwen3_moe"
+    attention = _qwen3_attention if is_qwen3 else _latent_attention
     for k, is_moe in enumerate(mask):
         ours, theirs = f"decoder.layers.{k}.", f"model.layers.{k}."
         layer = {
@@ -74,11 +71,9 @@ def own_name(name: str, first: int, count: int) -> str | None:
     if (match := _EXPERT.search(name)) is None:
         return name
     index = int(match[0]) - first
-    return (
-        f"{name[: match.start()]}{index}{name[match.end() :]}"
-        if 0 <= index < count
-        else None
-    )
+    if not 0 <= index < count:
+        return None
+    return f"{name[: match.start()]}{index}{name[match.end() :]}"
 
 
 def is_expert(name: str) -> bool:

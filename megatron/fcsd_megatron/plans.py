@@ -29,14 +29,12 @@ def layer_plans(
         connectivity: the checkpoint's; None for a regular checkpoint.
         mask: one entry per layer, True for an MoE layer.
     """
-    selected = set(resolve_layers(connectivity.layers, mask)) if connectivity else set()
-    outdated = connectivity.outdated_layers(mask) if connectivity else []
-    return [
-        LayerPlan(
-            outdated=k in outdated,
-            carry=connectivity.attention == "partial" and mask[k] and k + 1 in selected,
-        )
-        if connectivity and k in selected
-        else None
-        for k in range(len(mask))
-    ]
+    plans: list[LayerPlan | None] = [None] * len(mask)
+    if connectivity is None:
+        return plans
+    selected = set(resolve_layers(connectivity.layers, mask))
+    outdated = connectivity.outdated_layers(mask)
+    for k in selected:
+        carry = connectivity.attention == "partial" and mask[k] and k + 1 in selected
+        plans[k] = LayerPlan(outdated=k in outdated, carry=carry)
+    return plans

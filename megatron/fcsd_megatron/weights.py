@@ -81,11 +81,9 @@ def save_weights(model: Any, folder: str | Path, like: str | Path) -> None:
     source = read_source(like)
     tensors = _own_tensors(model, source)
     checkpoint, files = source.checkpoint, _files(source.checkpoint)
-    ranks = (
-        Ranks(dist.get_rank(), dist.get_world_size())
-        if dist.is_initialized()
-        else ALONE
-    )
+    ranks = ALONE
+    if dist.is_initialized():
+        ranks = Ranks(dist.get_rank(), dist.get_world_size())
     with contextlib.ExitStack() as stack:
         place = Path(
             ranks.from_first(lambda: str(_copy(stack, checkpoint, Path(folder))))
@@ -139,11 +137,9 @@ def _own_tensors(model: Any, source: Source) -> dict[str, torch.Tensor]:
         if (own := own_name(name, first, count)) is not None
     }
     if wrong := sorted(names.keys() ^ state.keys()):
-        side = (
-            "lacks"
-            if wrong[0] in names
-            else "has, and the checkpoint has no place for,"
-        )
+        side = "has, and the checkpoint has no place for,"
+        if wrong[0] in names:
+            side = "lacks"
         raise UserError(
             f"{where}: the model {side} '{wrong[0]}' ({len(wrong)} tensors differ);"
             " only local layers with one module per expert are supported, as"

@@ -109,11 +109,10 @@ def _gains_of(
         }
         # Mean length of the text while an answer is decoded.
         halfway = shape.prompt_tokens + settings["output_tokens"] // 2
-        # A trace covers the prefill of the first shape only.
-        for phase, length, traced in (
-            ("prefill", shape.prompt_tokens, {} if index else traces),
-            ("decode", halfway, {}),
-        ):
+        lengths = {"prefill": shape.prompt_tokens, "decode": halfway}
+        for phase, length in lengths.items():
+            # A trace covers the prefill of the first shape only.
+            traced = traces if phase == "prefill" and index == 0 else {}
             spent = {
                 name: _spent(rounds, phase, served["ranks"], traced.get(name))
                 for name, rounds in points.items()
@@ -186,14 +185,9 @@ def find_limits(
                 # FarSkip blocking.
                 if known_shares := [share for share in shares if share is not None]:
                     by_figure[figure] = 1 / (1 - known_shares[0])
-            limits.append(
-                by_figure
-                | (
-                    {"output_tokens_per_s": max(by_figure.values())}
-                    if len(by_figure) == 2
-                    else {}
-                )
-            )
+            if len(by_figure) == 2:
+                by_figure["output_tokens_per_s"] = max(by_figure.values())
+            limits.append(by_figure)
         by_row[row.name] = limits
     return by_row
 
@@ -227,17 +221,14 @@ def _gain(
         )
     except ValueError:
         return None
+    ratios = [a / b for a, b in zip(seconds, ours, strict=True)] if ours else []
     return {
         "phase": phase,
         "regular": regular,
         "times": times.model_dump(mode="json"),
         "planned": None if overlap is None else 1 + gain(share, overlap),
         "limit": 1 / (1 - share),
-        "measured": (
-            spread([a / b for a, b in zip(seconds, ours, strict=True)])
-            if ours
-            else None
-        ),
+        "measured": spread(ratios) if ratios else None,
     }
 
 

@@ -28,15 +28,12 @@ def plot_serving(result: Mapping[str, Any], folder: Path) -> None:
     colours = model_colours([row["title"] for row in rows], "stock")
     xlabel, labels = _ticks(rows[0]["points"] if rows else [])
     figure, axes = plt.subplots(1, 3, figsize=(SIZE[0] * 2, SIZE[1]))
-    for axis, (name, title, unit) in zip(
-        axes,
-        (
-            ("ttft_ms", "Time to the first token", "ms"),
-            ("tbt_ms", "Time between tokens", "ms"),
-            ("output_tokens_per_s", "Output", "tokens/s"),
-        ),
-        strict=True,
-    ):
+    panels = [
+        ("ttft_ms", "Time to the first token", "ms"),
+        ("tbt_ms", "Time between tokens", "ms"),
+        ("output_tokens_per_s", "Output", "tokens/s"),
+    ]
+    for axis, (name, title, unit) in zip(axes, panels, strict=True):
         for index, row in enumerate(rows):
             values = [point[name] for point in row["points"]]
             middle = [value["median"] for value in values]

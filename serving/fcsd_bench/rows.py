@@ -89,6 +89,7 @@ def make_rows(
     wide = (*_data_parallel(tensor_parallel), "--all2all-backend", all2all)
     alone = "there is nothing to overlap on one rank" if tensor_parallel == 1 else None
     no_gpu = None if devices else _NO_GPU
+    has_shared = _has_shared_experts(config)
     rows = [
         Row(
             "stock",
@@ -108,9 +109,7 @@ def make_rows(
                 "VLLM_DISABLE_SHARED_EXPERTS_STREAM": "0",
                 "VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD": "1000000",
             },
-            missing=no_gpu
-            if _has_shared_experts(config)
-            else "the model has no shared experts",
+            missing=no_gpu if has_shared else "the model has no shared experts",
         ),
         Row(
             "fused_allreduce",
@@ -273,10 +272,8 @@ def node_flags(
     headless = ["--headless"]
     if engine == "sglang":
         common = ["--dist-init-addr", f"{nodes[0]}:{port}", "--nnodes", len(nodes)]
-        rank_flags, headless = (
-            [["--node-rank", index] for index in range(1, len(nodes))],
-            [],
-        )
+        rank_flags = [["--node-rank", index] for index in range(1, len(nodes))]
+        headless = []
     elif row.wide:
         common = [
             "--data-parallel-size-local",

@@ -305,10 +305,8 @@ class _Bench:
         """Return the profiler's trace of a row's prompts of the first length and number
         of requests, from a separate server.
         """
-        folder, log = (
-            self.folder / "traces" / row.name,
-            self.folder / "logs" / f"trace-{row.name}.log",
-        )
+        folder = self.folder / "traces" / row.name
+        log = self.folder / "logs" / f"trace-{row.name}.log"
         file = folder.with_suffix(".json")
         # A profiled server is slower, so its times are not used as measurements.
         if not file.is_file():
@@ -354,10 +352,8 @@ class _Bench:
             points = []
             for index, shape in enumerate(self.benchmark.shapes):
                 point: dict[str, Any] = shape._asdict()
-                for phase, tokens in (
-                    ("prefill", 1),
-                    ("decode", self.benchmark.output_tokens),
-                ):
+                decoded = self.benchmark.output_tokens
+                for phase, tokens in (("prefill", 1), ("decode", decoded)):
                     progress.next(
                         f"{phase}, {shape.requests} x {shape.prompt_tokens} tokens",
                         step=True,

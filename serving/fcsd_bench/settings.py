@@ -183,11 +183,9 @@ class Benchmark(Strict):
     def _read_comm(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        return (
-            parse_yaml(value, "--comm")
-            if value.lstrip().startswith("{")
-            else {"comm": value}
-        )
+        if value.lstrip().startswith("{"):
+            return parse_yaml(value, "--comm")
+        return {"comm": value}
 
     @field_validator("serve_args", mode="before")
     @classmethod

@@ -32,6 +32,7 @@ DUMMIES = (
 )
 FEW = 3
 """With fewer rounds the page has a warning."""
+_FEW_ROUNDS = f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"
 
 
 def summarise(
@@ -52,6 +53,12 @@ def summarise(
         traces: results of `fcsd_bench.trace.read_trace` by row.
         limits: largest speed-ups from hiding all communication, where known.
     """
+
+    def points(row: Row) -> list[dict[str, Any]]:
+        if row.name not in runs:
+            return []  # it is missing
+        return _points(runs[row.name], runs.get(row.base, ()), limits.get(row.name, ()))
+
     return {
         "schema_version": SCHEMA_VERSION,
         **facts,
@@ -68,14 +75,7 @@ def summarise(
                 "missing": missing.get(row.name),
                 "trace": traces.get(row.name),
                 "base": row.base,
-                # A row that is missing has no points.
-                "points": (
-                    _points(
-                        runs[row.name], runs.get(row.base, ()), limits.get(row.name, ())
-                    )
-                    if row.name in runs
-                    else []
-                ),
+                "points": points(row),
             }
             for row in rows
         ],
@@ -89,14 +89,10 @@ def _rounds(runs: Runs) -> list[dict[str, Any]]:
     rounds = []
     for round_runs in zip(*runs.values(), strict=True):
         loads = [run["load"] for run in round_runs]
-        begin, end = (
-            min(run["begin"] for run in round_runs),
-            max(run["end"] for run in round_runs),
-        )
         rounds.append(
             {
-                "begin": begin,
-                "end": end,
+                "begin": min(run["begin"] for run in round_runs),
+                "end": max(run["end"] for run in round_runs),
                 "load": {"lowest": min(loads), "highest": max(loads)},
             }
         )
@@ -117,14 +113,11 @@ def _points(
             point[figure] = spread(mine)
             # Ratios within a round: a slow hour affects both servers and cancels. Above
             # 1 is better.
-            pairs = (
-                zip(theirs, mine, strict=True)
-                if less
-                else zip(mine, theirs, strict=True)
-            )
-            point[figure]["speedup"] = (
-                spread([a / b for a, b in pairs]) if base else None
-            )
+            above, below = (theirs, mine) if less else (mine, theirs)
+            ratios = []
+            if base:
+                ratios = [a / b for a, b in zip(above, below, strict=True)]
+            point[figure]["speedup"] = spread(ratios) if base else None
             point[figure]["limit"] = limits[index].get(figure) if limits else None
         for phase in ("prefill", "decode"):
             communication = [
@@ -168,11 +161,7 @@ def table(result: Mapping[str, Any]) -> str:
         _conditions(result),
         *([DUMMIES] if result.get("dummy_weights") else []),
         *([f"**{result['warning']}.**"] if result.get("warning") else []),
-        *(
-            [f"**Fewer than {FEW} rounds: a gain cannot be told from noise.**"]
-            if rounds < FEW
-            else []
-        ),
+        *([_FEW_ROUNDS] if rounds < FEW else []),
         measured,
     ]
     # The word needs an explanation only if it is in the table.
@@ -202,11 +191,10 @@ def _layout(result: Mapping[str, Any]) -> str:
     ranks, nodes = settings["tensor_parallel"], settings["nodes"]
     where = f" on {len(nodes)} machines" if nodes else ""
     wide = any(row["wide"] and row["points"] for row in result["rows"])
-    wide_text = (
-        f" (wide: data parallel {ranks}, {settings['all2all']}, x over wide stock)"
-        if wide
-        else ""
-    )
+    wide_text = ""
+    if wide:
+        parallel = f"data parallel {ranks}, {settings['all2all']}"
+        wide_text = f" (wide: {parallel}, x over wide stock)"
     return f"tensor parallel {ranks}{where}{wide_text}"
 
 
@@ -271,11 +259,9 @@ def _times(value: Mapping[str, Any] | None, limit: float | None = None) -> str:
     """Return a speed-up, or `noise` if it exceeds the gain from hiding everything."""
     if value is None:
         return ""
-    return (
-        "noise"
-        if limit is not None and value["median"] > limit
-        else f"{value['median']:.2f}"
-    )
+    if limit is not None and value["median"] > limit:
+        return "noise"
+    return f"{value['median']:.2f}"
 
 
 def _percent(value: Mapping[str, Any] | None) -> str:
@@ -296,9 +282,9 @@ def _against_best(result: Mapping[str, Any]) -> str:
         return ""
     lines = []
     for ours in result["rows"]:
-        for index, point in enumerate(
-            ours["points"] if ours["name"].endswith("_overlapped") else ()
-        ):
+        if not ours["name"].endswith("_overlapped"):
+            continue
+        for index, point in enumerate(ours["points"]):
             comparisons = []
             for figure, unit in (("ttft_ms", "TTFT"), ("tbt_ms", "TBT")):
                 best = min(
@@ -334,13 +320,8 @@ def _traced(result: Mapping[str, Any]) -> str:
         if (trace := row["trace"]) is not None
     ]
     of = _sent(shapes_of(result["settings"])[0]._asdict())
-    return (
-        "\n".join(
-            [f"All-reduces that ran beside computation, by a trace of {of}:\n", *lines]
-        )
-        if lines
-        else ""
-    )
+    head = f"All-reduces that ran beside computation, by a trace of {of}:\n"
+    return "\n".join([head, *lines]) if lines else ""
 
 
 def _planned(result: Mapping[str, Any]) -> str:

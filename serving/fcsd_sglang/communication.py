@@ -35,8 +35,6 @@ def make(chosen: Settings, group: Any) -> Communication:
     of SGLang.
     """
     made = make_communication(chosen, group)
-    return (
-        made
-        if isinstance(made, Alone | Blocking)
-        else BlockingInBreakableGraphs(made, Blocking(group))
-    )
+    if isinstance(made, Alone | Blocking):
+        return made
+    return BlockingInBreakableGraphs(made, Blocking(group))

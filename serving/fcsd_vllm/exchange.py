@@ -63,20 +63,12 @@ class SplitGather:
 
         def receive() -> tuple[Any, ...]:
             rows, weights, ids, *all_scales = gathered()
-            own = not all_scales
-            return (
-                rows,
-                (
-                    scale
-                    if own
-                    else naive_dp_ep._unwrap_scale_and_prepare_for_moe(
-                        all_scales, quant_config
-                    )
-                ),
-                None,
-                ids,
-                weights,
-            )
+            row_scale = scale
+            if all_scales:
+                row_scale = naive_dp_ep._unwrap_scale_and_prepare_for_moe(
+                    all_scales, quant_config
+                )
+            return rows, row_scale, None, ids, weights
 
         return receive
 
@@ -134,11 +126,9 @@ def _own_memory(
     """Return new memory for outputs that a combine reads directly: attention also uses
     the engine's workspace.
     """
-    return (
-        torch.empty(shape, dtype=dtype, device=device)
-        if isinstance(reduce, TopKWeightAndReduceNoOP)
-        else None
-    )
+    if isinstance(reduce, TopKWeightAndReduceNoOP):
+        return torch.empty(shape, dtype=dtype, device=device)
+    return None
 
 
 class Exchange:

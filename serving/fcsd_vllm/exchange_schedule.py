@@ -102,12 +102,10 @@ class ExchangeSchedule(Schedule):
         self.base = self.stream = self.read = self.arrived = None
         if stream is base:
             stream = stream.clone()
-        # In flight, the second output only marks the order: nothing is in it yet.
-        return stream, (
-            torch.empty_like(stream)
-            if self.carries
-            else self.exchange.wait().contiguous()
-        )
+        if self.carries:
+            # In flight, the second output only marks the order: nothing is in it yet.
+            return stream, torch.empty_like(stream)
+        return stream, self.exchange.wait().contiguous()
 
     def finished(self, *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the complete (stream, routed) of a layer that leaves sums in flight,
@@ -161,11 +159,10 @@ def call_before_kernel(attention: nn.Module, run: Callable[[], None]) -> bool:
     ]
     if len(kernels) != 1:
         return False
-    owner, name = (
-        (kernels[0], "forward_impl")
-        if isinstance(kernels[0], MLAAttention)
-        else (kernels[0].impl, "forward")
-    )
+    (module,) = kernels
+    owner, name = module.impl, "forward"
+    if isinstance(module, MLAAttention):
+        owner, name = module, "forward_impl"
     kernel = getattr(owner, name)
 
     def forward(*args: Any, **kwargs: Any) -> Any:

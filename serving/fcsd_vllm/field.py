@@ -62,13 +62,9 @@ def read_field(
         raise FieldError(
             f"mlp: must be 'outdated', 'full' or a list of layers, got {mlp!r}"
         )
-    outdated = (
-        layers
-        if mlp == "outdated"
-        else ()
-        if mlp == "full"
-        else _indices(mlp, num_layers, "mlp")
-    )
+    outdated = layers if mlp == "outdated" else ()
+    if isinstance(mlp, list):
+        outdated = _indices(mlp, num_layers, "mlp")
     if regular := sorted(set(outdated) - set(layers)):
         raise FieldError(
             f"mlp: layer {regular[0]} is not rewired; select it with `layers`, too"
@@ -109,10 +105,8 @@ def field_of(config: Any, num_layers: int) -> Field:
         raise FieldError(
             f"config.json: {unknown[0]}: unknown key; allowed: {', '.join(PUBLISHED)}"
         )
-    attention_only, mlp_only = (
-        keys.get("attn_only_farskip"),
-        keys.get("mlp_only_farskip"),
-    )
+    attention_only = keys.get("attn_only_farskip")
+    mlp_only = keys.get("mlp_only_farskip")
     start = max(int(keys.get("farskip_start_idx") or 0), 0)
     last = keys.get("farskip_end_idx")
     end = min(num_layers - 1 if last is None else int(last), num_layers - 1)

@@ -88,27 +88,26 @@ def _rewire(model: Any, family: Family, vllm_config: Any) -> None:
     num_layers = vllm_config.model_config.hf_text_config.num_hidden_layers
     settings = _chosen(vllm_config)
     exchanging = vllm_config.parallel_config.data_parallel_size > 1
-    model.farskip_communication = (
-        make_transport(settings, get_dp_group())
-        if exchanging
-        else make_communication(settings, get_tp_group())
-    )
+    if exchanging:
+        model.farskip_communication = make_transport(settings, get_dp_group())
+    else:
+        model.farskip_communication = make_communication(settings, get_tp_group())
     stack = reduce(getattr, family.stack.split("."), model)
+    if family.like:
+        field = field_of(config, num_layers)
+    else:
+        field = read_field(config.farskip, num_layers)
     rewired = rewire(
         stack,
         family,
-        field_of(config, num_layers)
-        if family.like
-        else read_field(config.farskip, num_layers),
+        field,
         model.farskip_communication,
         vllm_config.compilation_config.static_forward_context,
         vllm.__version__,
     )
-    used = (
-        [*used_functions(stack, family, rewired), *needed_functions()]
-        if rewired
-        else []
-    )
+    used = []
+    if rewired:
+        used = [*used_functions(stack, family, rewired), *needed_functions()]
     check_sources(used, vllm.__version__, settings.looked_at)
     init_logger("vllm.fcsd").info(
         "FarSkip: rewired %d of %d layers of %s, %s %s, vLLM %s",

@@ -79,11 +79,9 @@ def finish(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `Schedule.finished`."""
     schedule = _schedule(layer)
-    return (
-        schedule.finished(stream, routed)
-        if flight is None
-        else schedule.finished(stream, routed, flight)
-    )
+    if flight is None:
+        return schedule.finished(stream, routed)
+    return schedule.finished(stream, routed, flight)
 
 
 def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -95,13 +93,14 @@ def _like(place: int, number: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     )
 
 
-for _op, _fake in (
-    (attention_input, _like(0, 2)),
-    (layer_input, _like(0, 2)),
-    (after_attention, _like(1, 2)),
-    (after_attention_in_flight, _like(1, 3)),
-    (finish, _like(0, 2)),
-):
+_FAKES = {
+    attention_input: _like(0, 2),
+    layer_input: _like(0, 2),
+    after_attention: _like(1, 2),
+    after_attention_in_flight: _like(1, 3),
+    finish: _like(0, 2),
+}
+for _op, _fake in _FAKES.items():
     direct_register_custom_op(
         op_name=_op.__name__,
         op_func=_op,

@@ -34,10 +34,10 @@ def register_all() -> None:
         if family.like:
             regular = getattr(configs, family.farskip_config.removeprefix("FarSkip"))
             AutoConfig.register(family.model_type, regular, exist_ok=True)
-        for architecture in (
-            family.architecture,
-            *((family.causal_lm,) if family.like else ()),
-        ):
+        architectures = [family.architecture]
+        if family.like:
+            architectures.append(family.causal_lm)
+        for architecture in architectures:
             ModelRegistry.register_model(
                 architecture, f"fcsd_vllm.models:{family.architecture}"
             )

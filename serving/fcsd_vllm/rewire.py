@@ -156,6 +156,14 @@ def _give_partial_sums(schedule: Schedule, family: Family, version: str) -> None
     _take_shared(schedule, runner)
 
 
+_RUNNER_NAMES = (
+    "router",
+    "routed_scaling_factor",
+    "routed_experts",
+    "_sequence_parallel_context",
+)
+
+
 def _exchanging(
     parts: dict[str, Any], before: Exchange | None, family: Family, version: str
 ) -> ExchangeSchedule:
@@ -164,12 +172,7 @@ def _exchanging(
     _check_layer(schedule)
     if not schedule.dense:
         runner: Any = _runner(schedule.block)
-        for name in (
-            "router",
-            "routed_scaling_factor",
-            "routed_experts",
-            "_sequence_parallel_context",
-        ):
+        for name in _RUNNER_NAMES:
             if not hasattr(runner, name):
                 raise missing(version, f"MoERunner.{name}")
         _check_runner(schedule, runner, version)
@@ -278,11 +281,9 @@ def _forward(
         read, base = schedule.layer.input_layernorm(hidden, residual)
     arguments["hidden_states"] = read
     out = attention(**{name: arguments[name] for name in takes})
-    op = (
-        torch.ops.fcsd.after_attention_in_flight
-        if schedule.in_flight
-        else torch.ops.fcsd.after_attention
-    )
+    op = torch.ops.fcsd.after_attention
+    if schedule.in_flight:
+        op = torch.ops.fcsd.after_attention_in_flight
     outputs = op(out, base, routed, schedule.name)
     if schedule.carries and schedule.ends_stage:
         outputs = torch.ops.fcsd.finish(

@@ -76,11 +76,10 @@ class Schedule:
         """Return the stream without the previous layer's routed output, before and
         after the norm.
         """
-        base = (
-            stream.clone()
-            if flight is None
-            else stream + self._wait(flight, self.incoming, self.index - 1)
-        )
+        if flight is None:
+            base = stream.clone()
+        else:
+            base = stream + self._wait(flight, self.incoming, self.index - 1)
         return base, self.layer.input_layernorm(base)
 
     def after_attention(
@@ -97,11 +96,9 @@ class Schedule:
             stream, routed output, and A_k in flight (or the shared output with `mlp:
             full`).
         """
-        early = (
-            None
-            if self.outdated and (self.dense or self.shared is not None)
-            else self._start(attention, "attention")
-        )
+        early = None
+        if not self.outdated or not (self.dense or self.shared is not None):
+            early = self._start(attention, "attention")
         if routed is None:
             stream = base.clone()
         elif self.begins_stage:
@@ -113,11 +110,9 @@ class Schedule:
         read = self.layer.post_attention_layernorm(stream)
         if self.dense:
             return self._dense(attention, stream, read)
-        return (
-            self._outdated(attention, early, stream, read)
-            if self.outdated
-            else self._full(stream, read)
-        )
+        if self.outdated:
+            return self._outdated(attention, early, stream, read)
+        return self._full(stream, read)
 
     def _dense(
         self, attention: torch.Tensor, stream: torch.Tensor, read: torch.Tensor
@@ -126,10 +121,10 @@ class Schedule:
         out = self._wait(
             self._start(attention + out if self.outdated else out, "mlp"), "mlp"
         )
-        # The next stage takes hidden_states for a routed output.
-        return (
-            (stream + out, torch.zeros_like(out)) if self.ends_stage else (stream, out)
-        )
+        if self.ends_stage:
+            # The next stage takes hidden_states for a routed output.
+            return stream + out, torch.zeros_like(out)
+        return stream, out
 
     def _outdated(
         self,
@@ -138,11 +133,9 @@ class Schedule:
         stream: torch.Tensor,
         read: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        flight = (
-            early
-            if self.shared is None
-            else self._start(attention + self.shared(read), "attention")
-        )
+        flight = early
+        if self.shared is not None:
+            flight = self._start(attention + self.shared(read), "attention")
         assert flight is not None
         routed = self._start(self.block(read), "routed")
         if self.carries:
@@ -154,15 +147,12 @@ class Schedule:
         self, stream: torch.Tensor, read: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         if self.carries:
-            flight = (
-                ()
-                if self.shared is None
-                else (self._start(self.shared(read), "shared"),)
-            )
-            return stream, self._start(self.block(read), "routed"), *flight
-        shared = (
-            None if self.shared is None else self.shared(read)
-        )  # first, because experts may write into their input
+            if self.shared is None:
+                return stream, self._start(self.block(read), "routed")
+            flight = self._start(self.shared(read), "shared")
+            return stream, self._start(self.block(read), "routed"), flight
+        # First, because experts may write into their input.
+        shared = None if self.shared is None else self.shared(read)
         out = self.block(read)
         if shared is not None:
             out = out + shared

@@ -45,27 +45,23 @@ def read_settings(additional_config: Any) -> Settings:
         SettingsError: an unknown key or backend, a wrong type, a negative number, an
             emulated network without `timed`.
     """
-    given = (
-        additional_config.get("fcsd", {})
-        if isinstance(additional_config, Mapping)
-        else {}
-    )
+    section: Any = {}
+    if isinstance(additional_config, Mapping):
+        section = additional_config.get("fcsd", {})
     where = "additional_config: fcsd"
-    if not isinstance(given, Mapping):
+    if not isinstance(section, Mapping):
         raise SettingsError(
-            f"{where}: must be a mapping such as {{'comm': 'blocking'}}, got {given!r}"
+            f"{where}: must be a mapping such as {{'comm': 'blocking'}}, got"
+            f" {section!r}"
         )
     names = [field.name for field in fields(Settings)]
-    chosen = {name: value for name, value in given.items() if name != "version"}
+    chosen = {name: value for name, value in section.items() if name != "version"}
     for name, value in chosen.items():
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
-            hint = (
-                f"; did you mean '{near[0]}'?"
-                if near
-                else f"; allowed: {', '.join(names)}"
-            )
-            raise SettingsError(f"{where}.{name}: unknown key{hint}")
+            hint = f"did you mean '{near[0]}'?" if near else ""
+            allowed = f"allowed: {', '.join(names)}"
+            raise SettingsError(f"{where}.{name}: unknown key; {hint or allowed}")
         if name == "comm":
             if value not in BACK_ENDS:
                 raise SettingsError(

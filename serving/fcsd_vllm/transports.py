@@ -174,8 +174,6 @@ def make_transport(settings: Settings, group: Any) -> Transport:
     """
     if settings.comm == "timed":
         return TimedTransport(group, settings)
-    return (
-        StreamTransport(group, settings)
-        if settings.comm == "stream"
-        else Transport(group, settings)
-    )
+    if settings.comm == "stream":
+        return StreamTransport(group, settings)
+    return Transport(group, settings)

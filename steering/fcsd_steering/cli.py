@@ -277,11 +277,10 @@ def _evaluate(arguments: Namespace) -> None:
     folder = find_model(ModelConfig.from_options(vars(arguments), path=arguments.model))
     check_model_type(tables, folder.load_config(any_family=True).model_type)
     launch = launch_of(arguments).for_evaluation()
-    suite = (
-        named_tasks(arguments.suite, arguments.task)
-        if arguments.task
-        else load_suite(arguments.suite)
-    )
+    if arguments.task:
+        suite = named_tasks(arguments.suite, arguments.task)
+    else:
+        suite = load_suite(arguments.suite)
     evaluation = SteeredEvaluation(
         arguments.model,
         folder,

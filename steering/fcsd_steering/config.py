@@ -84,11 +84,8 @@ class SteeringStudy(Strict):
     @property
     def kinds(self) -> list[Swept]:
         """The kinds as a list, even of a single one."""
-        return (
-            [self.kind]
-            if isinstance(self.kind, str)
-            else list(dict.fromkeys(self.kind))
-        )
+        kinds = [self.kind] if isinstance(self.kind, str) else self.kind
+        return list(dict.fromkeys(kinds))
 
     @property
     def names(self) -> dict[str, Steered]:

@@ -20,10 +20,8 @@ def plot_steering(
     points: one model's points from `fcsd_steering.report.steering_points`; the first is
     without a bias.
     """
-    unbiased, kinds = (
-        points[0],
-        list(dict.fromkeys(point["kind"] for point in points[1:])),
-    )
+    unbiased, *biased = points
+    kinds = list(dict.fromkeys(point["kind"] for point in biased))
     figure, axes = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
     for index, kind in enumerate(kinds):
         # Every curve begins at the model without a bias.
@@ -83,15 +81,12 @@ def plot_routing(result: Mapping[str, Any], folder: Path) -> None:
     traffic = [
         100 * np.array(facts["traffic"]) / np.sum(facts["traffic"]) for facts in models
     ]
-    for file, matrices, label, names in (
+    ends = ("to endpoint", "from endpoint")
+    pictures = [
         ("loads.png", shares, "load / mean of the layer", ("expert", "MoE layer")),
-        (
-            "traffic.png",
-            traffic,
-            "per cent of all pairs",
-            ("to endpoint", "from endpoint"),
-        ),
-    ):
+        ("traffic.png", traffic, "per cent of all pairs", ends),
+    ]
+    for file, matrices, label, names in pictures:
         figure, axes = plt.subplots(
             1, len(models), figsize=(SIZE[0] * len(models), SIZE[1]), squeeze=False
         )

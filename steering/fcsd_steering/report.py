@@ -190,6 +190,12 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
     results = {
         point["name"]: models[point["name"]]["result"]["tasks"] for point in points
     }
+
+    def time(point: Mapping[str, Any], key: str) -> str:
+        seconds = point["exchange"][key]
+        change = f" ({_change(seconds / base[key])})" if point["kind"] else ""
+        return f"{1e3 * seconds:.3f}{change}"
+
     header = [
         "kind",
         "strength",
@@ -202,15 +208,7 @@ def _table1(points: Points, models: Mapping[str, Mapping[str, Any]]) -> str:
         [
             point["kind"] or "none",
             f"{point['strength']:g}",
-            *(
-                f"{1e3 * point['exchange'][key]:.3f}"
-                + (
-                    f" ({_change(point['exchange'][key] / base[key])})"
-                    if point["kind"]
-                    else ""
-                )
-                for key in ("mean_s", "p95_s")
-            ),
+            *(time(point, key) for key in ("mean_s", "p95_s")),
             *(
                 with_error(percent(row["value"]), row["stderr"])
                 for row in results[point["name"]].values()

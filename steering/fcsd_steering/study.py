@@ -145,11 +145,9 @@ class _SteeredModel:
 
     @functools.cached_property
     def original(self) -> Original | None:
-        return (
-            None
-            if self.name == "original"
-            else self.reference.read(self.rows, self.launch)
-        )
+        if self.name == "original":
+            return None
+        return self.reference.read(self.rows, self.launch)
 
     @functools.cached_property
     def loaded(self) -> Any:
@@ -305,11 +303,9 @@ class _SteeredModel:
             # With a mask, the examples of a packed row would attend to each other;
             # without one, the padding of other rows, which is most of them, would be
             # counted.
-            batches.append(
-                text
-                if training.layout.packing
-                else text | {"attention_mask": real_tokens(batch).long()}
-            )
+            if not training.layout.packing:
+                text["attention_mask"] = real_tokens(batch).long()
+            batches.append(text)
         return batches
 
 

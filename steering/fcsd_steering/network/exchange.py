@@ -39,14 +39,11 @@ class GroupExchange:
         """Return the seconds of the slowest rank. num_bytes: [N, N] from rank to rank;
         the diagonal is not sent.
         """
-        off_diagonal = np.where(np.eye(self.size, dtype=bool), 0, num_bytes).astype(
-            np.int64
-        )
+        to_others = np.where(np.eye(self.size, dtype=bool), 0, num_bytes)
+        to_others = to_others.astype(np.int64)
         # Every rank has the whole matrix, so both ends of a transfer know its size.
-        send, receive = (
-            off_diagonal[self.rank].tolist(),
-            off_diagonal[:, self.rank].tolist(),
-        )
+        send = to_others[self.rank].tolist()
+        receive = to_others[:, self.rank].tolist()
         sent, received = self._buffer(0, sum(send)), self._buffer(1, sum(receive))
         self._together()
         start = time.perf_counter()

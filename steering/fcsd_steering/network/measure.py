@@ -132,11 +132,9 @@ def profile_launch(
             " profile-network"
             " LINKS` (configs/cpu_2.yaml without GPUs), or give --nccl-tests"
         )
-    largest = (
-        LARGEST_BYTES.get(device.type, 1 << 24)
-        if largest_bytes is None
-        else largest_bytes
-    )
+    largest = largest_bytes
+    if largest is None:
+        largest = LARGEST_BYTES.get(device.type, 1 << 24)
     # Smaller transfers take no longer than their latency.
     if largest < 1024:
         raise UserError(
@@ -145,16 +143,15 @@ def profile_launch(
         )
     # A path that cannot be written is refused before the measurement, not after it.
     ranks.from_first(lambda: check_file_place(path, read_links))
-    nccl = (
-        {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-        if device.type == "cuda"
-        else {}
-    )
+    libraries = versions()
+    if device.type == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        libraries = {**libraries, "nccl": nccl}
     facts = {
         "endpoints": ranks.share(lambda: f"{socket.gethostname()}:{ranks.rank}"),
         "collective": collective,
         "backend": dist.get_backend(),
-        "libraries": versions() | nccl,
+        "libraries": libraries,
     }
     exchange = GroupExchange(None, collective, device)
     named_patterns = patterns(ranks.size, largest) if check else []
@@ -169,20 +166,18 @@ def profile_launch(
             return seconds
 
         links = profile(timed, facts, largest_bytes=largest)
-        comparison = (
-            measure_and_simulate(links, timed, named_patterns) if check else None
-        )
+        comparison = None
+        if check:
+            comparison = measure_and_simulate(links, timed, named_patterns)
     ranks.from_first(lambda: write_links(path, links))
     return links, comparison
 
 
 def _rate(seconds_per_byte: float) -> str:
     """Return a rate in Gb/s; no number if noise hides the time of the bytes."""
-    return (
-        f"{8e-9 / seconds_per_byte:.3g} Gb/s"
-        if seconds_per_byte > 1e-13
-        else "too fast to measure"
-    )
+    if seconds_per_byte <= 1e-13:
+        return "too fast to measure"
+    return f"{8e-9 / seconds_per_byte:.3g} Gb/s"
 
 
 def describe(links: LinkModel) -> str:
@@ -205,11 +200,8 @@ def describe(links: LinkModel) -> str:
         " others only alone"
     )
     for direction in ("egress", "ingress"):
-        for name, rate in zip(
-            links.endpoints,
-            getattr(links.ports, f"{direction}_s_per_byte"),
-            strict=True,
-        ):
+        port_rates = getattr(links.ports, f"{direction}_s_per_byte")
+        for name, rate in zip(links.endpoints, port_rates, strict=True):
             if rate is not None:
                 lines.append(
                     f"{name}: its edges share its {direction}, {_rate(rate)} in all"

@@ -87,11 +87,9 @@ class _Edges:
         )
 
     def put(self, edge: tuple[int, int], line: Line) -> None:
-        self.alpha[edge], self.beta[edge], self.r2[edge] = (
-            line.alpha_s,
-            line.beta_s_per_byte,
-            line.r2,
-        )
+        self.alpha[edge] = line.alpha_s
+        self.beta[edge] = line.beta_s_per_byte
+        self.r2[edge] = line.r2
 
     def record(self, repeats: int) -> dict[str, Any]:
         return {
@@ -133,10 +131,8 @@ def profile(
     sizes, seconds = _sizes(largest_bytes), _repeated(exchange, repeats)
     alone = _measure_alone(exchange, seconds, sizes, size)
     phases, ports = {"metadata": alone}, {}
-    for phase, name, outward in (
-        ("dispatch", "egress", True),
-        ("combine", "ingress", False),
-    ):
+    for phase, name in (("dispatch", "egress"), ("combine", "ingress")):
+        outward = name == "egress"
         shared = [
             _port(seconds, sizes, alone, endpoint, outward) for endpoint in range(size)
         ]

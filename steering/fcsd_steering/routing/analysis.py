@@ -137,10 +137,8 @@ def comparison(
     """Return the distance of the routing of `compared` from that of `base` on the same
     tokens.
     """
-    base_loads, compared_loads = (
-        base.batch_loads().sum(0),
-        compared.batch_loads().sum(0),
-    )
+    base_loads = base.batch_loads().sum(0)
+    compared_loads = compared.batch_loads().sum(0)
     # Moved routes are counted before drops; KLs before and after.
     moved = routes_moved(base.experts, compared.experts)
     return {

@@ -289,16 +289,14 @@ def router_bias(model: torch.nn.Module, tables: BiasTables) -> Iterator[Steering
 def check_tables(model: Any, routers: list[Router], tables: BiasTables) -> None:
     """Raise UserError if tables do not fit a model, or its ranks share their tokens."""
     name, config = type(model).__name__, model.config
-    for quantity, table_value, model_value in (
+    num_layers = config.get_text_config().num_hidden_layers
+    facts = [
         ("model type", tables.model_type, base_model_type(config.model_type)),
-        (
-            "decoder layers",
-            tables.num_hidden_layers,
-            config.get_text_config().num_hidden_layers,
-        ),
+        ("decoder layers", tables.num_hidden_layers, num_layers),
         ("experts", tables.num_experts, routers[0].num_experts),
         ("MoE layers", list(tables.layers), [router.layer for router in routers]),
-    ):
+    ]
+    for quantity, table_value, model_value in facts:
         if table_value != model_value:
             raise UserError(
                 f"bias tables: {quantity} {table_value}, but {name} has {model_value};"
@@ -336,17 +334,10 @@ class _Biased:
     def __init__(
         self, router: Router, row: Tensor, steering: Steering, selection: bool
     ):
-        self.name, self.num_experts, self.top_k = (
-            router.name,
-            router.num_experts,
-            router.top_k,
-        )
-        self.inner, self.row, self.steering, self.selection = (
-            router.module.forward,
-            row,
-            steering,
-            selection,
-        )
+        self.name = router.name
+        self.num_experts, self.top_k = router.num_experts, router.top_k
+        self.inner = router.module.forward
+        self.row, self.steering, self.selection = row, steering, selection
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.steering.has_endpoint:

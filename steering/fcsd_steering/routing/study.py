@@ -225,6 +225,10 @@ def _result(
             models, by_model, after_dropping, strict=True
         )
     ]
+    compared = None
+    if len(by_model) == 2:
+        # The model given by --against is the base of the KL.
+        compared = comparison(*reversed(by_model), *reversed(after_dropping))
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study.model_dump(mode="json"),
@@ -233,10 +237,5 @@ def _result(
         "endpoints": None if network.links is None else network.links.endpoints,
         "num_batches": num_batches,
         "models": facts,
-        # The model given by --against is the base of the KL.
-        "comparison": (
-            comparison(by_model[1], by_model[0], after_dropping[1], after_dropping[0])
-            if len(by_model) == 2
-            else None
-        ),
+        "comparison": compared,
     }

@@ -200,26 +200,22 @@ def read_windows(path: str | Path, config: Any, num_endpoints: int) -> Windows:
     """
     windows = read_windows_file(path)
     advice = f"write them with `fcsd plan MODEL --ep {num_endpoints} --windows {path}`"
-    for quantity, planned, actual in (
+    planned_type = base_model_type(windows.model_type)
+    model_type = base_model_type(config.model_type)
+    num_layers = config.get_text_config().num_hidden_layers
+    facts = [
+        ("model type", planned_type, "the model has", model_type),
+        ("decoder layers", windows.num_layers, "the model has", num_layers),
         (
-            "model type",
-            base_model_type(windows.model_type),
-            base_model_type(config.model_type),
+            "expert-parallel ranks",
+            windows.expert_parallel,
+            "the links have",
+            num_endpoints,
         ),
-        (
-            "decoder layers",
-            windows.num_layers,
-            config.get_text_config().num_hidden_layers,
-        ),
-        ("expert-parallel ranks", windows.expert_parallel, num_endpoints),
-    ):
+    ]
+    for quantity, planned, having, actual in facts:
         # Two of these facts are optional in the file.
         if planned is not None and planned != actual:
-            having = (
-                "the links have"
-                if quantity == "expert-parallel ranks"
-                else "the model has"
-            )
             raise UserError(
                 f"{path}: windows for {quantity} {planned}, but {having} {actual};"
                 f" {advice}"
