@@ -98,9 +98,7 @@ def convert_checkpoint(
         UserError: as `load_model`; `destination` exists and is not an empty folder, or
             cannot be written; `source` is already converted with this connectivity.
     """
-    checkpoint, family, _ = _read_checked(
-        source, destination, revision, not config_only
-    )
+    checkpoint, family, _ = _checked(source, destination, revision, not config_only)
     mask = moe_mask(load_config(checkpoint), family)
     current = checkpoint.connectivity
     if connectivity is None:
@@ -138,7 +136,7 @@ def convert_checkpoint(
             with writing(Path(destination)), beside(Path(destination)) as folder:
                 write_code(checkpoint.folder, family, folder)
                 _write_beside_weights(source, checkpoint, folder, config)
-                if _has_the_same_files(Path(destination), folder, checkpoint):
+                if _same_files(Path(destination), folder, checkpoint):
                     print(
                         f"convert: finished before, in {destination}", file=sys.stderr
                     )
@@ -194,7 +192,7 @@ def unconvert_checkpoint(
     Raises:
         UserError: as `convert_checkpoint`; `source` is not a FarSkip checkpoint.
     """
-    checkpoint, family, _ = _read_checked(source, destination, revision)
+    checkpoint, family, _ = _checked(source, destination, revision)
     if checkpoint.connectivity is None:
         raise UserError(
             f"{source}: is not a FarSkip checkpoint (model_type '{family.model_type}'),"
@@ -229,7 +227,7 @@ def export_checkpoint(
         UserError: as in `convert_checkpoint`; a connectivity that the keys cannot
         express (`to_instella`).
     """
-    checkpoint, family, extra = _read_checked(source, destination, revision)
+    checkpoint, family, extra = _checked(source, destination, revision)
     connectivity = checkpoint.connectivity or Connectivity("none")
     mask = moe_mask(load_config(checkpoint), family)
     config = to_instella(checkpoint.config, connectivity.field(mask), mask, str(source))
@@ -240,7 +238,7 @@ def export_checkpoint(
         _write(source, checkpoint, folder, config)
 
 
-def _read_checked(
+def _checked(
     source: str | Path,
     destination: str | Path,
     revision: str | None,
@@ -296,9 +294,7 @@ def _is_recorded(destination: Path, record: dict[str, Any]) -> bool:
     }
 
 
-def _has_the_same_files(
-    destination: Path, folder: Path, checkpoint: Checkpoint
-) -> bool:
+def _same_files(destination: Path, folder: Path, checkpoint: Checkpoint) -> bool:
     """Return whether a folder holds the files of another one and the weights of a
     checkpoint, byte for byte.
     """
