@@ -428,7 +428,7 @@ MUTANTS = {
         ),
     ),
     "the residual multiplier is forgotten": (
-        "shared_output * getattr(self.layer, self.family.residual_multiplier)",
+        "shared_output * multiplier",
         "shared_output",
         ("granitemoeshared", "granitemoe_swa", "granitemoehybrid"),
     ),
