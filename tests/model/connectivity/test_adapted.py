@@ -203,16 +203,13 @@ MUTANTS = {
         ("gemma4_text",),
     ),
     "several readers: only the first reads the outdated stream": (
-        "family.mlp_norm if isinstance(family.mlp_norm, tuple) else (family.mlp_norm,)",
-        (
-            "family.mlp_norm[:1] if isinstance(family.mlp_norm, tuple) else"
-            " (family.mlp_norm,)"
-        ),
+        "for name in family.mlp_norm if several else",
+        "for name in family.mlp_norm[:1] if several else",
         ("gemma4_text",),
     ),
     "norms inside a module: the module is called as it is": (
-        "functools.partial(type(self.norms).forward, View(self.norms, norms))",
-        "self.norms",
+        "norms = {family.norms: forward}",
+        "norms = {family.norms: self.norms}",
         ("dbrx",),
     ),
     "a second output: what is in flight is lost": (
@@ -221,8 +218,8 @@ MUTANTS = {
         ("glm_moe_dsa",),
     ),
     "a second output: it is not handed on": (
-        "return (out[0], (out[1], out[2]))",
-        "return (out[0], (out[1], kwargs[side]))",
+        "return (o, (partial, side_output))",
+        "return (o, (partial, kwargs[side]))",
         ("glm_moe_dsa",),
     ),
 }
