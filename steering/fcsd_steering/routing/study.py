@@ -228,7 +228,8 @@ def _result(
     compared = None
     if len(by_model) == 2:
         # The model given by --against is the base of the KL.
-        compared = comparison(*reversed(by_model), *reversed(after_dropping))
+        (routes, base), (kept, base_kept) = by_model, after_dropping
+        compared = comparison(base, routes, base_kept, kept)
     return {
         "schema_version": SCHEMA_VERSION,
         "study": study.model_dump(mode="json"),
