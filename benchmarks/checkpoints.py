@@ -56,13 +56,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback  # no
 from turns import load_average  # noqa: E402
 
 from fcsd.base.text import size  # noqa: E402
+from fcsd.data.rows_config import RowsConfig  # noqa: E402
 from fcsd.parallel.join import join_launch  # noqa: E402
 from fcsd.pipeline.tiny.models import tiny_tokenizer  # noqa: E402
 from fcsd.training import checkpoint_writer  # noqa: E402
 from fcsd.training import run as product  # noqa: E402
+from fcsd.training.arguments import Job  # noqa: E402
 from fcsd.training.checkpoint_writer import CheckpointWriter  # noqa: E402
-from fcsd.training.config import TrainConfig  # noqa: E402
+from fcsd.training.config import Sections, TrainConfig  # noqa: E402
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig  # noqa: E402
+from fcsd.training.prepare import TrainingInputs  # noqa: E402
 
 ROW = 32
 KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
@@ -107,15 +110,8 @@ def make_model(num_experts: int) -> Any:
 def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
     """Return the trained model; an interrupted training continues."""
     model = make_model(num_experts)
-    run = product.TrainingRun(
-        launch=join_launch(),
-        folder=folder,
-        description="checkpoints",
-        student=model,
-        teacher=None,
-        tokenizer=tiny_tokenizer(512),
-        rows=Rows(2 * steps),
-        data=product.RowsConfig(max_length=ROW),
+    inputs = TrainingInputs(model, None, tiny_tokenizer(512), Rows(2 * steps))
+    sections = Sections(
         objective=CrossEntropyObjectiveConfig(name="sft"),
         train=TrainConfig(
             max_steps=steps,
@@ -128,10 +124,10 @@ def train(folder: Path, num_experts: int, steps: int, every: int) -> Any:
             logging_steps=1,
             gradient_checkpointing=False,
         ),
-        seed=0,
-        save_model=False,
+        data=RowsConfig(max_length=ROW),
     )
-    product.train(run)
+    job = Job(folder, "checkpoints", 0, save_model=False)
+    product.train(inputs, sections, job, join_launch())
     return model
 
 

@@ -192,13 +192,16 @@ def train_with_fcsd(
 ) -> None:
     from unittest import mock
 
+    from fcsd.data.rows_config import RowsConfig
     from fcsd.pipeline.tiny.models import tiny_tokenizer
     from fcsd.training import run as product
-    from fcsd.training.config import TrainConfig
+    from fcsd.training.arguments import Job
+    from fcsd.training.config import Sections, TrainConfig
     from fcsd.training.losses.objectives import (
         CrossEntropyObjectiveConfig,
         KLObjectiveConfig,
     )
+    from fcsd.training.prepare import TrainingInputs
     from fcsd.training.teachers.base import ModelTeacher
 
     rows = packed_rows(options, batch)
@@ -219,15 +222,8 @@ def train_with_fcsd(
     tokenizer = tiny_tokenizer(512)
     if options.own_text:
         tokenizer.eos_token = None
-    run = product.TrainingRun(
-        launch=join_launch(),
-        folder=Path(folder),
-        description=variant,
-        student=student,
-        teacher=teacher,
-        tokenizer=tokenizer,
-        rows=Repeated(rows, num_steps),
-        data=product.RowsConfig(max_length=options.length),
+    inputs = TrainingInputs(student, teacher, tokenizer, Repeated(rows, num_steps))
+    sections = Sections(
         objective=(
             KLObjectiveConfig(own_text=1.0 if options.own_text else None)
             if has_teacher
@@ -245,12 +241,12 @@ def train_with_fcsd(
             gradient_checkpointing=False,
             dtype=options.dtype,
         ),
-        seed=0,
-        save_model=False,
+        data=RowsConfig(max_length=options.length),
     )
+    job = Job(Path(folder), variant, 0, save_model=False)
     del student, teacher
     with mock.patch.object(product, "ReadyTrainer", Watched):
-        product.train(run)
+        product.train(inputs, sections, job, join_launch())
 
 
 def cached_teacher(teacher: Any, rows: list[dict[str, Any]], folder: Path) -> Any:

@@ -24,9 +24,10 @@ from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.cost.trace import Setting
-from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import TrainConfig
+from fcsd.training.arguments import Job
+from fcsd.training.config import Sections, TrainConfig
 from fcsd.training.losses.objectives import KLObjectiveConfig
+from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import train
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.config import AdapterConfig
@@ -112,33 +113,28 @@ def train_two_steps(folder: Path, setting: Setting, **overrides: Any) -> None:
         del original
     micro_batches = 2 if setting.accumulates else 1
     rows = setting.num_rows * micro_batches * int(os.environ.get("WORLD_SIZE", "1"))
-    train(
-        TrainingRun(
-            launch=join_launch(),
-            folder=folder,
-            description="measured",
-            student=student,
-            teacher=teacher,
-            adapters=adapters,
-            tokenizer=tiny_tokenizer(512),
-            rows=Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
-            data=RowsConfig(max_length=setting.num_tokens),
-            objective=setting.objective.model_copy(
-                update={
-                    "freeze_embeddings_and_head": setting.freeze_embeddings_and_head
-                }
-            ),
-            train=TrainConfig(
-                max_steps=2,
-                batch_size_tokens=rows * setting.num_tokens,
-                per_device_train_batch_size=setting.num_rows,
-                warmup_steps=0,
-                gradient_checkpointing=setting.checkpointing,
-            ),
-            seed=0,
-            save_model=False,
-        )
+    inputs = TrainingInputs(
+        student,
+        teacher,
+        tiny_tokenizer(512),
+        Rows(2 * rows, setting.num_tokens, student.config.vocab_size),
+        adapters=adapters,
     )
+    sections = Sections(
+        objective=setting.objective.model_copy(
+            update={"freeze_embeddings_and_head": setting.freeze_embeddings_and_head}
+        ),
+        train=TrainConfig(
+            max_steps=2,
+            batch_size_tokens=rows * setting.num_tokens,
+            per_device_train_batch_size=setting.num_rows,
+            warmup_steps=0,
+            gradient_checkpointing=setting.checkpointing,
+        ),
+        data=RowsConfig(max_length=setting.num_tokens),
+    )
+    job = Job(folder, "measured", 0, save_model=False)
+    train(inputs, sections, job, join_launch())
 
 
 def memory_of_this_process(field: str) -> int:

@@ -65,7 +65,7 @@ from fcsd.training.card.trainer import TAGS, Given, given
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.fcsd_config import FCSDConfig, is_loss
-from fcsd.training.prepare import Ready, check_student
+from fcsd.training.prepare import TrainingInputs, check_student
 from fcsd.training.python_words import python_words
 from fcsd.training.record import RECORD_FILE
 from fcsd.training.row_order import step_rows
@@ -316,7 +316,7 @@ class TrainerInputs:
         tokenizer: Any,
         *,
         knows_metrics: bool,
-    ) -> Ready:
+    ) -> TrainingInputs:
         """Load, convert and tokenize. data: the training data and the held-out data.
         knows_metrics: whether there are metrics besides the losses.
         """
@@ -386,7 +386,7 @@ class TrainerInputs:
                 )
             if isinstance(teacher, PreTrainedModel):
                 launch.ranks.from_first(lambda: self._note_teacher(teacher, student))
-        return Ready(student, teacher, self._tokenizer, rows, heldout)
+        return TrainingInputs(student, teacher, self._tokenizer, rows, heldout)
 
     def check_adapters(self, config: Any) -> None:
         """Take the settings of adapters; UserError if they cannot be trained here."""

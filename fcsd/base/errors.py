@@ -1,6 +1,7 @@
 """Errors that the command line shows to a user when a command fails."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 TOKEN = re.compile(
@@ -55,6 +56,19 @@ def holds_credentials(text: str) -> bool:
     return _WORD_OF_NO_SCHEME.match(text) is not None or any(
         pattern.search(text) for pattern in (TOKEN, _LOGIN, _ENCODED, _SECRET_VALUE)
     )
+
+
+def places_of_credentials(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the keys that lead to each word in plain data that holds credentials."""
+    if isinstance(value, str):
+        # Prose, such as a system prompt, may show an example of an address.
+        if not re.search(r"\s", value) and holds_credentials(value):
+            yield ()
+    elif isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            if isinstance(item, str | dict | list | tuple):
+                yield from ((key, *inner) for inner in places_of_credentials(item))
 
 
 CREDENTIALS = (

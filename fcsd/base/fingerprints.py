@@ -97,12 +97,16 @@ def computed_fields(value: Any) -> Any:
     """Return only the fields of a config that change a number, at every depth; dtypes
     and infinite numbers are brought to one spelling.
     """
+    return _computed_fields(encoded_floats(value))
+
+
+def _computed_fields(value: Any) -> Any:
     if isinstance(value, list):
-        return [computed_fields(item) for item in value]
+        return [_computed_fields(item) for item in value]
     if not isinstance(value, dict):
-        return encoded_floats(value)
+        return value
     fields = {
-        key: computed_fields(item)
+        key: _computed_fields(item)
         for key, item in value.items()
         if key not in NOT_COMPUTED
     }

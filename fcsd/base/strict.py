@@ -7,7 +7,7 @@ Recipes and suites are both read through this module, so that their errors read 
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -35,8 +35,26 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials, one_line
+from fcsd.base.errors import (
+    CREDENTIALS,
+    UserError,
+    one_line,
+    places_of_credentials,
+)
 from fcsd.base.files import DEEPEST, check_path, home, read_text
+
+Rule = tuple[Callable[[Any], Any], str | Callable[[Any], str]]
+"""What may not be: whether it is so of a value, and the message, in which `{0}` is the
+value.
+"""
+
+
+def broken(rules: Iterable[Rule], value: Any) -> str | None:
+    """Return the message of the first rule that a value breaks; None: it breaks none."""
+    for is_so, message in rules:
+        if is_so(value):
+            return message.format(value) if isinstance(message, str) else message(value)
+    return None
 
 
 class Strict(BaseModel):
@@ -49,6 +67,17 @@ class Strict(BaseModel):
     # Keys that a user may expect in this record -> the message where they belong
     # instead.
     elsewhere: ClassVar[dict[str, str]] = {}
+
+    # What may not be of a record whose values are right one by one; those of the
+    # classes above it hold, too, and come first.
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @model_validator(mode="after")
+    def _rules_hold(self) -> Self:
+        for cls in reversed(type(self).__mro__):
+            if message := broken(cls.__dict__.get("rules", ()), self):
+                raise ValueError(message)
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -63,14 +92,22 @@ class Strict(BaseModel):
         return key in cls.model_fields and cls.model_fields[key].is_required()
 
     @classmethod
+    def has_keys_of(cls, value: Mapping[str, Any]) -> bool:
+        """Tell whether plain data have the required keys and no unknown ones."""
+        fields = cls.model_fields
+        return value.keys() <= fields.keys() and all(
+            key in value for key in fields if cls.requires(key)
+        )
+
+    @classmethod
     def check_keys(
         cls,
         value: Mapping[str, Any],
         foreign: Mapping[str, str] = MappingProxyType({}),
         needs: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Refuse unknown keys, missing required keys, `true` where a number is needed,
-        and credentials, which would stand in the record of a run.
+        """Refuse unknown keys, missing required keys, and `true` where a number is
+        needed.
 
         foreign: keys of other members of a union -> the message. needs: required key ->
         what needs it, for the message.
@@ -82,7 +119,6 @@ class Strict(BaseModel):
                 unknown = f"unknown key{did_you_mean(str(key), list(cls.model_fields))}"
                 wrong[key] = foreign.get(key) or cls.elsewhere.get(key) or unknown
             else:
-                wrong |= dict.fromkeys(_secrets(key, entry), CREDENTIALS)
                 for dotted_key, boolean in _booleans(
                     cls.model_fields[key].annotation, [(key, entry)]
                 ):
@@ -120,21 +156,6 @@ class Strict(BaseModel):
             if options.get(key) is not None
         }
         return _build(cls, values | fields, "", options=True)
-
-
-def _secrets(key: str, value: Any) -> list[str]:
-    """Return the dotted keys of the texts in a value that hold credentials."""
-    if isinstance(value, list | tuple | dict):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [
-            dotted_key
-            for name, item in items
-            if isinstance(item, str)
-            for dotted_key in _secrets(f"{key}.{name}", item)
-        ]
-    # Prose, such as a system prompt, may show an example of an address.
-    is_prose = not isinstance(value, str) or re.search(r"\s", value)
-    return [key] if not is_prose and holds_credentials(value) else []
 
 
 def option(
@@ -435,7 +456,8 @@ def read_yaml(path: Path) -> Any:
 
 
 def validate(kind: type[Document], value: Any, where: str) -> Document:
-    """Build a `kind` (a class, or a union of classes) from plain data.
+    """Build a `kind` (a class, or a union of classes) from plain data, without
+    credentials, which would stand in the record of a run.
 
     Raises:
         UserError: one line with the first problem: `recipes/x.yaml: train.foo: unknown
@@ -452,6 +474,9 @@ def validate(kind: type[Document], value: Any, where: str) -> Document:
 def _build(
     kind: type[Document], value: dict[str, Any], prefix: str, *, options: bool = False
 ) -> Document:
+    for keys in places_of_credentials(value):
+        problem = {"type": "key", "loc": keys, "msg": CREDENTIALS}
+        raise UserError(f"{prefix}{_line(problem, kind, options)}")
     try:
         return TypeAdapter(kind).validate_python(value)
     except ValidationError as error:

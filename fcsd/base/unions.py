@@ -83,11 +83,13 @@ class OneOf:
         # A record that keeps the key gets it even where the default decided.
         if self.key in kind.model_fields:
             value = {self.key: tag} | value
-        name = self.key if self.name is None else self.name
-        which = f"{name} {tag!r}" if name else str(tag)
-        # Where all members require a key, its message need not say for which of them.
-        needs = dict.fromkeys(self._needed_by_some(), f" for {which}") if name else {}
-        kind.check_keys(value, self._foreign(kind, which), needs)
+        if not kind.has_keys_of(value):
+            name = self.key if self.name is None else self.name
+            which = f"{name} {tag!r}" if name else str(tag)
+            # Where all members require a key, its message need not say for which.
+            some = self._needed_by_some() if name else ()
+            needs = dict.fromkeys(some, f" for {which}")
+            kind.check_keys(value, self._foreign(kind, which), needs)
         return kind.model_validate(value)
 
     def _foreign(self, kind: type[Strict], which: str) -> dict[str, str]:

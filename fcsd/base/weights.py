@@ -140,6 +140,8 @@ def _ignored_files(folder: Path) -> tuple[str, ...]:
     """Return the weight files in an index beside `model.safetensors`, without that
     file.
     """
+    if not (folder / INDEX).is_file():
+        return ()
     try:
         weight_map = read_json(folder / INDEX, keys=())["weight_map"]
         return tuple(sorted(set(map(str, weight_map.values())) - {WEIGHTS}))

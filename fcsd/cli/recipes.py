@@ -82,7 +82,7 @@ def _pretrain(arguments: Namespace) -> None:
 
 def _sweep(arguments: Namespace) -> None:
     run = _run(arguments)
-    from fcsd.pipeline.distill import sweep
+    from fcsd.pipeline.sweep import sweep
 
     sweep(run)
 

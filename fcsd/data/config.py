@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.strict import Strict, option, parse_yaml, validate
+from fcsd.base.strict import Rule, Strict, option, parse_yaml, validate
 from fcsd.data.columns import Column, check_meanings
 from fcsd.data.rows_config import RowsConfig
 
@@ -74,14 +74,13 @@ class TrainingSourceConfig(SourceConfig):
 
     written: WrittenConfig | None = None
 
-    @model_validator(mode="after")
-    def _check_written(self) -> Self:
-        if self.written is not None and self.max_examples is None:
-            raise ValueError(
-                "written: needs max_examples, the number of prompts that the original"
-                " continues"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda source: source.written is not None and source.max_examples is None,
+            "written: needs max_examples, the number of prompts that the original"
+            " continues",
+        ),
+    )
 
 
 class DecontaminateConfig(Strict):

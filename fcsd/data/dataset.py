@@ -38,7 +38,13 @@ from fcsd.data.rows import Layout, PackedRows, write_rows
 from fcsd.data.shards import Tokenizing, token_ids
 from fcsd.data.sources import GivenSource, Source
 from fcsd.data.tokenizers import tokenizer_name
-from fcsd.data.values import as_written, decoded, has_mapping, json_text
+from fcsd.data.values import (
+    changed,
+    decoding,
+    has_mapping,
+    json_text,
+    null_removal,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,8 +178,8 @@ def given_rows(
         except ValueError as error:
             raise UserError(str(error)) from None
     meanings = column_meanings(name, names, columns, form="columns={1}")
-    examples = decoded(data, as_json) if as_json else as_written(data)
-    source = GivenSource(name, meanings, examples)
+    change = decoding(as_json) if as_json else null_removal(data)
+    source = GivenSource(name, meanings, changed(data, change))
     return build_dataset([source], tokenizer, max_length=max_length, **options)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import home
 from fcsd.data.sources import Opened, broken_line, columns_of
+from fcsd.data.values import Change
 
 PIECE_EXAMPLES = 4096
 PIECE_BYTES = 1 << 24  # of examples
@@ -19,7 +20,7 @@ _BLOCK = 256  # examples that are read, and tokenized, at a time
 class Piece(NamedTuple):
     """Consecutive examples of one file.
 
-    blocks: columns of examples, pickled; place: as from `place_of`; file: number of the
+    blocks: columns of examples, pickled, before `change` (of `Opened`); place: as from `place_of`; file: number of the
     file in the source; first: row of the first example, from 1; last: whether the file
     ends with this piece.
     """
@@ -30,6 +31,17 @@ class Piece(NamedTuple):
     first: int
     num_rows: int
     last: bool
+    change: Change | None = None
+
+    def columns(self, block: bytes) -> dict[str, list[Any]]:
+        """Return the columns of a block with their values as they were written."""
+        columns: dict[str, list[Any]] = pickle.loads(block)
+        if (change := self.change) is None:
+            return columns
+        return {
+            name: [change(name, value) for value in values]
+            for name, values in columns.items()
+        }
 
 
 def place_of(path: str, file: str | None) -> str:
@@ -85,7 +97,7 @@ def _pieces_of_file(
     first = done + 1
 
     def piece(last: bool) -> Piece:
-        return Piece(blocks, location, file, first, count, last)
+        return Piece(blocks, location, file, first, count, last, opened.change)
 
     for block, num_rows in _blocks(opened, file, done, limit, location):
         # Pieces are cut at fixed numbers of examples or bytes, so every run cuts them
@@ -108,7 +120,7 @@ def _blocks(
     names = list(columns_of(opened.settings).values())
     row = done
     try:
-        examples: Any = opened.examples
+        examples: Any = opened.stored
         if opened.num_files > 1:
             examples = examples.shard(opened.num_files, file)
         examples = examples.skip(done) if done else examples

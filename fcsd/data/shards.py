@@ -12,7 +12,6 @@ Examples that overlap with a test item are left out; the file's metadata record 
 import functools
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -72,7 +71,7 @@ class Tokenizing:
         # Rows are numbered as in the file, so that messages can name them.
         row = piece.first
         for block in piece.blocks:
-            columns: Mapping[str, list] = pickle.loads(block)
+            columns = piece.columns(block)
             examples = [
                 dict(zip(columns, values, strict=True))
                 for values in zip(*columns.values(), strict=True)

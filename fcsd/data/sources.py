@@ -24,7 +24,13 @@ from fcsd.data.local import (
     making_of,
     scratch,
 )
-from fcsd.data.values import as_written, decoded, read_as_text
+from fcsd.data.values import (
+    Change,
+    changed,
+    decoding,
+    null_removal,
+    read_as_text,
+)
 
 
 @dataclass(frozen=True)
@@ -130,15 +136,21 @@ def load_source(source: Source) -> datasets.Dataset | datasets.IterableDataset:
 class Opened:
     """A source whose columns have been identified, with all its examples.
 
+    stored: the examples before `change`, which those who read many make in parallel.
     files: names of the files of the examples, one for each shard; empty if unknown.
     whole: all of it is tokenized, however few tokens a training needs, because it is
     small or on this machine already, or `max_examples` limits it.
     """
 
     settings: Source
-    examples: Any
+    stored: Any
     whole: bool
     files: tuple[str, ...] = ()
+    change: Change | None = None
+
+    @property
+    def examples(self) -> Any:
+        return changed(self.stored, self.change)
 
     @property
     def num_files(self) -> int:
@@ -265,11 +277,12 @@ def _open(source: SourceConfig) -> Opened:
         sizes = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     return Opened(
         source,
-        decoded(examples) if is_json else as_written(examples),
+        examples,
         as_whole
         or source.max_examples is not None
         or (sizes is not None and sizes <= WHOLE_BYTES),
         files,
+        decoding() if is_json else null_removal(examples),
     )
 
 

@@ -27,22 +27,26 @@ _CHUNK_CHARACTERS = 10 << 20  # of a JSON file; the first ones name its columns
 _SPACE = re.compile(r"\s*")
 
 
-def as_written(examples: Any) -> Any:
-    """Return a data set or a stream without the nulls that Arrow may have added."""
+Change = Callable[[str, Any], Any]
+"""Returns a value as it was written, from the name of its column and the stored value."""
+
+
+def null_removal(examples: Any) -> Change | None:
+    """Return the change that removes the nulls which Arrow may have added to a data set
+    or a stream; None: it has added none.
+    """
     features = examples.features
     if features is None:
         # Without types, any null may be one of Arrow's, except in Python's own rows.
-        return _changed(examples, _without_nulls) if _from_arrow(examples) else examples
+        return _without_nulls if _from_arrow(examples) else None
     if not any(map(_has_mapping_type, features.values())):
-        return examples
-    return _changed(examples, partial(_unpadded, features))
+        return None
+    return partial(_unpadded, features)
 
 
-def decoded(examples: Any, columns: Collection[str] | None = None) -> Any:
-    """Return a data set or a stream whose columns (None: all) were JSON text, with
-    their values.
-    """
-    return _changed(examples, partial(_decoded, columns))
+def decoding(columns: Collection[str] | None = None) -> Change:
+    """Return the change to values from columns (None: all) of JSON text."""
+    return partial(_decoded, columns)
 
 
 def json_text(values: Sequence[Any]) -> list[str | None]:
@@ -64,10 +68,12 @@ def has_mapping(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
-def _changed(examples: Any, change: Callable[[str, Any], Any]) -> Any:
-    """Change the values when rows are read, so that they do not become Arrow again;
-    change: gets the name of a column and a value.
+def changed(examples: Any, change: Change | None) -> Any:
+    """Change the values of a data set or a stream when rows are read, so that they do
+    not become Arrow again.
     """
+    if change is None:
+        return examples
 
     def changed_block(block: Mapping[str, list]) -> dict[str, list]:
         return {

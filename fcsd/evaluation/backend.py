@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,11 +19,11 @@ from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question, Reader
 from fcsd.evaluation.code.generate import prompt_tokens, readers
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.config import CodeTaskConfig
+from fcsd.evaluation.config import BatchSize, CodeTaskConfig
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.gathered import gathered_once
-from fcsd.parallel.ranks import ALONE, Ranks, input_device
+from fcsd.parallel.ranks import Ranks, input_device
 from fcsd.training.generation import (
     SAMPLING_SEED,
     Decoding,
@@ -34,19 +34,9 @@ from fcsd.training.generation import (
     set_aside,
 )
 
-BatchSize = int | Literal["auto"]
 Key = TypeVar("Key")
 # On a CPU memory runs out without an error that could be caught, so "auto" starts low.
 _FIRST, _ON_CPU = 128, 16
-
-
-def check_batch_size(size: BatchSize, ranks: Ranks = ALONE) -> None:
-    """Raise UserError for "auto" where the weights are sharded over the ranks."""
-    if size == "auto" and ranks.lockstep:
-        raise UserError(
-            "batch_size: 'auto' needs a rank that can try again alone, and this launch"
-            f" shards the weights over {ranks.size}; give a number"
-        )
 
 
 class BatchSizer:

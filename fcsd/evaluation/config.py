@@ -5,7 +5,7 @@ recipe's `evaluation`, and of `fcsd evaluate --samples`.
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -15,6 +15,7 @@ from fcsd.base.files import data_dir
 from fcsd.base.strict import (
     FolderPath,
     Name,
+    Rule,
     Strict,
     did_you_mean,
     like,
@@ -25,7 +26,10 @@ from fcsd.base.strict import (
 from fcsd.base.unions import one_of
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
-from fcsd.model.config import check_capacity
+from fcsd.model.config import DROP_NEEDS_A_CAPACITY
+
+if TYPE_CHECKING:
+    from fcsd.parallel.ranks import Ranks
 
 # Where a base model's program ends; the strings of EvalPlus 0.3.1
 # (evalplus/provider/utility.py) without special tokens.
@@ -61,17 +65,20 @@ class TaskBase(Strict, strict=True):
     # with chat_template: ask a hybrid's template for thoughts; null: no thoughts
     thinking: bool | None = None
 
-    @model_validator(mode="after")
-    def _turns_need_a_template(self) -> "TaskBase":
-        for key in ("system_prompt", "thinking"):
-            if getattr(self, key) and not self.chat_template:
-                raise ValueError(f"{key} needs chat_template: true")
-        if self.thinking and self.kind == "likelihood":
-            raise ValueError(
-                "thinking has no meaning for kind 'likelihood', which generates no"
-                " answers"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda task: task.system_prompt and not task.chat_template,
+            "system_prompt needs chat_template: true",
+        ),
+        (
+            lambda task: task.thinking and not task.chat_template,
+            "thinking needs chat_template: true",
+        ),
+        (
+            lambda task: task.thinking and task.kind == "likelihood",
+            "thinking has no meaning for kind 'likelihood', which generates no answers",
+        ),
+    )
 
 
 class LMEvalTaskConfig(TaskBase):
@@ -148,25 +155,25 @@ class CodeTaskConfig(TaskBase):
             )
         return value
 
-    @model_validator(mode="after")
-    def _samples_are_enough(self) -> "CodeTaskConfig":
-        if not re.fullmatch(r"pass@[1-9][0-9]*", self.metric):
-            raise ValueError(
-                "metric of a code task is 'pass@k', for example 'pass@1', got"
-                f" {self.metric!r}"
-            )
-        if pass_k(self) > self.num_samples:
-            raise ValueError(
-                f"{self.metric} needs num_samples of {pass_k(self)} or more"
-            )
-        if self.num_samples > 1 and not self.temperature:
-            raise ValueError(
-                "several samples of greedy decoding are the same; set a temperature"
-                " above 0"
-            )
-        if "{prompt}" not in self.prompt_template:
-            raise ValueError("prompt_template must contain {prompt}")
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda task: not re.fullmatch(r"pass@[1-9][0-9]*", task.metric),
+            "metric of a code task is 'pass@k', for example 'pass@1', got {0.metric!r}",
+        ),
+        (
+            lambda task: pass_k(task) > task.num_samples,
+            lambda task: f"{task.metric} needs num_samples of {pass_k(task)} or more",
+        ),
+        (
+            lambda task: task.num_samples > 1 and not task.temperature,
+            "several samples of greedy decoding are the same; set a temperature above"
+            " 0",
+        ),
+        (
+            lambda task: "{prompt}" not in task.prompt_template,
+            "prompt_template must contain {{prompt}}",
+        ),
+    )
 
 
 class OwnTextTaskConfig(TaskBase):
@@ -366,6 +373,9 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
     return suite.model_copy(update={"tasks": changed.tasks})
 
 
+BatchSize = int | Literal["auto"]
+
+
 class ServerConfig(Strict):
     """A server that answers, by HTTP, for the evaluated model."""
 
@@ -399,6 +409,25 @@ class LayerStudyConfig(Strict):
         "for first and last: measure every Nth number of layers, and all layers",
         gt=0,
     )
+
+
+def check_batch_size(size: BatchSize, ranks: "Ranks") -> None:
+    """Raise UserError for "auto" where the weights are sharded over the ranks."""
+    if size == "auto" and ranks.lockstep:
+        raise UserError(
+            "batch_size: 'auto' needs a rank that can try again alone, and this launch"
+            f" shards the weights over {ranks.size}; give a number"
+        )
+
+
+def check_server(server: ServerConfig | None, ranks: "Ranks") -> None:
+    """Raise UserError when several processes would ask one server the same."""
+    if server is not None and ranks.size > 1:
+        raise UserError(
+            "evaluation.server (--server): works with one process, but this launch has"
+            f" {ranks.size}; evaluate without a launcher (`fcsd run` continues a"
+            " run in one process)"
+        )
 
 
 class EvaluationConfig(Strict):
@@ -449,6 +478,32 @@ class EvaluationConfig(Strict):
         " the smallest weights",
     )
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        DROP_NEEDS_A_CAPACITY,
+        (
+            lambda config: config.capacity_factor is not None and config.server,
+            "capacity_factor: a server's capacity cannot be set; evaluate in memory,"
+            " without a server",
+        ),
+        (
+            lambda config: (
+                config.capacity_factor is not None and config.batch_size != 1
+            ),
+            "capacity_factor: needs batch_size 1, not {0.batch_size}: the dropped pairs"
+            " would depend on the batch, and padding, which lm-eval does not report,"
+            " would use capacity",
+        ),
+        (
+            lambda config: (
+                config.capacity_factor is not None
+                and config.layer_study is not None
+                and config.layer_study.tasks
+            ),
+            "capacity_factor: does not work with layer_study.tasks; leave one of them"
+            " out",
+        ),
+    )
+
     @property
     def capacity(self) -> dict[str, Any]:
         """The settings of dropped pairs, on which scores depend; {} where none are."""
@@ -458,29 +513,6 @@ class EvaluationConfig(Strict):
             "capacity_factor": self.capacity_factor,
             "capacity_drop": self.capacity_drop or "order",
         }
-
-    @model_validator(mode="after")
-    def _a_capacity_is_that_of_a_sequence(self) -> "EvaluationConfig":
-        check_capacity(self.capacity_factor, self.capacity_drop)
-        if self.capacity_factor is None:
-            return self
-        if self.server is not None:
-            raise ValueError(
-                "capacity_factor: a server's capacity cannot be set; evaluate in"
-                " memory, without a server"
-            )
-        if self.batch_size != 1:
-            raise ValueError(
-                f"capacity_factor: needs batch_size 1, not {self.batch_size}: the"
-                " dropped pairs would depend on the batch, and padding, which lm-eval"
-                " does not report, would use capacity"
-            )
-        if self.layer_study is not None and self.layer_study.tasks:
-            raise ValueError(
-                "capacity_factor: does not work with layer_study.tasks; leave one of"
-                " them out"
-            )
-        return self
 
     @field_validator("layer_study", mode="before")
     @classmethod

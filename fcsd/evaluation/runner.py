@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.data.dates import TEMPLATE_DATE, writes_date
-from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend, check_batch_size
+from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -32,6 +32,7 @@ from fcsd.evaluation.config import (
     OwnTextTaskConfig,
     SuiteConfig,
     TaskConfig,
+    check_batch_size,
 )
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.own_text.text import at_limit

@@ -23,8 +23,14 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
 from fcsd.base.fingerprints import content_fingerprint
 from fcsd.base.memory import free_memory
-from fcsd.evaluation.backend import Served, check_batch_size
-from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
+from fcsd.evaluation.backend import Served
+from fcsd.evaluation.config import (
+    EvaluationConfig,
+    ServerConfig,
+    SuiteConfig,
+    check_batch_size,
+    check_server,
+)
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import (
@@ -210,7 +216,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
             task or data set; a folder with another evaluation.
     """
     config = evaluation.config
-    check_server(config.server, launch)
+    check_server(config.server, launch.ranks)
     launch = launch.for_evaluation()
     check_batch_size(config.batch_size, launch.ranks)
     model = evaluation.model
@@ -291,16 +297,6 @@ def _original(
         store=_store(of_original, stage, stage.inputs | inputs),
         known=evaluation.texts_of_original,
     )
-
-
-def check_server(server: ServerConfig | None, launch: Launch) -> None:
-    """Raise UserError when several processes would ask one server the same."""
-    if server is not None and launch.ranks.size > 1:
-        raise UserError(
-            "evaluation.server (--server): works with one process, but this launch has"
-            f" {launch.ranks.size}; evaluate without a launcher (`fcsd run` continues a"
-            " run in one process)"
-        )
 
 
 def _store(

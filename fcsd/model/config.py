@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from fcsd.base.strict import Strict, option
+from fcsd.base.strict import Rule, Strict, option
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -20,10 +20,9 @@ class ModelConfig(Strict):
     experts_implementation: str | None = None
 
 
-def check_capacity(factor: float | None, drop: str | None) -> None:
-    """Raise ValueError for `capacity_drop` without a factor that drops anything."""
-    if drop is not None and factor is None:
-        raise ValueError(
-            f"capacity_drop: {drop!r} has no meaning without capacity_factor; set it,"
-            " or leave both out"
-        )
+DROP_NEEDS_A_CAPACITY: Rule = (
+    lambda record: record.capacity_drop is not None and record.capacity_factor is None,
+    "capacity_drop: {0.capacity_drop!r} has no meaning without capacity_factor; set it,"
+    " or leave both out",
+)
+"""Of a record with `capacity_factor` and `capacity_drop`."""

@@ -69,7 +69,13 @@ class ModelFolder:
         """The facts about its files, which are complete and of a family that can be
         converted.
         """
-        return read_checkpoint(self.folder)
+        known = self.any_checkpoint
+        return known if known.family is not None else read_checkpoint(self.folder)
+
+    @cached_property
+    def any_checkpoint(self) -> Checkpoint:
+        """The facts about its files, also of a family that cannot be converted."""
+        return read_checkpoint(self.folder, any_family=True)
 
     @cached_property
     def vocab_size(self) -> int | None:
@@ -86,10 +92,7 @@ class ModelFolder:
         family, the one that transformers loads. Raises UserError as `read_checkpoint`
         and the loading of configs.
         """
-        if any_family:
-            checkpoint = read_checkpoint(self.folder, any_family=True)
-        else:
-            checkpoint = self.checkpoint
+        checkpoint = self.any_checkpoint if any_family else self.checkpoint
         if checkpoint.family is not None:
             return load_config(checkpoint)
         from transformers import AutoConfig
@@ -102,7 +105,7 @@ class ModelFolder:
         self, max_length: int, *, key: str = "max_length", tell: bool = True
     ) -> None:
         """Compare the length of rows with its positions; as `check_positions`."""
-        checkpoint = read_checkpoint(self.folder, any_family=True)
+        checkpoint = self.any_checkpoint
         try:
             config = self.load_config(any_family=True)
         except (OSError, ValueError):  # loading the model reports why

@@ -19,12 +19,6 @@ from fcsd.model.connectivity.checkpoint import read_config
 from fcsd.model.load import ModelFolder, does_not_fit, load_checkpoint, to_device
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap import (
-    IMPLEMENTATIONS,
-    attach_loaded,
-    refusal,
-    with_plan,
-)
 from fcsd.parallel.shard import shard_teacher
 
 
@@ -45,6 +39,8 @@ def check_overlap_of(model: ModelFolder, launch: Launch) -> None:
     overlap = launch.engine.overlap
     if overlap not in ("full", "forward"):
         return
+    from fcsd.parallel.overlap import refusal
+
     _, family, connectivity = read_config(model.folder, any_family=True)
     reason: str | None = "none of its layers is rewired"
     if family is not None and connectivity is not None:
@@ -126,6 +122,8 @@ def load_for_launch(
     _check_unchanged(model, launch)
     # transformers shards while it loads, by a plan that some families lack.
     if spread is not None:
+        from fcsd.parallel.overlap import attach_loaded, with_plan
+
         spread = with_plan(spread, read_config(model.folder, any_family=True)[1])
     try:
         loaded = load_checkpoint(
@@ -158,6 +156,8 @@ def distributed_config(engine: Engine, world: int, *, bf16: bool = False) -> Any
     if not engine.spreads_experts:
         return None
     from transformers.distributed import DistributedConfig
+
+    from fcsd.parallel.overlap import IMPLEMENTATIONS
 
     implementation = "all_to_all"
     if engine.overlap != "off":

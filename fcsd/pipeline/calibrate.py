@@ -169,18 +169,6 @@ def _rename(partial: Path, model: Path) -> None:
     sweep(model.parent, f".{model.name}.")
 
 
-def calibrated_start(run: Run, variant: str | None) -> ModelFolder | None:
-    """Return the calibrated checkpoint that a distillation starts from, calibrating it
-    if necessary; None: it starts from copied weights.
-    """
-    start_run = run.variant(variant)
-    if not start_run.recipe.starts_calibrated:
-        return None
-    return ModelFolder(
-        start_run.original.config, calibrate(run, variant).folder / "model"
-    )
-
-
 def calibrate_folder(recipe: Recipe, out: Path, launch: Launch) -> None:
     """Calibrate the model of a recipe that has no other stage, and write it to `out`,
     with the stage's manifest.

@@ -16,11 +16,14 @@ from fcsd.base.errors import UserError
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, named_tasks
+from fcsd.evaluation.config import (
+    LMEvalTaskConfig,
+    SuiteConfig,
+    check_server,
+    named_tasks,
+)
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.lm_eval.tasks import task_folder
-from fcsd.evaluation.own_text.prompts import load_prompts
-from fcsd.evaluation.stage import check_server
 from fcsd.evaluation.suites import dataset_location
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
@@ -29,13 +32,11 @@ from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.families import Family, expert_counts, family_of, moe_mask
 from fcsd.model.families.family import text_config
-from fcsd.model.inspect.checkpoint import config_object
 from fcsd.model.load import ModelFolder, load_checkpoint, load_tokenizer
 from fcsd.model.positions import check_positions
 from fcsd.model.quantised.methods import why_not_trained
 from fcsd.parallel.engine import check_precision
 from fcsd.parallel.launch import Launch
-from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
 from fcsd.recipe.recipe import PretrainConfig, TaskStoppingConfig
@@ -43,15 +44,13 @@ from fcsd.training.arguments import (
     check_reporters,
     refuse_what_cannot_be_sharded,
 )
-from fcsd.training.calibration.checkpoint import calibratable
-from fcsd.training.config import Sections, TrainConfig, micro_batches
+from fcsd.training.config import TrainConfig, micro_batches
 from fcsd.training.prepare import check_student
 from fcsd.training.teachers.check import (
     check_is_original,
     check_teacher_folder,
     refuse_other_tokenizer,
 )
-from fcsd.training.teachers.lora import add_adapters
 
 
 def check_run(run: Run) -> None:
@@ -74,6 +73,8 @@ def check_run(run: Run) -> None:
     else:
         config, family = _config_and_family(run.original)
         if recipe.calibration is not None:
+            from fcsd.training.calibration.checkpoint import calibratable
+
             calibratable(run.original)
     mask = moe_mask(config, family)
     if recipe.sweep is not None and _unfinished(layout.sweep):
@@ -134,9 +135,17 @@ def _check_pretraining(run: Run, section: PretrainConfig) -> PreTrainedConfig:
 
 
 def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
-    """Check the distillation of a recipe with each of the batch sizes of its sweep;
-    None: with its own.
+    """Check the distillation of a recipe, once per run, with each of the batch sizes of
+    its sweep; None: with its own.
     """
+    # Otherwise `check_run` has checked the configuration of the model to be
+    # pre-trained.
+    exists = run.recipe.pretrain is None or not _unfinished(run.layout.pretrain)
+    facts = ("training", repr(run.recipe), tuple(batches or ()), exists)
+    run.once(facts, lambda: _check_training(run, batches, exists))
+
+
+def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> None:
     recipe, launch = run.recipe, run.launch
     if recipe.lora is not None and launch.engine.shards:
         raise UserError(
@@ -154,9 +163,6 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
     refuse_what_cannot_be_sharded(
         recipe.objective, launch.engine, by_heldout_kl=by_heldout_kl
     )
-    # Otherwise `check_run` has checked the configuration of the model to be
-    # pre-trained.
-    exists = recipe.pretrain is None or not _unfinished(run.layout.pretrain)
     if exists:
         check_rows_fit(run, run.original, recipe.data.max_length)
     if recipe.teacher is not None and recipe.teacher.path is not None:
@@ -185,11 +191,13 @@ def _check_student(run: Run) -> None:
     check_student(
         student,
         run.tokenizer,
-        Sections(objective=recipe.objective, train=train, data=recipe.data),
+        recipe.sections,
         teacher_rows=run.teacher.vocab_size if recipe.teacher is not None else None,
         checkpointing=train.gradient_checkpointing,
     )
     if recipe.lora is not None:
+        from fcsd.training.teachers.lora import add_adapters
+
         add_adapters(student, recipe.lora, recipe.seed, dtype_of(train.dtype))
 
 
@@ -256,6 +264,8 @@ def check_overlap(run: Run) -> None:
     engine, recipe = run.launch.engine, run.recipe
     if not engine.spreads_experts:
         return
+    from fcsd.parallel.overlap import check_connections, check_transformers, refusal
+
     # A model that is only pre-trained may not exist yet.
     if recipe.pretrain is not None and recipe.only_pretrains:
         config: Any = model_config(recipe.pretrain.config)
@@ -330,6 +340,8 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
         UserError: transformers or fcsd does not support the model type, the model is
             dense, or a value is invalid.
     """
+    from fcsd.model.inspect.checkpoint import config_object
+
     raw = {
         key: value for key, value in config.items() if key != "experts_implementation"
     }
@@ -361,7 +373,7 @@ def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> Non
 
 def _check_evaluation(run: Run) -> None:
     evaluation = run.recipe.evaluation
-    check_server(evaluation.server, run.launch)
+    check_server(evaluation.server, run.launch.ranks)
     if evaluation.layer_study is not None:
         named_tasks(evaluation.suite, evaluation.layer_study.tasks)
     _check_suite(run.suite, run.data_root)
@@ -387,6 +399,8 @@ def _check_prompts(run: Run) -> None:
     """Refuse prompts of own text that the tokenizer's template does not take."""
     for row in run.suite.tasks:
         if row.kind == "own_text":
+            from fcsd.evaluation.own_text.prompts import load_prompts
+
             first = row.model_copy(update={"num_prompts": 1})
             load_prompts(first, run.data_root, run.tokenizer)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +58,13 @@ class Run:
         if self.progress is not None and stage in self.progress.tasks:
             self.progress.start(stage)
 
+    @property
+    def remaining(self) -> Callable[[float], str] | None:
+        """Maps the share of the present stage that is done to the time that the whole
+        run still takes; None outside of `fcsd run`.
+        """
+        return self.progress.left if self.progress is not None else None
+
     def variant(self, name: str | None) -> Run:
         """Return the run of one of the recipe's variants (UserError if there is none of
         this name); None: this run.
@@ -72,7 +80,7 @@ class Run:
         """The recipe as written, with all its trainings."""
         return self.before or self.recipe
 
-    @property
+    @cached_property
     def layout(self) -> RunLayout:
         return RunLayout(self.recipe.folder)
 
@@ -88,7 +96,7 @@ class Run:
         name = self.recipe.evaluation.suite
         return self.once(("suite", name), lambda: load_suite(name))
 
-    @property
+    @cached_property
     def original(self) -> ModelFolder:
         """The original checkpoint: `model.path`, or the result of the pre-training
         (UserError until that has finished).
@@ -102,7 +110,7 @@ class Run:
             )
         return self._model(self.recipe.model_path, self.recipe.model)
 
-    @property
+    @cached_property
     def teacher(self) -> ModelFolder:
         """The checkpoint that teaches the student: the original, or `teacher.path`."""
         return self._model(*self.recipe.teacher_model)

@@ -1,8 +1,6 @@
-"""Sweep, distil and fill the teacher cache: the stages of a recipe that have a teacher."""
+"""Distil and fill the teacher cache: the stages of a recipe that have a teacher."""
 
 import shutil
-import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,117 +10,30 @@ from transformers import PreTrainedModel
 from fcsd.base.artifact import Stage, read_manifest
 from fcsd.base.differences import differences
 from fcsd.base.errors import UserError
-from fcsd.base.files import new_folder, write_text
+from fcsd.base.files import new_folder
 from fcsd.base.strict import validate
 from fcsd.base.temporary import discard_folder
 from fcsd.data.counts import tell_examples
+from fcsd.data.dataset import heldout_fingerprint
+from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import all_files
 from fcsd.model.connectivity.export import link_or_copy
 from fcsd.model.dtypes import dtype_of
 from fcsd.model.load import ModelFolder
-from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_launch
 from fcsd.parallel.stages import begin_stage, finish_stage
-from fcsd.pipeline.calibrate import calibrated_start
 from fcsd.pipeline.checks import check_overlap, check_teacher, check_training
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, training_rows
-from fcsd.pipeline.scoring import early_stopping, score_settings, scored_data
 from fcsd.recipe.layout import MAIN
-from fcsd.recipe.recipe import Recipe, to_yaml
-from fcsd.report.plots import plot_sweep
-from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import TrainConfig, may_change
-from fcsd.training.early_stopping import EarlyStopper
+from fcsd.recipe.recipe import HeldoutKLStoppingConfig, Recipe
+from fcsd.training.arguments import Job
+from fcsd.training.config import may_change
+from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
-from fcsd.training.sweep import Candidate, choice_text, edges, last_score, run_sweep
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.load import TeacherSource, fill_teacher_cache, load_teacher
-from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
-
-
-def sweep(run: Run, *, fill_cache: bool = False) -> Stage:
-    """Choose batch size, then learning rate; fill_cache as in `distill`."""
-    recipe, launch, folder = run.recipe, run.launch, run.layout.sweep
-    if recipe.sweep is None:
-        raise UserError(
-            f"recipe {recipe.name}: has no `sweep` section; add one (see"
-            " docs/recipes.md)"
-        )
-    settings = _training_settings(recipe) | {
-        "sweep": recipe.sweep.model_dump(mode="json")
-    }
-    inputs = launch.ranks.from_first(lambda: _training_inputs(run))
-    stage = Stage(folder, "sweep", settings, inputs, may_change(recipe.train))
-    if begin_stage(stage, launch) == "finished":
-        _tell_choice(read_manifest(folder)["results"], launch)
-        return stage
-    check_training(run, recipe.sweep.batch_size_tokens)
-    check_overlap(run)
-    start = calibrated_start(run, None)
-    rows = training_rows(recipe.data, run.tokenizer, run)
-    teacher = _teacher(run, rows, fill=fill_cache)
-
-    # Rows, teacher and start are shared by all candidates; the student is new for each.
-    def candidate_run(
-        candidate: Candidate, settings: TrainConfig, candidate_folder: Path
-    ) -> dict[str, Any] | None:
-        description = (
-            f"sweep {candidate.batch_size_tokens} tok, lr {candidate.learning_rate:g}"
-        )
-        training = _training_run(
-            run,
-            candidate_folder,
-            description,
-            teacher,
-            rows,
-            start,
-            [stage.identity, candidate.folder],
-        )
-        # Candidates are only compared: their models are not kept.
-        training = replace(training, train=settings, save_model=False, remaining=None)
-        if rule is None or score is None:
-            train(training)
-            return None
-        # Before the first step, where a score that fails is found early, and after the
-        # last one.
-        stopper = EarlyStopper(
-            every_steps=settings.max_steps,
-            patience=2,
-            min_delta=rule.min_delta,
-            metric=rule.metric,
-        )
-        train(replace(training, stopper=stopper, score=score))
-        return last_score(stopper)
-
-    rule = recipe.early_stopping if recipe.sweep.choose_by is not None else None
-    unscored = nullcontext((None, None))
-    with unscored if rule is None else early_stopping(run) as (_, score):
-        result = run_sweep(
-            recipe.sweep,
-            recipe.train,
-            folder,
-            candidate_run,
-            remove_checkpoints=lambda candidate_folder: remove_checkpoints(
-                candidate_folder, launch
-            ),
-            metric=rule.metric if rule is not None else "loss",
-            identity=stage.identity,
-            ranks=launch.ranks,
-        )
-    if launch.first:
-        write_ready_recipe(recipe, result, folder)
-        plot_sweep(result, folder)
-    finish_stage(stage, launch, result | exclusions(rows, folder, launch))
-    _tell_choice(result, launch)
-    return stage
-
-
-def _tell_choice(result: dict[str, Any], launch: Launch) -> None:
-    if launch.first:
-        for line in (choice_text(result), *edges(result)):
-            print(f"sweep: {line}", file=sys.stderr)
 
 
 def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -> Stage:
@@ -141,16 +52,16 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
     main_run, run = run, _with_sweep(run).variant(variant)
     recipe, launch, folder = run.recipe, run.launch, run.layout.stage(variant or MAIN)
     # This hashes all weights and data, so one rank does it.
-    inputs = launch.ranks.from_first(lambda: _training_inputs(run))
+    inputs = launch.ranks.from_first(lambda: input_fingerprints(run))
     stage = Stage(
-        folder, "distill", _training_settings(recipe), inputs, may_change(recipe.train)
+        folder, "distill", training_settings(recipe), inputs, may_change(recipe.train)
     )
     if begin_stage(stage, launch) == "finished":
         remove_checkpoints(folder, launch)
         return stage
     check_training(run)
     check_overlap(run)
-    start = calibrated_start(main_run, variant)
+    start = calibrated_folder(main_run, variant)
     # Zero steps leave the weights that a training would start from, for comparison.
     if not recipe.train.max_steps:
         finish_stage(
@@ -158,12 +69,23 @@ def distill(run: Run, variant: str | None = None, *, fill_cache: bool = False) -
         )
         return stage
     rows = training_rows(recipe.data, run.tokenizer, run)
-    teacher = _teacher(run, rows, fill=fill_cache)
-    training = _training_run(
-        run, folder, f"distil {variant or MAIN}", teacher, rows, start, stage.identity
+    teacher = load_run_teacher(run, rows, fill=fill_cache)
+    models = training_inputs(run, teacher, rows, start)
+    job = Job(
+        folder,
+        f"distil {variant or MAIN}",
+        recipe.seed,
+        stage.identity,
+        remaining=run.remaining,
     )
-    with early_stopping(run) as (stopper, score):
-        results = train(replace(training, stopper=stopper, score=score))
+    if recipe.early_stopping is None:
+        results = train(models, recipe.sections, job, launch)
+    else:
+        from fcsd.pipeline.scoring import early_stopping
+
+        with early_stopping(run) as (stopper, score):
+            job = replace(job, stopper=stopper, score=score)
+            results = train(models, recipe.sections, job, launch)
     finish_stage(
         stage, launch, results | exclusions(rows, folder, launch), folder / "model"
     )
@@ -237,7 +159,7 @@ def _with_sweep(run: Run) -> Run:
             " set sweep to null"
         )
     # The choice holds only for the data and weights on which it was made.
-    inputs = run.launch.ranks.from_first(lambda: _training_inputs(run))
+    inputs = run.launch.ranks.from_first(lambda: input_fingerprints(run))
     if changes := differences(manifest["inputs"], inputs):
         raise UserError(
             f"{run.layout.sweep}: the sweep used different inputs than this training"
@@ -247,13 +169,6 @@ def _with_sweep(run: Run) -> Run:
     return replace(
         run, recipe=with_choice(run.recipe, manifest["results"]), before=run.whole
     )
-
-
-def write_ready_recipe(recipe: Recipe, result: dict[str, Any], folder: Path) -> None:
-    """Write the recipe with the choice of its sweep to `folder/recipe.yaml`."""
-    ready = with_choice(recipe, result).dump() | {"sweep": None}
-    head = f"# {recipe.name}, with the values that its sweep chose; see sweep.md.\n"
-    write_text(folder / "recipe.yaml", head + to_yaml(ready))
 
 
 def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
@@ -275,12 +190,25 @@ def with_choice(recipe: Recipe, result: dict[str, Any]) -> Recipe:
 # ---- the parts of a training
 
 
-def _teacher(run: Run, rows: Any, *, fill: bool) -> PreTrainedModel | Teacher | None:
-    return (
-        load_teacher(_teacher_source(run, rows), fill=fill)
-        if run.recipe.teacher is not None
-        else None
-    )
+def calibrated_folder(run: Run, variant: str | None) -> ModelFolder | None:
+    """Return the calibrated checkpoint that a distillation starts from, calibrating it
+    if necessary; None: it starts from copied weights.
+    """
+    if not run.variant(variant).recipe.starts_calibrated:
+        return None
+    from fcsd.pipeline.calibrate import calibrate
+
+    folder = calibrate(run, variant).folder / "model"
+    return ModelFolder(run.original.config, folder)
+
+
+def load_run_teacher(
+    run: Run, rows: Any, *, fill: bool
+) -> PreTrainedModel | Teacher | None:
+    """Load the teacher of a recipe, if it has one; fill: as of `load_teacher`."""
+    if run.recipe.teacher is None:
+        return None
+    return load_teacher(_teacher_source(run, rows), fill=fill)
 
 
 def _teacher_source(run: Run, rows: Any) -> TeacherSource:
@@ -302,17 +230,14 @@ def _teacher_source(run: Run, rows: Any) -> TeacherSource:
     )
 
 
-def _training_run(
+def training_inputs(
     run: Run,
-    folder: Path,
-    description: str,
     teacher: PreTrainedModel | Teacher | None,
     rows: Any,
     start: ModelFolder | None,
-    owner: Any,
-) -> TrainingRun:
-    """Describe a training with a new student; `teacher` comes from `load_teacher`,
-    `start` from `calibrated_start`, `owner` from the stage.
+) -> TrainingInputs:
+    """Return the inputs of a training with a new student; `teacher` comes from
+    `load_run_teacher`, `start` from `calibrated_folder`.
     """
     recipe = run.recipe
     # The student starts from copied weights, unless the recipe starts calibrated.
@@ -324,6 +249,8 @@ def _training_run(
     )
     adapters = None
     if recipe.lora is not None:
+        from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters
+
         adapters = add_adapters(
             student, recipe.lora, recipe.seed, dtype_of(recipe.train.dtype)
         )
@@ -331,26 +258,10 @@ def _training_run(
         # loaded.
         if recipe.teacher is not None and recipe.teacher.backend == "adapter_off":
             teacher = AdapterOffTeacher(student)
-    return TrainingRun(
-        launch=run.launch,
-        folder=folder,
-        description=description,
-        student=student,
-        teacher=teacher,
-        tokenizer=run.tokenizer,
-        rows=rows,
-        data=recipe.data,
-        objective=recipe.objective,
-        train=recipe.train,
-        seed=recipe.seed,
-        owner=owner,
-        safety=recipe.safety,
-        adapters=adapters,
-        remaining=run.progress.left if run.progress is not None else None,
-    )
+    return TrainingInputs(student, teacher, run.tokenizer, rows, adapters=adapters)
 
 
-def _training_settings(recipe: Recipe) -> dict[str, Any]:
+def training_settings(recipe: Recipe) -> dict[str, Any]:
     """Return the part of the recipe that the result of a training depends on."""
     # All backends of a teacher give the same numbers, so a run may continue with
     # another one. The teacher's checkpoint is among the inputs.
@@ -361,10 +272,11 @@ def _training_settings(recipe: Recipe) -> dict[str, Any]:
     )
     if recipe.starts_calibrated and recipe.calibration is not None:
         settings["calibration"] = recipe.calibration.model_dump(mode="json")
-    return settings | {"early_stopping": score_settings(recipe.early_stopping)}
+    rule = recipe.early_stopping
+    return settings | {"early_stopping": rule.settings if rule is not None else None}
 
 
-def _training_inputs(run: Run) -> dict[str, Any]:
+def input_fingerprints(run: Run) -> dict[str, Any]:
     recipe = run.recipe
     inputs = run.original.fingerprints("original") | data_inputs(recipe.data, run)
     if recipe.teacher is not None and recipe.teacher.path is not None:
@@ -373,4 +285,15 @@ def _training_inputs(run: Run) -> dict[str, Any]:
         inputs |= {
             name: fingerprints[name] for name in ("teacher", "teacher/config.json")
         }
-    return inputs | scored_data(run)
+    return inputs | _scored_data(run)
+
+
+def _scored_data(run: Run) -> dict[str, str]:
+    """Return fingerprints of the items that early stopping scores."""
+    recipe, rule = run.recipe, run.recipe.early_stopping
+    if rule is None:
+        return {}
+    if isinstance(rule, HeldoutKLStoppingConfig):
+        assert recipe.data.heldout is not None  # the recipe has checked it
+        return heldout_fingerprint(recipe.data.heldout)
+    return test_set_fingerprints(rule.scored, run.data_root)

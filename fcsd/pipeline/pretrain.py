@@ -22,9 +22,10 @@ from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_rows_fit, check_settings, model_config
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.rows import data_inputs, exclusions, pretraining_rows
-from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import may_change
+from fcsd.training.arguments import Job
+from fcsd.training.config import Sections, may_change
 from fcsd.training.losses.objectives import CrossEntropyObjectiveConfig
+from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
 
 
@@ -75,23 +76,21 @@ def pretrain(run: Run, variant: str | None = None) -> Stage:
             section.connectivity.spec(),
         )
     to_dtype(model, dtype_of(section.train.dtype))
-    training = TrainingRun(
-        launch=launch,
-        folder=folder,
-        description=" ".join(["pretrain", *([variant] if variant else [])]),
-        student=model,
-        teacher=None,
-        tokenizer=tokenizer,
-        rows=rows,
-        data=section.data,
+    sections = Sections(
         objective=CrossEntropyObjectiveConfig(name="ce"),
         train=section.train,
-        seed=recipe.seed,
-        owner=stage.identity,
+        data=section.data,
         safety=recipe.safety,
-        remaining=run.progress.left if run.progress is not None else None,
     )
-    results = train(training) | exclusions(rows, folder, launch)
+    job = Job(
+        folder,
+        " ".join(["pretrain", *([variant] if variant else [])]),
+        recipe.seed,
+        stage.identity,
+        remaining=run.remaining,
+    )
+    models = TrainingInputs(model, None, tokenizer, rows)
+    results = train(models, sections, job, launch) | exclusions(rows, folder, launch)
     finish_stage(stage, launch, results, folder / "model")
     remove_checkpoints(folder, launch)
     return stage

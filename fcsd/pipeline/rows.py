@@ -21,13 +21,11 @@ from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
 from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.items import suite_items
 from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.written import with_written
 
 _DATE = "date.json"  # beside a run's tokens: the date that its chat templates write
 
@@ -55,7 +53,10 @@ def training_rows(
     `build_dataset`, and UserError if another process is writing tokens of this run.
     """
     tokens = run.whole.training_tokens if num_tokens is None else num_tokens
-    data = with_written(data, run)
+    if any(source.written is not None for source in data.train):
+        from fcsd.pipeline.written import with_written
+
+        data = with_written(data, run)
     # In some models, packed examples attend to each other despite their position ids.
     if (
         apart_in is not None
@@ -216,6 +217,8 @@ def _decontaminator(
 ) -> Decontaminator | None:
     if config is None:
         return None
+    from fcsd.evaluation.items import suite_items
+
     items = suite_items(load_suite(config.suite), data_root, tokenizer)
     return Decontaminator(ItemIndex(items, config.ngram))
 

@@ -1,5 +1,7 @@
 """Run all stages of a recipe in order (`fcsd.recipe.layout`); the short ones are here:
 conversion, report, publication.
+
+What a stage alone needs is imported when it begins.
 """
 
 import sys
@@ -14,17 +16,12 @@ from fcsd.base.temporary import discard_folder
 from fcsd.base.terminal import show, terminal_columns
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
-from fcsd.data.show import print_rows
-from fcsd.evaluation.backend import check_batch_size
-from fcsd.evaluation.config import EvaluationConfig, load_suite
-from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.config import EvaluationConfig, check_batch_size, load_suite
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.parallel.stages import begin_stage, finish_stage
-from fcsd.pipeline.calibrate import calibrate
 from fcsd.pipeline.checks import check_run
 from fcsd.pipeline.context import Run
-from fcsd.pipeline.distill import cache_teacher, distill, sweep
-from fcsd.pipeline.pretrain import pretrain
+from fcsd.pipeline.distill import cache_teacher, distill
 from fcsd.pipeline.progress import (
     CALIBRATION,
     CONVERSION,
@@ -36,15 +33,8 @@ from fcsd.pipeline.progress import (
     pretraining,
     run_progress,
 )
-from fcsd.pipeline.reference import Reference
 from fcsd.pipeline.rows import tokenize
-from fcsd.pipeline.written import write_all
-from fcsd.planning.layers.settings import Study
-from fcsd.planning.layers.study import study_layers
 from fcsd.recipe.layout import MAIN
-from fcsd.report.publish.card import write_publication
-from fcsd.report.report import write_report
-from fcsd.report.study_plots import plot_layers
 
 
 def convert(run: Run) -> Stage:
@@ -74,6 +64,8 @@ def report(run: Run, *, as_json: bool = False) -> Path:
     """Write `output_dir/report` from the results of the stages; print the table of
     models, or the whole report as JSON.
     """
+    from fcsd.report.report import write_report
+
     folder = run.layout.report
     columns = terminal_columns()
     table = write_report(run.recipe, list(run.models()), folder, columns)
@@ -89,6 +81,8 @@ def publish(run: Run, *, as_json: bool = False) -> Path:
     """Write the report, and then `output_dir/publish`: checkpoint, remote code,
     tokenizer, and a model card with results.
     """
+    from fcsd.report.publish.card import write_publication
+
     layout = run.layout
     report(run, as_json=as_json)
     write_publication(
@@ -120,6 +114,8 @@ def run_all(run: Run, *, as_json: bool = False) -> None:
     # Expert parallelism loads its model from a checkpoint, which does not exist yet.
     copies = replace(run, launch=launch.with_copies())
     if recipe.pretrain is not None:
+        from fcsd.pipeline.pretrain import pretrain
+
         run.begin(pretraining(None))
         pretrain(copies)
     if recipe.only_pretrains:
@@ -175,6 +171,8 @@ def run_only(
     if stage in written:
         return Path(ranks.from_first(lambda: str(written[stage](run, as_json=as_json))))
     if stage == "write":
+        from fcsd.pipeline.written import write_all
+
         return write_all(run)
     if stage == "tokenize":
         _tokenize(run, num_rows_shown)
@@ -185,6 +183,8 @@ def run_only(
         evaluate_models(run)
         return layout.root / "evaluate"
     if stage == "pretrain":
+        from fcsd.pipeline.pretrain import pretrain
+
         # Expert parallelism loads its model from a checkpoint, which does not exist yet.
         copies = replace(run, launch=run.launch.with_copies())
         return Path(pretrain(copies, variant).folder)
@@ -194,15 +194,29 @@ def run_only(
         _check_layer_study(run)
     others = {
         "convert": convert,
-        "calibrate": calibrate,
-        "sweep": sweep,
+        "calibrate": _calibrate,
+        "sweep": _sweep,
         "layers": layers,
     }
     return Path(others[stage](run).folder)
 
 
+def _calibrate(run: Run) -> Stage:
+    from fcsd.pipeline.calibrate import calibrate
+
+    return calibrate(run)
+
+
+def _sweep(run: Run, *, fill_cache: bool = False) -> Stage:
+    from fcsd.pipeline.sweep import sweep
+
+    return sweep(run, fill_cache=fill_cache)
+
+
 def _tokenize(run: Run, num_rows_shown: int) -> None:
     """Write the tokens of all trainings of a recipe, and print what they are."""
+    from fcsd.data.show import print_rows
+
     for key, (rows, tokenizer) in tokenize(run).items():
         if not run.launch.first:
             continue
@@ -236,10 +250,10 @@ def _distill_all(run: Run) -> None:
     convert(run)
     if recipe.calibration is not None:
         run.begin(CALIBRATION)
-        calibrate(run)
+        _calibrate(run)
     if recipe.sweep is not None:
         run.begin(SWEEP)
-        sweep(run, fill_cache=True)
+        _sweep(run, fill_cache=True)
     for name in (None, *recipe.variants):
         run.begin(distillation(name))
         distill(run, name, fill_cache=True)
@@ -247,6 +261,9 @@ def _distill_all(run: Run) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that exists, on the same items."""
+    from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+    from fcsd.pipeline.reference import Reference
+
     config = run.recipe.evaluation
     # One suite and one reference, so that all models answer the same items.
     suite, reference = (
@@ -274,6 +291,10 @@ def layers(run: Run) -> Stage:
     """Run the layer study: KL on the recipe's held-out text, and scores, as functions
     of the rewired layers (paper Fig. 3).
     """
+    from fcsd.planning.layers.settings import Study
+    from fcsd.planning.layers.study import study_layers
+    from fcsd.report.study_plots import plot_layers
+
     recipe, original, config = run.recipe, run.original, run.recipe.evaluation
     data, connectivity, layer_study = (
         recipe.data,

@@ -13,16 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from fcsd.data.counts import tell_examples
-from fcsd.data.dataset import heldout_fingerprint
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.load import load_checkpoint
 from fcsd.parallel.launch import Launch
 from fcsd.pipeline.context import Run
 from fcsd.pipeline.reference import heldout_of
 from fcsd.recipe.recipe import (
-    EarlyStoppingConfig,
     HeldoutKLStoppingConfig,
 )
 from fcsd.training.arguments import Scorer
@@ -31,18 +28,15 @@ from fcsd.training.heldout import ComparingScore, HeldoutKL
 
 
 @contextlib.contextmanager
-def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper | None, Scorer | None]]:
-    """Yield the stopper and the score function of a recipe; None, None if it has no
-    such section.
+def early_stopping(run: Run) -> Iterator[tuple[EarlyStopper, Scorer]]:
+    """Yield the stopper and the score function of a recipe that has such a section.
 
     Data, templates and sandbox are checked on entry. For a code task the canonical
     solutions are run first, since a scorer that fails them would stop every run. Raises
     as `fcsd.evaluation.runner.prepare_evaluation`.
     """
     recipe, rule = run.recipe, run.recipe.early_stopping
-    if rule is None:
-        yield None, None
-        return
+    assert rule is not None
     stopper = EarlyStopper(
         every_steps=rule.every_steps,
         patience=rule.patience,
@@ -113,21 +107,3 @@ class OwnTextScore(ComparingScore):
         assert self.teacher is not None
         with self.teacher.as_teacher(), self.teacher.arithmetic():
             yield self.teacher.model
-
-
-def scored_data(run: Run) -> dict[str, str]:
-    """Return fingerprints of the items that early stopping scores, as inputs of a
-    stage.
-    """
-    recipe, rule = run.recipe, run.recipe.early_stopping
-    if rule is None:
-        return {}
-    if isinstance(rule, HeldoutKLStoppingConfig):
-        assert recipe.data.heldout is not None  # the recipe has checked it
-        return heldout_fingerprint(recipe.data.heldout)
-    return test_set_fingerprints(rule.scored, run.data_root)
-
-
-def score_settings(rule: EarlyStoppingConfig | None) -> dict[str, Any] | None:
-    """Return the settings of the scores that a result depends on, if there are any."""
-    return rule.settings if rule is not None else None

@@ -25,10 +25,10 @@ from fcsd.data.config import TrainingDataConfig, TrainingSourceConfig
 from fcsd.data.local import data_fingerprint
 from fcsd.data.sources import columns_of, open_source
 from fcsd.evaluation.backend import InMemoryBackend
-from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig
+from fcsd.evaluation.config import OwnTextTaskConfig, ServerConfig, check_server
 from fcsd.evaluation.own_text.measure import Written, write
 from fcsd.evaluation.own_text.prompts import Prompt, prompts_in
-from fcsd.evaluation.stage import EvaluatedFolder, check_server
+from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.context import Run
@@ -173,7 +173,7 @@ def _writer(
     original, tokenizer = EvaluatedFolder(run.original), run.tokenizer
     if source.written.server is not None:
         server = ServerConfig(url=source.written.server)
-        check_server(server, launch)
+        check_server(server, launch.ranks)
         served = original.served(server, tokenizer)
         served.identify(lambda: original.load(launch))
 

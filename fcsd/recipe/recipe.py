@@ -28,6 +28,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.strict import (
     FolderPath,
     Name,
+    Rule,
     Strict,
     did_you_mean,
     option,
@@ -49,6 +50,7 @@ from fcsd.recipe.layout import MAIN, RESERVED
 from fcsd.training.config import (
     CalibrationConfig,
     SafetyConfig,
+    Sections,
     SweepConfig,
     TrainConfig,
 )
@@ -309,6 +311,107 @@ EarlyStoppingConfig = Annotated[
 ]
 
 
+def _has_backend(recipe: "Recipe", backend: str) -> bool:
+    return recipe.teacher is not None and recipe.teacher.backend == backend
+
+
+def _shards_instead(recipe: "Recipe") -> str:
+    return f"use sharded{' or adapter_off' if recipe.lora is not None else ''}"
+
+
+_RULES: tuple[Rule, ...] = (
+    (
+        lambda recipe: not recipe.model.path and recipe.pretrain is None,
+        "model.path is required (or a `pretrain` section that makes the model)",
+    ),
+    (
+        lambda recipe: recipe.model.path and recipe.pretrain is not None,
+        "model.path and pretrain are both given; leave one out",
+    ),
+    (
+        lambda recipe: recipe.teacher and not recipe.objective.has_teacher,
+        "teacher: objective {0.objective.name!r} has no teacher; leave the section out",
+    ),
+    (
+        lambda recipe: _has_backend(recipe, "adapter_off") and recipe.lora is None,
+        "teacher.backend adapter_off needs a `lora` section: without adapters, training"
+        " changes the teacher's weights; use sharded or cache",
+    ),
+    (
+        lambda recipe: (
+            _has_backend(recipe, "cache") and recipe.objective.name == "kl+l2"
+        ),
+        lambda recipe: (
+            "teacher.backend cache holds final hidden states, but objective kl+l2"
+            f" compares those of every layer; {_shards_instead(recipe)}"
+        ),
+    ),
+    (
+        lambda recipe: (
+            _has_backend(recipe, "cache") and recipe.objective.own_text is not None
+        ),
+        lambda recipe: (
+            "teacher.backend cache holds hidden states of the data's text, but"
+            " objective.own_text writes new text in every step;"
+            f" {_shards_instead(recipe)}"
+        ),
+    ),
+    (
+        lambda recipe: _has_backend(recipe, "adapter_off") and recipe.starts_calibrated,
+        "teacher.backend adapter_off uses the student's weights as the original's, but"
+        " calibration has changed them; use sharded or cache, or set"
+        " calibration.starts_training: false",
+    ),
+    # Adapters already leave every original weight as it is.
+    *(
+        (
+            lambda recipe, key=key: recipe.lora and getattr(recipe.objective, key),
+            f"objective.{key} has no meaning with lora, which freezes all weights;"
+            " leave it out",
+        )
+        for key in ("freeze_embeddings_and_head", "freeze_routers")
+    ),
+    (
+        lambda recipe: (
+            recipe.pretrain is not None
+            and any(source.written for source in recipe.pretrain.data.train)
+        ),
+        "pretrain.data.train: written: the original would write its own training text"
+        " before it exists; leave the key out",
+    ),
+    (
+        lambda recipe: (
+            recipe.early_stopping is not None
+            and recipe.early_stopping.metric == "heldout_kl"
+            and recipe.data.heldout is None
+        ),
+        "early_stopping.metric 'heldout_kl' needs data.heldout",
+    ),
+    (
+        lambda recipe: (
+            recipe.early_stopping is not None
+            and recipe.train.balance_bias_rate is not None
+        ),
+        "train.balance_bias_rate does not work with early_stopping, because its best"
+        " weights do not contain the routers' bias; use train.balance_loss_coefficient",
+    ),
+    (
+        lambda recipe: (
+            recipe.sweep is not None
+            and recipe.sweep.choose_by is not None
+            and recipe.early_stopping is None
+        ),
+        "sweep.choose_by: early_stopping is the score of the section early_stopping,"
+        " which is null; add that section, or leave the key out to choose by the"
+        " training loss",
+    ),
+    (
+        lambda recipe: recipe.evaluation.layer_study and recipe.data.heldout is None,
+        "evaluation.layer_study needs data.heldout, the text on which KL is measured",
+    ),
+)
+
+
 class Recipe(Strict):
     """Everything a run depends on; the run lacks the stages whose sections are null."""
 
@@ -316,6 +419,7 @@ class Recipe(Strict):
         "extends": "only the file of a recipe can extend another one; load it first",
         "extend": "unknown key; did you mean 'extends'?",
     }
+    rules: ClassVar[tuple[Rule, ...]] = _RULES
 
     name: Name
     output_dir: FolderPath
@@ -352,16 +456,6 @@ class Recipe(Strict):
             )
         return value
 
-    @model_validator(mode="after")
-    def _has_a_model(self) -> "Recipe":
-        if not self.model.path and self.pretrain is None:
-            raise ValueError(
-                "model.path is required (or a `pretrain` section that makes the model)"
-            )
-        if self.model.path and self.pretrain is not None:
-            raise ValueError("model.path and pretrain are both given; leave one out")
-        return self
-
     @field_validator("teacher")
     @classmethod
     def _divergences_have_one(
@@ -374,97 +468,16 @@ class Recipe(Strict):
         return value
 
     @model_validator(mode="after")
-    def _teacher_fits(self) -> "Recipe":
-        teacher = self.teacher
-        if teacher is None:
-            pass
-        elif not self.objective.has_teacher:
-            raise ValueError(
-                f"teacher: objective {self.objective.name!r} has no teacher; leave the"
-                " section out"
-            )
-        elif teacher.backend == "adapter_off" and self.lora is None:
-            raise ValueError(
-                "teacher.backend adapter_off needs a `lora` section: without adapters,"
-                " training changes the teacher's weights; use sharded or cache"
-            )
-        elif teacher.backend == "cache" and self.objective.name == "kl+l2":
-            raise ValueError(
-                "teacher.backend cache holds final hidden states, but objective kl+l2"
-                " compares those of every layer; use sharded"
-                + (" or adapter_off" if self.lora is not None else "")
-            )
-        elif teacher.backend == "cache" and self.objective.own_text is not None:
-            raise ValueError(
-                "teacher.backend cache holds hidden states of the data's text, but"
-                " objective.own_text writes new text in every step; use sharded"
-                + (" or adapter_off" if self.lora is not None else "")
-            )
-        if (
-            teacher is not None
-            and teacher.backend == "adapter_off"
-            and self.starts_calibrated
-        ):
-            raise ValueError(
-                "teacher.backend adapter_off uses the student's weights as the"
-                " original's, but calibration has changed them; use sharded or cache,"
-                " or set calibration.starts_training: false"
-            )
-        # Adapters already leave every original weight as it is.
-        for key in ("freeze_embeddings_and_head", "freeze_routers"):
-            if self.lora is not None and getattr(self.objective, key):
-                raise ValueError(
-                    f"objective.{key} has no meaning with lora, which freezes all"
-                    " weights; leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_written_has_a_writer(self) -> "Recipe":
-        if self.pretrain is not None and any(
-            source.written is not None for source in self.pretrain.data.train
-        ):
-            raise ValueError(
-                "pretrain.data.train: written: the original would write its own"
-                " training text before it exists; leave the key out"
-            )
+    def _servers_have_addresses(self) -> "Recipe":
         for source in self.data.train:
             if source.written is not None and source.written.server is not None:
                 ServerConfig(url=source.written.server)
         return self
 
     @model_validator(mode="after")
-    def _stopping_has_its_text(self) -> "Recipe":
-        stopping = self.early_stopping
-        if (
-            stopping is not None
-            and stopping.metric == "heldout_kl"
-            and self.data.heldout is None
-        ):
-            raise ValueError("early_stopping.metric 'heldout_kl' needs data.heldout")
-        if stopping is not None and self.train.balance_bias_rate is not None:
-            raise ValueError(
-                "train.balance_bias_rate does not work with early_stopping, because its"
-                " best weights do not contain the routers' bias; use"
-                " train.balance_loss_coefficient"
-            )
-        if self.evaluation.layer_study and self.data.heldout is None:
-            raise ValueError(
-                "evaluation.layer_study needs data.heldout, the text on which KL is"
-                " measured"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
-        if plan.choose_by is not None and self.early_stopping is None:
-            raise ValueError(
-                "sweep.choose_by: early_stopping is the score of the section"
-                " early_stopping, which is null; add that section, or leave the key"
-                " out to choose by the training loss"
-            )
         for batch in plan.batch_size_tokens:
             steps = plan.steps_of(batch, self.train)
             warmup = plan.steps_of(batch, self.train, plan.warmup_steps)
@@ -535,6 +548,16 @@ class Recipe(Strict):
             sections
             if self.pretrain is None
             else sections | {"pretrain.data": self.pretrain.data}
+        )
+
+    @property
+    def sections(self) -> Sections:
+        """The sections that the trainer of the distillation reads."""
+        return Sections(
+            objective=self.objective,
+            train=self.train,
+            data=self.data,
+            safety=self.safety,
         )
 
     @property

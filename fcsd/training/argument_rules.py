@@ -21,6 +21,7 @@ import torch
 from transformers import TrainingArguments
 
 from fcsd.base.errors import CREDENTIALS, UserError, holds_credentials
+from fcsd.base.strict import Rule, broken
 from fcsd.training.optimizer import learning_rate_schedule
 
 REENTRANT = (
@@ -131,68 +132,86 @@ _NO_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _NO_SETTINGS = ("constant", "constant_with_warmup")
 
 
-def refuse_conflicts(args: Any) -> None:
-    """Raise UserError for arguments of which one would silently overrule the other.
+def _schedule(args: Any) -> str:
+    return str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
 
-    args: an `FCSDConfig` after transformers' own `__post_init__`. A default cannot be
-    told from a value that was given, and conflicts with nothing.
-    """
-    schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-    accelerator = args.accelerator_config
-    checkpointing = args.activation_checkpointing_kwargs or {}
-    problem = None
-    if args.gradient_accumulation_steps < 1:
-        problem = (
-            "gradient_accumulation_steps: must be greater than 0, got"
-            f" {args.gradient_accumulation_steps}"
-        )
-    elif checkpointing.get("use_reentrant", False) is not False:
-        problem = (
-            f"activation_checkpointing_kwargs: {REENTRANT}; set use_reentrant=False"
-        )
-    elif args.max_steps <= 0 and args.num_train_epochs <= 0:
-        problem = (
-            f"num_train_epochs: must be greater than 0, got {args.num_train_epochs:g};"
-            " or set max_steps"
-        )
-    elif args.save_strategy == "best" and (
-        args.eval_strategy == "no" or args.metric_for_best_model is None
-    ):
-        problem = (
-            "save_strategy: 'best' needs an evaluation and its metric; set eval_strategy"
-            " and metric_for_best_model, for example 'kl'"
-        )
-    elif args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs"):
-        problem = (
-            f"num_train_epochs: {args.num_train_epochs:g} has no meaning with max_steps"
-            f" {args.max_steps}, which ends the training; leave one of them out"
-        )
-    elif schedule in _NO_WARMUP and args.warmup_steps > 0:
-        problem = (
-            f"warmup_steps: the schedule '{schedule}' has no warm-up; use"
+
+CONFLICTS: tuple[Rule, ...] = (
+    (
+        lambda args: args.gradient_accumulation_steps < 1,
+        "gradient_accumulation_steps: must be greater than 0, got"
+        " {0.gradient_accumulation_steps}",
+    ),
+    (
+        lambda args: (
+            (args.activation_checkpointing_kwargs or {}).get("use_reentrant", False)
+            is not False
+        ),
+        f"activation_checkpointing_kwargs: {REENTRANT}; set use_reentrant=False",
+    ),
+    (
+        lambda args: args.max_steps <= 0 and args.num_train_epochs <= 0,
+        "num_train_epochs: must be greater than 0, got {0.num_train_epochs:g}; or set"
+        " max_steps",
+    ),
+    (
+        lambda args: (
+            args.save_strategy == "best"
+            and (args.eval_strategy == "no" or args.metric_for_best_model is None)
+        ),
+        "save_strategy: 'best' needs an evaluation and its metric; set eval_strategy"
+        " and metric_for_best_model, for example 'kl'",
+    ),
+    (
+        lambda args: (
+            args.max_steps > 0 and args.num_train_epochs != _default("num_train_epochs")
+        ),
+        "num_train_epochs: {0.num_train_epochs:g} has no meaning with max_steps"
+        " {0.max_steps}, which ends the training; leave one of them out",
+    ),
+    (
+        lambda args: _schedule(args) in _NO_WARMUP and args.warmup_steps > 0,
+        lambda args: (
+            f"warmup_steps: the schedule '{_schedule(args)}' has no warm-up; use"
             " 'constant_with_warmup', or leave it out"
-        )
-    elif schedule in _NO_SETTINGS and args.lr_scheduler_kwargs:
-        problem = (
-            f"lr_scheduler_kwargs: the schedule '{schedule}' has no settings; leave"
-            " them out"
-        )
-    elif args.train_sampling_strategy not in ("random", "sequential"):
-        problem = (
-            f"train_sampling_strategy: {args.train_sampling_strategy!r} has no meaning"
-            f" here; {_ROWS}"
-        )
-    elif "loss" in args.include_for_metrics:
-        problem = (
-            "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all"
-            " tokens"
-        )
-    elif accelerator.split_batches or accelerator.dispatch_batches:
-        problem = (
-            "accelerator_config: split_batches and dispatch_batches have no meaning"
-            " here; set per_device_train_batch_size and batch_size_tokens instead"
-        )
-    if problem is not None:
+        ),
+    ),
+    (
+        lambda args: _schedule(args) in _NO_SETTINGS and args.lr_scheduler_kwargs,
+        lambda args: (
+            f"lr_scheduler_kwargs: the schedule '{_schedule(args)}' has no settings;"
+            " leave them out"
+        ),
+    ),
+    (
+        lambda args: args.train_sampling_strategy not in ("random", "sequential"),
+        "train_sampling_strategy: {0.train_sampling_strategy!r} has no meaning here;"
+        f" {_ROWS}",
+    ),
+    (
+        lambda args: "loss" in args.include_for_metrics,
+        "include_for_metrics: 'loss' has no meaning here; eval_loss is that of all"
+        " tokens",
+    ),
+    (
+        lambda args: (
+            args.accelerator_config.split_batches
+            or args.accelerator_config.dispatch_batches
+        ),
+        "accelerator_config: split_batches and dispatch_batches have no meaning here;"
+        " set per_device_train_batch_size and batch_size_tokens instead",
+    ),
+)
+"""Arguments of which one would silently overrule the other. A default cannot be told
+from a value that was given, and conflicts with nothing.
+"""
+
+
+def refuse_conflicts(args: Any) -> None:
+    """Raise UserError where an `FCSDConfig`, after transformers' own `__post_init__`,
+    breaks a rule of `CONFLICTS`.
+    """
+    if problem := broken(CONFLICTS, args):
         raise UserError(f"FCSDConfig: {problem}")
     # The schedule's settings have no schema in transformers: building it once shows
     # whether they are accepted, before any data are read.
@@ -204,8 +223,8 @@ def refuse_conflicts(args: Any) -> None:
         # Python's message begins with the name of a function of transformers.
         reason = str(error).partition("() ")[2] or error
         raise UserError(
-            f"FCSDConfig: lr_scheduler_kwargs: the schedule '{schedule}' cannot be made"
-            f" with {args.lr_scheduler_kwargs or {}} ({reason})"
+            f"FCSDConfig: lr_scheduler_kwargs: the schedule '{_schedule(args)}' cannot"
+            f" be made with {args.lr_scheduler_kwargs or {}} ({reason})"
         ) from None
 
 

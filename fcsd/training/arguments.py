@@ -1,56 +1,52 @@
-"""Describe the training of a recipe, and check its settings against the engine and the
-installed packages.
+"""Make the arguments of the Trainer from the sections of a recipe, and check sections
+against the engine and the installed packages.
 """
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from fcsd.base.errors import UserError, one_line
 from fcsd.data.rows_config import RowsConfig
-from fcsd.parallel.engine import Engine
+from fcsd.parallel.engine import Engine, checkpoints_activations
 from fcsd.parallel.launch import Launch
-from fcsd.training.config import REPORTERS, SafetyConfig, Sections, TrainConfig
-from fcsd.training.early_stopping import EarlyStopper, Score
+from fcsd.training.config import REPORTERS, Sections
 from fcsd.training.losses.objectives import ObjectiveConfig
-from fcsd.training.teachers.base import Teacher
 
-Scorer = Callable[[PreTrainedModel], Score]  # all ranks call it, and all get the score
+if TYPE_CHECKING:
+    from fcsd.training.early_stopping import EarlyStopper, Score
+
+# all ranks call it, and all get the score
+Scorer = Callable[[PreTrainedModel], "Score"]
+
+
+class ScoreFailure(Exception):
+    """Scoring failed, and all ranks know it; `__cause__` is the reason."""
 
 
 @dataclass(frozen=True)
-class TrainingRun:
-    """The inputs of one training run.
+class Job:
+    """What a recipe's stage asks of one training, beside models, rows and sections.
 
-    student: in the dtype in which it is saved, whatever dtype it is trained in. data:
-    the source of `rows`. owner: the identity of the stage, to which its checkpoints
-    belong. score: scores a model for early stopping. adapters: the
-    `PeftModel` around a LoRA student. remaining: maps the share of finished steps to
-    the remaining time of all stages of the run, or "".
+    description: its name in output. owner: the identity of the stage, to which its
+    checkpoints belong. score: scores a model for early stopping. remaining: maps the
+    share of finished steps to the remaining time of all stages of the run, or "".
     """
 
-    launch: Launch
     folder: Path
     description: str
-    student: PreTrainedModel
-    teacher: PreTrainedModel | Teacher | None
-    tokenizer: PreTrainedTokenizerBase
-    rows: Any
-    data: RowsConfig
-    objective: ObjectiveConfig
-    train: TrainConfig
     seed: int
     owner: Any = ""
-    safety: SafetyConfig = field(default_factory=SafetyConfig)
-    stopper: EarlyStopper | None = None
+    stopper: "EarlyStopper | None" = None
     score: Scorer | None = None
     save_model: bool = True
-    adapters: Any = None
     remaining: Callable[[float], str] | None = None
 
     @property
@@ -58,14 +54,80 @@ class TrainingRun:
         """Whether the weights with the best score are kept beside the checkpoints."""
         return self.stopper is not None and self.save_model
 
-    @property
-    def sections(self) -> Sections:
-        return Sections(
-            objective=self.objective,
-            train=self.train,
-            data=self.data,
-            safety=self.safety,
+
+@dataclass
+class TrainerArguments(TrainingArguments):
+    """The arguments of transformers, without its refusals and changes of values that are
+    right for fcsd's trainer: bf16 without a GPU, and the schedule "step".
+    """
+
+    def __post_init__(self) -> None:
+        bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+        if not torch.accelerator.is_available():
+            # accelerate cannot combine DeepSpeed with use_cpu
+            self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
+        # without a GPU transformers refuses bf16, DeepSpeed does not
+        self.bf16 = bf16 and not by_deepspeed
+        schedule = self.lr_scheduler_type
+        if schedule == "step":
+            # transformers refuses names that are not its own
+            self.lr_scheduler_type = "constant_with_warmup"
+        super().__post_init__()
+        self.bf16 = bf16
+        if schedule == "step":
+            self.lr_scheduler_type = schedule
+
+
+@dataclass
+class RecipeArguments(TrainerArguments):
+    """The arguments that transformers acts on in the training of a recipe; trackers
+    (wandb, TensorBoard) show the sections with them.
+    """
+
+    sections: Sections | None = None
+
+    @classmethod
+    def of(
+        cls, sections: Sections, job: Job, launch: Launch, student: PreTrainedModel
+    ) -> "RecipeArguments":
+        """Return the arguments for the sections of a recipe, whose `train` is whole."""
+        train: Any = sections.train
+        by_deepspeed = launch.engine.uses_deepspeed
+        on_cpu = launch.device.type == "cpu"
+        shared = {argument.name for argument in fields(TrainingArguments)}
+        own = {"gradient_checkpointing", "report_to"}
+        return cls(
+            **train.model_dump(include=shared - own),
+            logging_nan_inf_filter=False,
+            remove_unused_columns=False,
+            ddp_find_unused_parameters=False,
+            output_dir=str(job.folder / "checkpoints"),
+            run_name=job.description,
+            # accelerate cannot combine DeepSpeed with use_cpu
+            use_cpu=on_cpu and not by_deepspeed,
+            ddp_backend="gloo" if on_cpu and by_deepspeed else None,
+            activation_checkpointing=checkpoints_activations(
+                train.gradient_checkpointing, student
+            ),
+            # those of TensorBoard are written to the folder of the job
+            report_to=[name for name in train.report_to if name != "tensorboard"],
+            seed=job.seed,
+            dataloader_pin_memory=torch.cuda.is_available(),
+            disable_tqdm=True,
+            sections=sections,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        del values["sections"]
+        if self.sections is None:
+            return values
+        shown = self.sections.model_dump(mode="json")
+        objective = shown.pop("objective")
+        flat = {"objective": objective.pop("name"), **objective}
+        kept = RowsConfig.model_fields.keys()
+        data = {key: value for key, value in shown["data"].items() if key in kept}
+        return {**flat, **shown["train"], **data, "safety": shown["safety"], **values}
 
 
 def refuse_what_cannot_be_sharded(

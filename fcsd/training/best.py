@@ -16,7 +16,7 @@ from fcsd.base.files import writing
 from fcsd.base.temporary import replace_folder
 from fcsd.parallel.ranks import known_to_all
 from fcsd.parallel.state import check_state, write_weights
-from fcsd.training.arguments import Scorer, TrainingRun
+from fcsd.training.arguments import Job, ScoreFailure, Scorer
 from fcsd.training.checkpoints import (
     best_step_of,
     checkpoints,
@@ -31,22 +31,18 @@ from fcsd.training.fcsd_trainer import ReadyTrainer
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")
 
 
-class ScoreFailure(Exception):
-    """Scoring failed, and all ranks know it; `__cause__` is the reason."""
-
-
-def best_folder(run: TrainingRun, step: int) -> Path:
+def best_folder(job: Job, step: int) -> Path:
     # One folder per step: a run that is killed now continues from a checkpoint that may
     # name older best weights, and has to find them.
-    return run.folder / "best" / f"step-{step}"
+    return job.folder / "best" / f"step-{step}"
 
 
-def _owner(run: TrainingRun, step: int) -> Any:
+def _owner(job: Job, step: int) -> Any:
     """Return the owner of best weights: those of another step are not taken for them."""
-    return [run.owner, step]
+    return [job.owner, step]
 
 
-def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
+def keep_best(trainer: ReadyTrainer, job: Job, step: int) -> None:
     """Write the weights as the best so far: all ranks write their shards to a temporary
     folder, which the first rank renames.
 
@@ -55,8 +51,8 @@ def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     """
     # The checkpoint that is still being written may name weights, so it comes first.
     trainer.checkpoint_writer.close()
-    _keep_only(trainer, run, [])
-    best = best_folder(run, step)
+    _keep_only(trainer, job, [])
+    best = best_folder(job, step)
     temporary_folder = best.with_name(f".{best.name}.tmp")
     first = trainer.is_world_process_zero()
     if first:
@@ -74,14 +70,14 @@ def keep_best(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
     if first:
         check_state(temporary_folder)
     with writing(best):
-        note_files(temporary_folder, trainer.launch.ranks, owner=_owner(run, step))
+        note_files(temporary_folder, trainer.launch.ranks, owner=_owner(job, step))
     if first:
         replace_folder(temporary_folder, best)
     trainer.accelerator.wait_for_everyone()
 
 
 def settle_best(
-    trainer: ReadyTrainer, run: TrainingRun, *, last_step: int | None = None
+    trainer: ReadyTrainer, job: Job, *, last_step: int | None = None
 ) -> None:
     """Make the stopper choose other weights where the best ones are damaged. All ranks
     call this.
@@ -89,11 +85,11 @@ def settle_best(
     The damaged ones are set aside as `damaged-step-N`. last_step: the step of the
     weights in the model, which are a candidate, too.
     """
-    stopper, ranks = run.stopper, run.launch.ranks
-    if stopper is None or stopper.best_step is None or not run.keeps_best:
+    stopper, ranks = job.stopper, trainer.launch.ranks
+    if stopper is None or stopper.best_step is None or not job.keeps_best:
         return
-    damaged_folder = best_folder(run, stopper.best_step)
-    reason = damage(damaged_folder, ranks, _owner(run, stopper.best_step))
+    damaged_folder = best_folder(job, stopper.best_step)
+    reason = damage(damaged_folder, ranks, _owner(job, stopper.best_step))
     if reason is None:
         return
     # The stopper has scored many steps, but only some of their weights are still there.
@@ -101,13 +97,13 @@ def settle_best(
         lambda: [
             point["step"]
             for point in stopper.points
-            if best_folder(run, point["step"]).is_dir()
+            if best_folder(job, point["step"]).is_dir()
         ]
     )
     whole_steps = [
         step
         for step in saved_steps
-        if damage(best_folder(run, step), ranks, _owner(run, step)) is None
+        if damage(best_folder(job, step), ranks, _owner(job, step)) is None
     ]
     stopper.lose_all_but([*whole_steps, *([] if last_step is None else [last_step])])
     if stopper.best_step is None:
@@ -125,20 +121,20 @@ def settle_best(
     )
 
 
-def drop_others(trainer: ReadyTrainer, run: TrainingRun, step: int) -> None:
+def drop_others(trainer: ReadyTrainer, job: Job, step: int) -> None:
     """Remove all weights except this step's and those that a checkpoint names, since
     the run may go back to it.
     """
-    _keep_only(trainer, run, [step])
+    _keep_only(trainer, job, [step])
 
 
-def _keep_only(trainer: ReadyTrainer, run: TrainingRun, steps: list[int]) -> None:
-    if not trainer.is_world_process_zero() or not (run.folder / "best").is_dir():
+def _keep_only(trainer: ReadyTrainer, job: Job, steps: list[int]) -> None:
+    if not trainer.is_world_process_zero() or not (job.folder / "best").is_dir():
         return
-    needed_folders = {best_folder(run, step) for step in steps}
-    for checkpoint in checkpoints(run.folder / "checkpoints"):
+    needed_folders = {best_folder(job, step) for step in steps}
+    for checkpoint in checkpoints(job.folder / "checkpoints"):
         try:
-            step = best_step_of(checkpoint, run.owner)
+            step = best_step_of(checkpoint, job.owner)
         except UserError as error:
             # A run goes back to intact checkpoints only, so the weights that a damaged
             # one names are not needed.
@@ -150,8 +146,8 @@ def _keep_only(trainer: ReadyTrainer, run: TrainingRun, steps: list[int]) -> Non
             continue
         # A run that goes back to this checkpoint looks for these weights.
         if step is not None:
-            needed_folders.add(best_folder(run, step))
-    for folder in set((run.folder / "best").iterdir()) - needed_folders:
+            needed_folders.add(best_folder(job, step))
+    for folder in set((job.folder / "best").iterdir()) - needed_folders:
         if _OURS.fullmatch(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -168,11 +164,11 @@ class StopWhenScoreStalls(TrainerCallback):
     def __init__(
         self,
         trainer: ReadyTrainer,
-        run: TrainingRun,
+        job: Job,
         stopper: EarlyStopper,
         score: Scorer,
     ):
-        self.trainer, self.run, self.stopper, self.score = trainer, run, stopper, score
+        self.trainer, self.job, self.stopper, self.score = trainer, job, stopper, score
         self.failure: ScoreFailure | None = None
 
     def on_train_begin(
@@ -186,7 +182,7 @@ class StopWhenScoreStalls(TrainerCallback):
         if state.global_step == 0:
             self._evaluate(0)
         else:
-            settle_best(self.trainer, self.run)
+            settle_best(self.trainer, self.job)
         if state.global_step and self.stopper.is_due(
             state.global_step, state.max_steps
         ):
@@ -220,8 +216,8 @@ class StopWhenScoreStalls(TrainerCallback):
         self.trainer.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
             self.trainer.guarded.say(warning)
-        if is_best and self.run.keeps_best:
-            keep_best(self.trainer, self.run, step)
+        if is_best and self.job.keeps_best:
+            keep_best(self.trainer, self.job, step)
 
     def _score(self) -> Score:
         """Score the present weights; all ranks get the same score, or the same failure
@@ -260,7 +256,7 @@ class StopWhenScoreStalls(TrainerCallback):
     ) -> None:
         """Drop all other weights: the checkpoint that names the best ones is on disk."""
         if self.stopper.best_step is not None:
-            drop_others(self.trainer, self.run, self.stopper.best_step)
+            drop_others(self.trainer, self.job, self.stopper.best_step)
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

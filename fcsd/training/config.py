@@ -1,14 +1,14 @@
 """Schema of the optimiser, the safety net, the calibration and the sweep."""
 
 import math
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import Strict, option
+from fcsd.base.strict import Rule, Strict, option
 from fcsd.data.rows_config import RowsConfig
-from fcsd.model.config import check_capacity
+from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 from fcsd.training.losses.objectives import ObjectiveConfig
 
 
@@ -65,6 +65,19 @@ class ScheduleConfig(Strict):
     ] = option("cosine", "the learning-rate schedule")
     lr_scheduler_kwargs: dict[str, Any] | None = None  # a record of `_SCHEDULES`
 
+    # Without steps there is no schedule.
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda train: 0 < train.max_steps < train.warmup_steps,
+            "warmup_steps ({0.warmup_steps}) is more than max_steps ({0.max_steps})",
+        ),
+        (
+            lambda train: 0 < train.max_steps < train.decay_steps + train.warmup_steps,
+            "lr_scheduler_kwargs.num_decay_steps ({0.decay_steps} steps) and"
+            " warmup_steps ({0.warmup_steps}) are more than max_steps ({0.max_steps})",
+        ),
+    )
+
     @field_validator("lr_scheduler_kwargs")
     @classmethod
     def _settings_are_those_of_the_schedule(
@@ -81,23 +94,9 @@ class ScheduleConfig(Strict):
             )
         return None
 
-    @model_validator(mode="after")
-    def _the_schedule_has_room(self) -> Self:
-        # Without steps there is no schedule.
-        if not self.max_steps:
-            return self
-        if self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"warmup_steps ({self.warmup_steps}) is more than max_steps"
-                f" ({self.max_steps})"
-            )
-        if self.num_decay_steps(self.max_steps) > self.max_steps - self.warmup_steps:
-            raise ValueError(
-                "lr_scheduler_kwargs.num_decay_steps"
-                f" ({self.num_decay_steps(self.max_steps)} steps) and warmup_steps"
-                f" ({self.warmup_steps}) are more than max_steps ({self.max_steps})"
-            )
-        return self
+    @property
+    def decay_steps(self) -> int:
+        return self.num_decay_steps(self.max_steps)
 
     def num_decay_steps(self, max_steps: int) -> int:
         """Return the number of last steps in which `warmup_stable_decay` decays; 0 for
@@ -154,19 +153,17 @@ class UpdateConfig(Strict):
     )
     bf16: bool = option(False, "autocast to bfloat16")
 
-    @model_validator(mode="after")
-    def _what_is_dropped_has_a_capacity(self) -> Self:
-        check_capacity(self.capacity_factor, self.capacity_drop)
-        return self
-
-    @model_validator(mode="after")
-    def _what_is_balanced_has_a_loss(self) -> Self:
-        if self.balance_loss_over == "batch" and self.balance_loss_coefficient is None:
-            raise ValueError(
-                "balance_loss_over: 'batch' has no meaning without"
-                " balance_loss_coefficient; set it, or leave both out"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        DROP_NEEDS_A_CAPACITY,
+        (
+            lambda train: (
+                train.balance_loss_over == "batch"
+                and train.balance_loss_coefficient is None
+            ),
+            "balance_loss_over: 'batch' has no meaning without"
+            " balance_loss_coefficient; set it, or leave both out",
+        ),
+    )
 
     @property
     def balances(self) -> bool:
@@ -369,6 +366,17 @@ class SweepConfig(Strict):
     # chosen batch size; null: train.max_steps stays
     train_tokens: int | None = Field(None, gt=0)
 
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda sweep: sweep.warmup_steps > sweep.steps,
+            "warmup_steps ({0.warmup_steps}) is more than steps ({0.steps})",
+        ),
+        (
+            lambda sweep: sweep.last_steps > sweep.steps,
+            "last_steps ({0.last_steps}) is more than steps ({0.steps})",
+        ),
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _defaults_fit_short_runs(cls, value: Any) -> Any:
@@ -382,15 +390,6 @@ class SweepConfig(Strict):
             "last_steps": min(100, steps),
             **value,
         }
-
-    @model_validator(mode="after")
-    def _parts_are_no_longer_than_a_run(self) -> "SweepConfig":
-        for key in ("warmup_steps", "last_steps"):
-            if getattr(self, key) > self.steps:
-                raise ValueError(
-                    f"{key} ({getattr(self, key)}) is more than steps ({self.steps})"
-                )
-        return self
 
     def steps_of(
         self, batch_size_tokens: int, train: TrainConfig, steps: int | None = None

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, get_args, get_type_hints
 
 import torch
-from accelerate.utils import parse_flag_from_env
 from pydantic.fields import FieldInfo
 from transformers import TrainingArguments
 
@@ -20,6 +19,7 @@ from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, connectivity_of
 from fcsd.training.argument_rules import refuse_conflicts, refuse_meaningless
+from fcsd.training.arguments import TrainerArguments
 from fcsd.training.config import (
     ScheduleConfig,
     Sections,
@@ -161,7 +161,7 @@ def _check_arguments(args: Any) -> None:
 
 @with_known_names
 @dataclass
-class FCSDConfig(_SharedKeys, TrainingArguments):
+class FCSDConfig(_SharedKeys, TrainerArguments):
     """`transformers.TrainingArguments` for distillation with FarSkip connectivity.
 
     All of transformers' arguments are available. fcsd adds these, named as in a recipe:
@@ -282,23 +282,10 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
 
     @python_words()
     def __post_init__(self) -> None:
-        # transformers' own checks refuse or change values that are right here. Those
-        # are set aside for the call, and put back after it: bf16 and the schedule
-        # "step".
         refuse_meaningless(self)
-        bf16, by_deepspeed = self.bf16, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-        if not torch.accelerator.is_available():
-            # accelerate cannot combine DeepSpeed with use_cpu
-            self.use_cpu, self.dataloader_pin_memory = not by_deepspeed, False
-        # without a GPU transformers refuses bf16, DeepSpeed does not
-        self.bf16 = bf16 and not by_deepspeed
         if self.metric_for_best_model is not None and self.greater_is_better is None:
             # transformers takes every metric but "loss" for better when greater
             self.greater_is_better = _greater_is_better(self.metric_for_best_model)
-        schedule = self.lr_scheduler_type
-        if schedule == "step":
-            # transformers refuses names that are not its own
-            self.lr_scheduler_type = "constant_with_warmup"
         _read_numbers(self)
         try:
             super().__post_init__()
@@ -310,9 +297,6 @@ class FCSDConfig(_SharedKeys, TrainingArguments):
             check_kind(
                 f"FCSDConfig: {name}", getattr(self, name), Mapping | None, "a dict"
             )
-        self.bf16 = bf16
-        if schedule == "step":
-            self.lr_scheduler_type = schedule
         # From here on the values are checked by the rules of a recipe.
         self.sections()
         self._check_schedule()

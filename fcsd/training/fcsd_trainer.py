@@ -27,7 +27,7 @@ from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
 from fcsd.training.own_text import OwnText
 from fcsd.training.prepare import (
-    Ready,
+    TrainingInputs,
     check_student,
     collator,
     place_teacher,
@@ -82,7 +82,7 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
 
     def __init__(
         self,
-        ready: Ready,
+        ready: TrainingInputs,
         args: TrainingArguments,
         *,
         sections: Sections,

@@ -25,11 +25,12 @@ from fcsd.training.teachers.base import ModelTeacher, Teacher, cast_teacher
 
 
 @dataclass(frozen=True)
-class Ready:
+class TrainingInputs:
     """The inputs of a training: models in memory, and packed rows.
 
-    student: in the dtype that is saved. teacher: None where there is none. heldout:
-    rows, or a dict of several.
+    student: in the dtype that is saved, whatever dtype it is trained in. teacher: None
+    where there is none. heldout: rows, or a dict of several. adapters: the `PeftModel`
+    around a LoRA student.
     """
 
     student: PreTrainedModel
@@ -37,6 +38,7 @@ class Ready:
     tokenizer: Any
     rows: Any
     heldout: Any = None
+    adapters: Any = None
 
 
 def place_teacher(

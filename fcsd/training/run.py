@@ -33,36 +33,31 @@ from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import Interrupted, ScorerError, UserError
 from fcsd.base.files import new_folder, write_json, write_text
 from fcsd.base.text import STEPS_BAR, nats, progress_bar
-from fcsd.data.rows_config import RowsConfig
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
-from fcsd.parallel.engine import checkpoints_activations, engine_environment
+from fcsd.parallel.engine import engine_environment
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import read_state
 from fcsd.training.arguments import (
-    TrainingRun,
+    Job,
+    RecipeArguments,
+    ScoreFailure,
+    Scorer,
     check_reporters,
     refuse_what_cannot_be_sharded,
 )
-from fcsd.training.best import (
-    ScoreFailure,
-    StopWhenScoreStalls,
-    best_folder,
-    settle_best,
-)
 from fcsd.training.checkpoints import checkpoints, newest_usable
-from fcsd.training.config import micro_batches
+from fcsd.training.config import Sections, TrainConfig, micro_batches
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
-from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.fcsd_trainer import ReadyTrainer, begin
-from fcsd.training.heldout import ComparingScore
 from fcsd.training.losses.objectives import MEASURES
-from fcsd.training.prepare import Ready
-from fcsd.training.teachers.lora import leave_adapters
+from fcsd.training.prepare import TrainingInputs
 
 
-def train(run: TrainingRun) -> dict[str, Any]:
+def train(
+    inputs: TrainingInputs, sections: Sections, job: Job, launch: Launch
+) -> dict[str, Any]:
     """Train, or continue, and write `folder/model`.
 
     Returns:
@@ -73,82 +68,90 @@ def train(run: TrainingRun) -> dict[str, Any]:
             finite, a full disk, or out of memory.
         Interrupted: a signal came, and a checkpoint is written.
     """
-    engine = run.launch.engine
-    by_heldout_kl = run.stopper is not None and run.stopper.metric == "heldout_kl"
-    refuse_what_cannot_be_sharded(run.objective, engine, by_heldout_kl=by_heldout_kl)
-    with engine_environment(engine, run.launch.device):
-        return _train(run)
+    by_heldout_kl = job.stopper is not None and job.stopper.metric == "heldout_kl"
+    refuse_what_cannot_be_sharded(
+        sections.objective, launch.engine, by_heldout_kl=by_heldout_kl
+    )
+    with engine_environment(launch.engine, launch.device):
+        return _train(inputs, sections, job, launch)
 
 
-def _train(run: TrainingRun) -> dict[str, Any]:
-    stopping, bar = None, ProgressBar(run.description, run.remaining)
+def _train(
+    inputs: TrainingInputs, sections: Sections, job: Job, launch: Launch
+) -> dict[str, Any]:
+    train: Any = sections.train
+    stopping: Any = None
+    bar = ProgressBar(job.description, job.remaining)
     try:
-        args = _arguments(run)
-        record = begin(args, run.sections, run.launch, owner=run.owner)
+        check_reporters(train.report_to)
+        args = RecipeArguments.of(sections, job, launch, inputs.student)
+        record = begin(args, sections, launch, owner=job.owner)
         # Read before the student is cast to the dtype of the training.
-        dtypes = run.launch.ranks.from_first(partial(saved_dtypes, run.student))
+        dtypes = launch.ranks.from_first(partial(saved_dtypes, inputs.student))
         trainer = ReadyTrainer(
-            Ready(run.student, run.teacher, run.tokenizer, run.rows),
+            inputs,
             args,
-            sections=run.sections,
+            sections=sections,
             record=record,
             callbacks=[
-                *_tensorboard(run),
-                *([] if run.save_model else [NoCheckpointAtTheEnd()]),
+                *_tensorboard(train, job.folder),
+                *([] if job.save_model else [NoCheckpointAtTheEnd()]),
             ],
-            launch=run.launch,
+            launch=launch,
         )
         # Events and scores belong to the run, not to its checkpoints, which are
         # removed.
-        trainer.guarded.events_folder, trainer.stopper = run.folder, run.stopper
-        if isinstance(run.score, ComparingScore):
-            sharded = run.launch.engine.shards
-            under_autocast = trainer.args.bf16 and not sharded
-            run.score.set_teacher(
-                trainer.teacher, sharded=sharded, under_autocast=under_autocast
-            )
-        run.launch.ranks.from_first(lambda: _check_disk(run, dtypes.declared))
-        replace_output(trainer, bar)
-        if run.stopper is not None and run.score is not None:
-            stopping = StopWhenScoreStalls(trainer, run, run.stopper, run.score)
-            trainer.add_callback(stopping)
-        checkpoint = newest_usable(
-            run.folder / "checkpoints", run.launch.ranks, run.owner
+        trainer.guarded.events_folder, trainer.stopper = job.folder, job.stopper
+        if job.score is not None:
+            _give_teacher(trainer, job.score)
+        launch.ranks.from_first(
+            lambda: _check_disk(job, train, inputs.student, dtypes.declared)
         )
+        replace_output(trainer, bar)
+        if job.stopper is not None and job.score is not None:
+            from fcsd.training.best import StopWhenScoreStalls
+
+            stopping = StopWhenScoreStalls(trainer, job, job.stopper, job.score)
+            trainer.add_callback(stopping)
+        checkpoint = newest_usable(job.folder / "checkpoints", launch.ranks, job.owner)
         if checkpoint is not None:
             trainer.guarded.say(
-                f"{run.description}: continuing from {checkpoint}"
-                f"{_other_rows(checkpoint, run)}"
+                f"{job.description}: continuing from {checkpoint}"
+                f"{_other_rows(checkpoint, sections, launch)}"
             )
         with trainer.guarded.signals:
             trainer.train_from(checkpoint)
     # Raised by the score that begins a run; a later failure ends the training with a
     # checkpoint first, and is raised below.
     except ScoreFailure as failure:
-        raise _not_scored(trainer, run, failure) from failure.__cause__
+        raise _not_scored(trainer, job, failure) from failure.__cause__
     finally:
         bar.close()
     if stopping is not None and stopping.failure is not None:
         raise _not_scored(
-            trainer, run, stopping.failure
+            trainer, job, stopping.failure
         ) from stopping.failure.__cause__
     if trainer.guarded.interrupted_by:
-        raise _interrupted(trainer, run)
-    # Damage is found before results name a best step. The last weights are in memory.
-    settle_best(trainer, run, last_step=trainer.state.global_step)
-    results = _results(trainer, run)
+        raise _interrupted(trainer, job)
+    if job.stopper is not None:
+        from fcsd.training.best import settle_best
+
+        # Damage is found before results name a best step. The last weights are in
+        # memory.
+        settle_best(trainer, job, last_step=trainer.state.global_step)
+    results = _results(trainer, job)
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
         lines = [json.dumps(entry, allow_nan=False) + "\n" for entry in history]
-        write_text(run.folder / "history.jsonl", "".join(lines))
-        if run.stopper is not None:
-            write_json(run.folder / "scores.json", run.stopper.record())
-            trainer.guarded.say(run.stopper.summary())
-            if (warning := run.stopper.no_gain()) is not None:
+        write_text(job.folder / "history.jsonl", "".join(lines))
+        if job.stopper is not None:
+            write_json(job.folder / "scores.json", job.stopper.record())
+            trainer.guarded.say(job.stopper.summary())
+            if (warning := job.stopper.no_gain()) is not None:
                 trainer.guarded.say(warning)
     # Last, because it casts the student to the dtype that is saved.
-    if run.save_model:
-        _leave_model(trainer, run, dtypes)
+    if job.save_model:
+        _leave_model(trainer, inputs, job, dtypes)
     # The next stage runs in the same process: release the device.
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.free_memory()
@@ -157,53 +160,36 @@ def _train(run: TrainingRun) -> dict[str, Any]:
     return results
 
 
-def _arguments(run: TrainingRun) -> FCSDConfig:
-    """Return arguments with the recipe's keys: transformers acts on its own, and
-    trackers (wandb, TensorBoard) show them all. fcsd's trainer reads `run.sections`.
-    """
-    check_reporters(run.train.report_to)
-    by_deepspeed = run.launch.engine.uses_deepspeed
-    on_cpu = run.launch.device.type == "cpu"
-    return FCSDConfig(
-        objective=run.objective.name,
-        **run.objective.model_dump(exclude={"name"}),
-        **run.train.model_dump(exclude={"gradient_checkpointing", "report_to"}),
-        **run.data.model_dump(include=set(RowsConfig.model_fields)),
-        safety=run.safety.model_dump(),
-        output_dir=str(run.folder / "checkpoints"),
-        run_name=run.description,
-        # accelerate cannot combine DeepSpeed with use_cpu
-        use_cpu=on_cpu and not by_deepspeed,
-        ddp_backend="gloo" if on_cpu and by_deepspeed else None,
-        activation_checkpointing=checkpoints_activations(
-            run.train.gradient_checkpointing, run.student
-        ),
-        # see `_tensorboard`
-        report_to=[name for name in run.train.report_to if name != "tensorboard"],
-        seed=run.seed,
-        dataloader_pin_memory=torch.cuda.is_available(),
-        disable_tqdm=True,
-    )
+def _give_teacher(trainer: ReadyTrainer, score: Scorer) -> None:
+    """Let a score that compares the student use the training's own teacher."""
+    from fcsd.training.heldout import ComparingScore
+
+    if isinstance(score, ComparingScore):
+        sharded = trainer.launch.engine.shards
+        under_autocast = trainer.args.bf16 and not sharded
+        score.set_teacher(
+            trainer.teacher, sharded=sharded, under_autocast=under_autocast
+        )
 
 
-def _check_disk(run: TrainingRun, save_dtype: torch.dtype) -> None:
-    num_trained, num_parameters = trained_and_all(run.student)
+def _check_disk(job: Job, train: TrainConfig, student: Any, dtype: torch.dtype) -> None:
+    num_trained, num_parameters = trained_and_all(student)
     need = disk_need(
-        run.train,
+        train,
         num_trained=num_trained,
         num_parameters=num_parameters,
-        model_itemsize=save_dtype.itemsize if run.save_model else 0,
-        keeps_best=run.keeps_best,
+        model_itemsize=dtype.itemsize if job.save_model else 0,
+        keeps_best=job.keeps_best,
     )
-    check_disk(run.folder, need, run.train)
+    check_disk(job.folder, need, train)
 
 
-def _other_rows(checkpoint: Path, run: TrainingRun) -> str:
+def _other_rows(checkpoint: Path, sections: Sections, launch: Launch) -> str:
     earlier_rows = TrainerState.load_from_json(
         str(checkpoint / "trainer_state.json")
     ).train_batch_size
     current_rows, _ = micro_batches(
-        run.train, run.data.max_length, run.launch.ranks.size
+        sections.train, sections.data.max_length, launch.ranks.size
     )
     if earlier_rows in (None, current_rows):
         return ""
@@ -226,38 +212,38 @@ def remove_checkpoints(folder: Path, launch: Launch) -> None:
     launch.wait()
 
 
-def _tensorboard(run: TrainingRun) -> list[TrainerCallback]:
-    """Return the callback that writes event files to the run's folder.
+def _tensorboard(train: TrainConfig, folder: Path) -> list[TrainerCallback]:
+    """Return the callback that writes event files to the folder of a job.
 
     The Trainer's own would write them to that of the checkpoints, which is removed.
     """
-    if "tensorboard" not in run.train.report_to:
+    if "tensorboard" not in train.report_to:
         return []
     callback = TensorBoardCallback()
-    callback.logging_dir = str(run.folder / "tensorboard")
+    callback.logging_dir = str(folder / "tensorboard")
     return [callback]
 
 
-def _results(trainer: ReadyTrainer, run: TrainingRun) -> dict[str, Any]:
+def _results(trainer: ReadyTrainer, job: Job) -> dict[str, Any]:
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
     results: dict[str, Any] = {
         "steps": trainer.state.global_step,
-        "hardware": run.launch.hardware(),
+        "hardware": trainer.launch.hardware(),
     }
     if last:
         results["last_loss"] = last[0]["loss"]
-    if run.stopper is not None:
+    if job.stopper is not None:
         results |= {
-            "best_step": run.stopper.best_step,
-            "best_score": run.stopper.best_score,
+            "best_step": job.stopper.best_step,
+            "best_score": job.stopper.best_score,
         }
-        results["stopped_early"] = run.stopper.should_stop
-        results["early_stopping"] = run.stopper.results()
+        results["stopped_early"] = job.stopper.should_stop
+        results["early_stopping"] = job.stopper.results()
     return results | trainer.guard.report()
 
 
 def _not_scored(
-    trainer: ReadyTrainer, run: TrainingRun, failure: ScoreFailure
+    trainer: ReadyTrainer, job: Job, failure: ScoreFailure
 ) -> BaseException:
     """Return the error that ends a run whose score failed; print the traceback of an
     unexpected error.
@@ -275,63 +261,69 @@ def _not_scored(
     return UserError(
         f"early stopping: no score at step {step}: {cause}; the training is not lost:"
         " run the same command again to continue with this score from"
-        f" {_last_kept(run)}"
+        f" {_last_kept(job)}"
     )
 
 
-def _interrupted(trainer: ReadyTrainer, run: TrainingRun) -> Interrupted:
+def _interrupted(trainer: ReadyTrainer, job: Job) -> Interrupted:
     return Interrupted(
         f"ended by {signal.Signals(trainer.guarded.interrupted_by).name} after step"
         f" {trainer.state.global_step} of {trainer.state.max_steps}; run the same"
-        f" command again to continue from {_last_kept(run)}",
+        f" command again to continue from {_last_kept(job)}",
         trainer.guarded.interrupted_by,
     )
 
 
-def _last_kept(run: TrainingRun) -> str:
-    saved_checkpoints = checkpoints(run.folder / "checkpoints")
+def _last_kept(job: Job) -> str:
+    saved_checkpoints = checkpoints(job.folder / "checkpoints")
     if saved_checkpoints:
         return str(saved_checkpoints[-1])
     return "the beginning (there is no checkpoint)"
 
 
-def _leave_model(trainer: ReadyTrainer, run: TrainingRun, dtypes: FileDtypes) -> None:
+def _leave_model(
+    trainer: ReadyTrainer, inputs: TrainingInputs, job: Job, dtypes: FileDtypes
+) -> None:
     """Write `folder/model`: the best weights if there was a score, else the last ones
     (or their average). All ranks call this.
     """
     # Without shards the first rank alone needs the weights, for it writes them.
-    first, engine = trainer.is_world_process_zero(), run.launch.engine
+    first, launch = trainer.is_world_process_zero(), trainer.launch
     if (
-        run.stopper is not None
-        and run.stopper.best_step is not None
-        and (first or engine.shards)
+        job.stopper is not None
+        and job.stopper.best_step is not None
+        and (first or launch.engine.shards)
     ):
-        best = best_folder(run, run.stopper.best_step)
+        from fcsd.training.best import best_folder
+
+        best = best_folder(job, job.stopper.best_step)
         # Without the folder the best weights are the last step's, which the model has.
         if best.is_dir():
             read_state(
                 best,
-                run.student,
+                inputs.student,
                 trainer.optimizer,
-                run.launch.ranks,
+                launch.ranks,
                 weights_only=True,
             )
-    if first and run.adapters is not None:
-        with new_folder(run.folder / ADAPTER) as folder:
-            leave_adapters(run.adapters, folder)
-    if not engine.shards:
+    if first and inputs.adapters is not None:
+        from fcsd.training.teachers.lora import leave_adapters
+
+        with new_folder(job.folder / ADAPTER) as folder:
+            leave_adapters(inputs.adapters, folder)
+    if not launch.engine.shards:
         # in place, because the device may not hold both copies
-        cast(run.student, dtypes.tensors)
+        cast(inputs.student, dtypes.tensors)
     with (
-        new_folder(run.folder / "model") if first else nullcontext(run.folder)
+        new_folder(job.folder / "model") if first else nullcontext(job.folder)
     ) as folder:
         write_model(
-            run.student,
+            inputs.student,
             folder,
-            tokenizer=run.tokenizer,
+            tokenizer=inputs.tokenizer,
             dtype=dtypes.declared,
             dtypes=dtypes.tensors,
-            launch=run.launch,
+            launch=launch,
         )
 
 
@@ -342,7 +334,7 @@ class ProgressBar(TrainerCallback):
     """One line of at most 80 columns on the first rank: step, time left, loss, and
     the time that the whole run still takes, or else tokens per second.
 
-    remaining: as in `TrainingRun`.
+    remaining: as in `Job`.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.data.shards import Shard
 from fcsd.evaluation.config import load_suite
 from fcsd.model.connectivity.checkpoint import read_header
-from fcsd.pipeline.scoring import score_settings
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.config import may_change
 from fcsd.training.teachers.cache import read_shard
@@ -442,7 +441,8 @@ def former(name: str, folder: Path) -> tuple[Stage, dict[str, Any]]:
     if manifest["stage"] == "pretrain":
         dump = dump["pretrain"] | {"seed": recipe.seed}
     suite = load_suite("tiny").model_dump(mode="json", exclude={"folder"})
-    dump |= {"suite": suite, "early_stopping": score_settings(recipe.early_stopping)}
+    rule = recipe.early_stopping
+    dump |= {"suite": suite, "early_stopping": rule.settings if rule else None}
     settings = {}
     for key, value in manifest["settings"].items():
         settings[key] = dump[key]

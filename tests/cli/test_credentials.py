@@ -13,6 +13,7 @@ from fcsd.base.strict import validate
 from fcsd.cli.main import COMMANDS, main
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.model.config import ModelConfig
+from fcsd.recipe.recipe import Recipe
 
 ADDRESSES = [
     "https://user:SECRET@h/r.yaml",
@@ -146,3 +147,18 @@ def test_a_proxy_may_have_its_password(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_" + "SECRET" * 6)
     assert main(["families", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("address", ADDRESSES[:3])
+def test_a_password_is_found_at_any_depth_of_a_record(address: str) -> None:
+    original = {"config": {"model_type": "a", "parts": [{"path": address}]}}
+    raw = {"name": "x", "output_dir": "x", "pretrain": original}
+    with pytest.raises(
+        UserError, match=r"^x: pretrain\.config\.parts\.0\.path: holds a name"
+    ) as wrong:
+        validate(Recipe, raw, "x")
+    assert "SECRET" not in str(wrong.value)
+    prose = {"model_type": "a", "parts": f"see {address} for more"}
+    with pytest.raises(UserError, match="is required") as wrong:
+        validate(Recipe, raw | {"pretrain": {"config": prose}}, "x")
+    assert "holds a name" not in str(wrong.value)

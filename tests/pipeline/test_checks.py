@@ -268,3 +268,20 @@ def test_what_the_student_cannot_do_is_said_before_data_are_read(
     for stage in (check_run, distill):
         with pytest.raises(UserError, match=message):
             stage(run)
+
+
+def test_a_training_is_checked_once_in_a_run_and_again_with_other_settings(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    check = checks._check_student
+    monkeypatch.setattr(
+        checks,
+        "_check_student",
+        lambda run: (checked.append(run.recipe.train.learning_rate), check(run)),
+    )
+    run = run_of(bench.recipe("r", variants={"v": {"train.learning_rate": 0.5}}))
+    check_run(run)
+    checks.check_training(run)
+    checks.check_training(run.variant("v"))
+    assert checked == [run.recipe.train.learning_rate, 0.5]

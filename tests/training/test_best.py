@@ -110,10 +110,10 @@ def test_damaged_best_weights_are_never_left(
             for step in lost:
                 harm(tmp_path / "best" / f"step-{step}")
 
-    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [AtTheEnd()])
+    monkeypatch.setattr(run_module, "_tensorboard", lambda *_: [AtTheEnd()])
     # Best weights that no checkpoint names would be dropped once they are beaten.
     monkeypatch.setattr("fcsd.training.best._keep_only", lambda *_: None)
-    results = train(watched.run)
+    results = train(*watched.run)
     assert watched.left() == [left]
     assert (results["best_step"], results["best_score"]) == (left, scores[left])
     assert read_json(tmp_path / "scores.json")["best_step"] == left
@@ -136,16 +136,16 @@ def test_a_run_that_continues_finds_its_best_weights_damaged_and_has_others_beat
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "_tensorboard", lambda run: [Killed()])
+        patch.setattr(run_module, "_tensorboard", lambda *_: [Killed()])
         with pytest.raises(KeyboardInterrupt):
             train(
-                Watched(
+                *Watched(
                     tmp_path, monkeypatch, teacher, {0: 0.5, 2: 0.9, 4: 0.6, 6: 0.0}
                 ).run
             )
     flip(tmp_path / "best" / "step-2")
     again = Watched(tmp_path, monkeypatch, teacher, {6: 0.7, 8: 0.3})
-    results = train(again.run)
+    results = train(*again.run)
     said = capsys.readouterr().err
     assert (
         "differs from what was written); all other scored weights are damaged, too"
@@ -198,10 +198,10 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
                 (tmp_path / "best" / ".DS_Store").touch()
                 (tmp_path / "checkpoints" / "checkpoint-3").touch()
 
-    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [InTheMiddle()])
+    monkeypatch.setattr(run_module, "_tensorboard", lambda *_: [InTheMiddle()])
     scores = {0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}
     watched = Watched(tmp_path, monkeypatch, teacher, scores, save_total_limit=9)
-    results = train(watched.run)
+    results = train(*watched.run)
     assert (results["best_step"], results["best_score"]) == (
         2,
         0.9,

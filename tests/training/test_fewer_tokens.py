@@ -54,9 +54,9 @@ def test_the_loss_is_the_sum_of_its_terms_however_a_batch_is_cut(
     teacher: Any,  # noqa: F811
 ) -> None:
     settings: dict[str, Any] = {"max_steps": 4}
-    train(make(tmp_path / "1", teacher, OBJECTIVE, **settings))
+    train(*make(tmp_path / "1", teacher, OBJECTIVE, **settings))
     train(
-        make(
+        *make(
             tmp_path / "4",
             teacher,
             OBJECTIVE,
@@ -96,7 +96,7 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
         ) -> None:
             seen.append(weights(run.student))
 
-    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
+    monkeypatch.setattr(run_module, "_tensorboard", lambda *_: [Look()])
 
     def score(model: Any) -> Score:
         scored.append(model.lm_head.weight.detach().clone())
@@ -114,7 +114,7 @@ def test_with_an_average_it_is_the_average_that_is_scored_and_left(
         }
     average = {name: value.double() for name, value in weights(run.student).items()}
     before = average["lm_head.weight"]
-    train(run)
+    train(*run)
     after_two = None
     for step, own in enumerate(seen, start=1):
         d = 0.3 if is_calibrated else min(0.3, (1 + step) / (10 + step))
@@ -142,7 +142,7 @@ def test_frozen_routers_stay_bit_identical_while_others_move(
 ) -> None:
     run = make(tmp_path, teacher, {"name": "kl", "freeze_routers": True})
     before = weights(run.student)
-    train(run)
+    train(*run)
     still = {
         name
         for name, value in weights(run.student).items()
@@ -284,12 +284,12 @@ def test_heldout_kl_beside_hidden_terms_is_refused_under_zero_3(
         every_steps=1, patience=1, min_delta=0.0, metric="heldout_kl"
     )
     run = make(tmp_path, teacher, OBJECTIVE, stopper=stopper)
-    run = replace(run, launch=replace(run.launch, engine=Engine("zero3")))
+    run = run._replace(launch=replace(run.launch, engine=Engine("zero3")))
     with pytest.raises(
         UserError,
         match=r"heldout_kl does not work with kl\+l2 under ZeRO-3; use FSDP2",
     ):
-        train(run)
+        train(*run)
 
 
 def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(

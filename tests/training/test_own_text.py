@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -117,7 +116,7 @@ def test_loss_and_gradients_are_those_of_full_logits_on_the_stored_samples(
     student, original = (
         copy.deepcopy(model).double() for model in (run.student, teacher)
     )
-    train(run)
+    train(*run)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for ids, labels in separate(written):
         keep = labels[0, 1:] != -100
@@ -159,7 +158,7 @@ def test_the_loss_on_own_text_is_that_of_trl_on_the_same_samples(
 
     run = make(tmp_path, teacher, objective | {"own_text": 1.0}, max_steps=1)
     student = copy.deepcopy(run.student)
-    train(run)
+    train(*run)
     total, count = 0.0, 0
     for ids, labels in separate(written):
         with torch.no_grad():
@@ -226,7 +225,7 @@ def test_only_own_tokens_have_loss_and_prompts_are_those_of_the_data(
     tmp_path: Path, teacher: Any, written: list[dict[str, np.ndarray]]
 ) -> None:
     rows = Rows(8)
-    train(make(tmp_path, teacher, {"own_text": 1.0}, rows=rows, max_steps=2))
+    train(*make(tmp_path, teacher, {"own_text": 1.0}, rows=rows, max_steps=2))
     given = {
         tuple(ids[0, :1].tolist()): (ids, labels) for ids, labels in separate(rows.rows)
     }
@@ -265,7 +264,7 @@ def test_the_share_of_written_rows_is_that_of_the_recipe(
         logging_steps=50,
         save_steps=100,
     )
-    train(run)
+    train(*run)
     # 400 rows, each with probability 1/4: a standard deviation of 8.7
     (entry,) = read_history(tmp_path)
     assert 100 - 4 * 8.7 < entry["own_rows"] < 100 + 4 * 8.7
@@ -279,7 +278,9 @@ def test_what_is_written_depends_on_the_step_and_not_on_the_cut_of_the_batch(
         written.clear()
         # a rate of 0 would be refused; this one changes no token
         settings = {"learning_rate": 1e-12, "max_steps": 6, **settings}
-        train(make(tmp_path / name, teacher, {"own_text": 1.0} | objective, **settings))
+        train(
+            *make(tmp_path / name, teacher, {"own_text": 1.0} | objective, **settings)
+        )
         return [row["input_ids"].tolist() for row in written]
 
     whole = texts("whole", {})
@@ -299,10 +300,10 @@ def test_rows_of_a_padded_head_that_are_no_tokens_are_never_drawn(
     tmp_path: Path, teacher: Any, written: list[dict[str, np.ndarray]]
 ) -> None:
     run = make(tmp_path, teacher, {"own_text": 1.0, "vocab_size": 98}, max_steps=3)
-    run = replace(run, tokenizer=tiny_tokenizer(98))
+    run = run.changed(tokenizer=tiny_tokenizer(98))
     with torch.no_grad():
         run.student.lm_head.weight[98] = 50 * run.student.lm_head.weight.abs().max()
-    train(run)
+    train(*run)
     drawn = np.concatenate([row["labels"] for row in written])
     assert drawn.max() < 98
 
@@ -311,7 +312,7 @@ def test_a_sample_is_shown_in_the_history_every_so_many_steps(
     tmp_path: Path, teacher: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     objective = {"own_text": 1.0, "own_text_sample_steps": 2}
-    train(make(tmp_path, teacher, objective, max_steps=6))
+    train(*make(tmp_path, teacher, objective, max_steps=6))
     shown = [entry["step"] for entry in read_history(tmp_path) if "own_text" in entry]
     assert shown == [1, 2, 4, 6]
     assert capsys.readouterr().err.count("own text, step ") == 4
@@ -492,8 +493,8 @@ def test_a_teacher_that_knows_only_the_rows_of_the_data_is_refused(
     tmp_path: Path, teacher: Any
 ) -> None:
     cached: Any = CachedTeacher(None, copy.deepcopy(teacher.lm_head))  # type: ignore[arg-type]
-    run = replace(make(tmp_path, teacher, {"own_text": 0.5}), teacher=cached)
+    run = make(tmp_path, teacher, {"own_text": 0.5}).changed(teacher=cached)
     with pytest.raises(
         UserError, match="CachedTeacher knows only the rows of the data"
     ):
-        train(run)
+        train(*run)

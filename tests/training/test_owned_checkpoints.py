@@ -110,11 +110,11 @@ def test_the_candidates_of_a_sweep_do_not_share_checkpoints(
 ) -> None:
     owners: list[str] = []
 
-    def diverges(run: Any) -> None:
-        owners.append(json.dumps(run.owner))
+    def diverges(inputs: Any, sections: Any, job: Any, launch: Any) -> None:
+        owners.append(json.dumps(job.owner))
         raise UserError("the loss is not finite")
 
-    monkeypatch.setattr("fcsd.pipeline.distill.train", diverges)
+    monkeypatch.setattr("fcsd.pipeline.sweep.train", diverges)
     for name, seed in (("one", 0), ("two", 1)):
         sweep = {"batch_size_tokens": [64, 128], "learning_rate": [1e-3], "steps": 2}
         assert main(["sweep", str(bench.recipe(name, seed=seed, sweep=sweep))]) == 2

@@ -27,7 +27,7 @@ from fcsd.training.run import train
 from tests.reference.tiny import tiny_model
 from tests.training.test_trainer import make
 teacher = tiny_model("qwen2_moe", num_hidden_layers=2, experts_implementation="eager").requires_grad_(False)
-train(make(Path(sys.argv[1]), teacher, max_steps=3, logging_steps=1, report_to=[sys.argv[2]]))
+train(*make(Path(sys.argv[1]), teacher, max_steps=3, logging_steps=1, report_to=[sys.argv[2]]))
 """
 
 

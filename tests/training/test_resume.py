@@ -361,7 +361,7 @@ def test_a_finished_stage_is_not_run_again_and_a_changed_one_refused(
     assert main(command) == 0
     capsys.readouterr()
     monkeypatch.setattr(
-        "fcsd.pipeline.distill.train", lambda run: pytest.fail("trained again")
+        "fcsd.pipeline.distill.train", lambda *_: pytest.fail("trained again")
     )
     assert main(command) == 0
     assert "finished before" in capsys.readouterr().err

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
 from fcsd.training import guarded
 from fcsd.training import run as run_module
+from fcsd.training.arguments import RecipeArguments
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.config import SafetyConfig
 from fcsd.training.guarded import GuardedSteps, Signals
@@ -61,7 +61,7 @@ def run(
         "per_device_train_batch_size": 2,
     } | settings
     plan = make(folder, teacher, rows=rows_of(steps), **settings)
-    return replace(plan, safety=SafetyConfig.model_validate(safety or {}))
+    return plan.changed(safety=SafetyConfig.model_validate(safety or {}))
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int], how: str) -> None:
@@ -120,9 +120,9 @@ def test_a_step_that_is_not_finite_leaves_no_trace_but_its_record(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    train(run(tmp_path / "without", teacher, [0, 1, 3, 4], max_steps=4))
+    train(*run(tmp_path / "without", teacher, [0, 1, 3, 4], max_steps=4))
     spoil(monkeypatch, {2}, how)
-    results = train(run(tmp_path / "skipped", teacher, [0, 1, 2, 3, 4], max_steps=5))
+    results = train(*run(tmp_path / "skipped", teacher, [0, 1, 2, 3, 4], max_steps=5))
     assert same(tmp_path / "without", tmp_path / "skipped")
     assert results["steps"] == 5 and results["skipped_steps"] == 1
     one, other = read_history(tmp_path / "without"), read_history(tmp_path / "skipped")
@@ -145,10 +145,10 @@ def test_logged_means_and_the_schedule_are_those_of_the_steps_that_were_not_skip
     tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decay = {"lr_scheduler_type": "linear"}
-    train(run(tmp_path / "each", teacher, [0, 1, 2, 3], max_steps=4, **decay))
+    train(*run(tmp_path / "each", teacher, [0, 1, 2, 3], max_steps=4, **decay))
     spoil(monkeypatch, {9}, "nan")
     train(
-        run(
+        *run(
             tmp_path / "all",
             teacher,
             [0, 9, 1, 2],
@@ -173,7 +173,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_what_to_do(
     order = [0, 1, 2, 3, 4, 6, 7, 8]
     spoil(monkeypatch, {2, 3, 4}, "nan")
     with pytest.raises(UserError) as stopped:
-        train(run(tmp_path / "r", teacher, order, {"max_skipped_steps": 2}, **plan))
+        train(*run(tmp_path / "r", teacher, order, {"max_skipped_steps": 2}, **plan))
     why = "the loss is not finite (on rank 0; gradient norm nan) for 3 steps in a row"
     last = tmp_path / "r" / "checkpoints" / "checkpoint-4"
     assert (
@@ -213,17 +213,17 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = {"max_steps": 6, "save_steps": 2}
-    train(run(tmp_path / "whole", teacher, list(range(6)), **plan))
+    train(*run(tmp_path / "whole", teacher, list(range(6)), **plan))
     with monkeypatch.context() as patch:
         patch.setattr(run_module, "_leave_model", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            train(run(tmp_path / "r", teacher, list(range(6)), **plan))
+            train(*run(tmp_path / "r", teacher, list(range(6)), **plan))
     kept = tmp_path / "r" / "checkpoints"
     cut = max((kept / "checkpoint-6").iterdir(), key=lambda path: path.stat().st_size)
     size = cut.stat().st_size
     os.truncate(cut, size // 2)
     capsys.readouterr()
-    train(run(tmp_path / "r", teacher, list(range(6)), **plan))
+    train(*run(tmp_path / "r", teacher, list(range(6)), **plan))
     assert (
         f"{kept}/checkpoint-6: is damaged ({cut.name} has {size // 2} of {size} bytes);"
         f" continuing from {kept}/checkpoint-4" in capsys.readouterr().err
@@ -265,8 +265,8 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_continues_to_the_sa
     # more than are trained on: a helper that reads ahead has not delivered them all,
     # and still runs
     steps = list(range(12))
-    train(run(tmp_path / "whole", teacher, steps, max_steps=5))
-    compute, arguments = DistillTrainer.compute_loss, run_module._arguments
+    train(*run(tmp_path / "whole", teacher, steps, max_steps=5))
+    compute, arguments = DistillTrainer.compute_loss, RecipeArguments.of
 
     def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.state.global_step == 2:
@@ -282,10 +282,10 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_continues_to_the_sa
         changed.dataloader_num_workers = helpers
         return changed
 
-    monkeypatch.setattr(run_module, "_arguments", with_helpers)
+    monkeypatch.setattr(RecipeArguments, "of", with_helpers)
     with monkeypatch.context() as patch, pytest.raises(Interrupted) as interruption:
         patch.setattr(DistillTrainer, "compute_loss", signalled)
-        train(run(tmp_path / "r", teacher, steps, max_steps=5))
+        train(*run(tmp_path / "r", teacher, steps, max_steps=5))
     last = tmp_path / "r" / "checkpoints" / "checkpoint-3"
     assert interruption.value.status == 143
     assert (
@@ -293,7 +293,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_continues_to_the_sa
         == f"ended by SIGTERM after step 3 of 5; run the same command again to continue from {last}"
     )
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    train(run(tmp_path / "r", teacher, steps, max_steps=5))
+    train(*run(tmp_path / "r", teacher, steps, max_steps=5))
     assert same(tmp_path / "whole", tmp_path / "r")
 
 

@@ -27,7 +27,7 @@ def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> A
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # DeepSpeed's
         train(
-            run(
+            *run(
                 folder / "without",
                 model,
                 [0, 1, 3, 4],
@@ -38,7 +38,7 @@ def trained(rank: int, variables: dict[str, str], folder: Path, model: Any) -> A
         # The first row of the second rank's micro-batch.
         spoil(patch, {2}, "inf")
         return train(
-            run(folder / "guarded", model, list(range(5)), max_steps=5, **PLAN)
+            *run(folder / "guarded", model, list(range(5)), max_steps=5, **PLAN)
         )
 
 

@@ -11,8 +11,10 @@ import torch
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
+from fcsd.parallel.join import join_launch
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training import checkpoint_writer as writer_module
+from fcsd.training.arguments import Job, RecipeArguments
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.optimizer import learning_rate_schedule
 from fcsd.training.sweep import read_history
@@ -163,3 +165,19 @@ def test_pythons_gamma_is_that_of_torch(tmp_path: Path) -> None:
         schedule.step()
     assert rates(arguments) == pytest.approx(expected, rel=1e-12)
     assert arguments.to_dict()["lr_scheduler_type"] == "step"
+
+
+def test_trackers_are_shown_the_sections_of_a_recipe(
+    bench: Bench, tmp_path: Path
+) -> None:
+    recipe = load_recipe(bench.recipe("r", objective={"name": "jsd", "jsd_beta": 0.25}))
+    job = Job(tmp_path, "distil r", 7)
+    student = torch.nn.Linear(1, 1)
+    arguments = RecipeArguments.of(recipe.sections, job, join_launch(), student)
+    shown = arguments.to_dict()
+    assert shown["objective"] == "jsd" and shown["jsd_beta"] == 0.25
+    assert shown["batch_size_tokens"] == recipe.train.batch_size_tokens
+    assert shown["max_length"] == recipe.data.max_length
+    assert shown["safety"] == {"max_skipped_steps": 10}
+    assert (shown["seed"], shown["run_name"]) == (7, "distil r")
+    assert "sections" not in shown and "train" not in shown

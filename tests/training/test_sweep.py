@@ -12,7 +12,8 @@ import pytest
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.pipeline.distill import with_choice, write_ready_recipe
+from fcsd.pipeline.distill import with_choice
+from fcsd.pipeline.sweep import write_ready_recipe
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import TrainConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,12 +23,14 @@ from fcsd.base.strict import validate
 from fcsd.data.rows_config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.parallel.join import join_launch
+from fcsd.parallel.launch import Launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training import run as run_module
-from fcsd.training.arguments import TrainingRun
-from fcsd.training.config import TrainConfig
+from fcsd.training.arguments import Job
+from fcsd.training.config import Sections, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.losses.objectives import ObjectiveConfig
+from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
@@ -83,6 +85,31 @@ def teacher() -> Any:
     ).requires_grad_(False)
 
 
+class Training(NamedTuple):
+    """The arguments of `train`."""
+
+    inputs: TrainingInputs
+    sections: Sections
+    job: Job
+    launch: Launch
+
+    @property
+    def student(self) -> Any:
+        return self.inputs.student
+
+    def changed(self, **fields: Any) -> "Training":
+        """Return it with other fields of its inputs, sections or job."""
+        parts: dict[str, Any] = {}
+        for name, value in fields.items():
+            if hasattr(self.inputs, name):
+                parts["inputs"] = replace(self.inputs, **{name: value})
+            elif hasattr(self.sections, name):
+                parts["sections"] = self.sections.model_copy(update={name: value})
+            else:
+                parts["job"] = replace(self.job, **{name: value})
+        return self._replace(**parts)
+
+
 def make(
     folder: Path,
     teacher: Any,
@@ -92,24 +119,24 @@ def make(
     stopper: EarlyStopper | None = None,
     score: Callable[[Any], Score] | None = None,
     **settings: Any,
-) -> TrainingRun:
+) -> Training:
     student = copy.deepcopy(teacher).requires_grad_(True)
     convert_model(student, Connectivity("all"))
     chosen = validate(ObjectiveConfig, objective or {}, "objective")
-    return TrainingRun(
-        launch=join_launch(),
-        folder=folder,
-        description="test",
-        student=student,
-        teacher=copy.deepcopy(teacher) if chosen.has_teacher else None,
-        tokenizer=tiny_tokenizer(VOCABULARY),
-        rows=Rows() if rows is None else rows,
-        data=RowsConfig(max_length=LENGTH),
-        objective=chosen,
-        train=TrainConfig.model_validate(SETTINGS | settings),
-        seed=0,
-        stopper=stopper,
-        score=score,
+    return Training(
+        TrainingInputs(
+            student,
+            copy.deepcopy(teacher) if chosen.has_teacher else None,
+            tiny_tokenizer(VOCABULARY),
+            Rows() if rows is None else rows,
+        ),
+        Sections(
+            objective=chosen,
+            train=TrainConfig.model_validate(SETTINGS | settings),
+            data=RowsConfig(max_length=LENGTH),
+        ),
+        Job(folder, "test", 0, stopper=stopper, score=score),
+        join_launch(),
     )
 
 
@@ -184,7 +211,7 @@ def test_the_first_logged_losses_are_those_of_full_logits_of_separate_examples(
     run = make(tmp_path, teacher, objective, rows=rows, max_steps=1)
     double = copy.deepcopy(run.student).double()
     expected = reference(double, copy.deepcopy(teacher).double(), rows.rows)
-    train(run)
+    train(*run)
     first = read_history(tmp_path)[0]
     for name in (
         ("kl", "l2", "ce") if objective["name"] == "kl+l2" else (objective["name"],)
@@ -238,14 +265,14 @@ def test_padding_at_the_end_of_rows_is_not_computed_and_changes_no_loss(
             save_steps=3,
             batch_size_tokens=4 * length,
         )
-        run = replace(run, data=RowsConfig(max_length=length))
-        for model in (run.student, run.teacher):
+        run = run.changed(data=RowsConfig(max_length=length))
+        for model in (run.student, run.inputs.teacher):
             if model is not None:
                 model.model.embed_tokens.register_forward_pre_hook(
                     lambda _, ids: lengths.append(ids[0].shape[1])
                 )
-        train(run)
-        return [entry["loss"] for entry in read_history(run.folder)]
+        train(*run)
+        return [entry["loss"] for entry in read_history(run.job.folder)]
 
     assert curve(tail=240) == pytest.approx(curve(tail=0), rel=1e-5)
     assert set(lengths) == {64, LENGTH}
@@ -259,8 +286,8 @@ def test_the_weights_do_not_depend_on_how_a_batch_is_cut(
         make(tmp_path / "4", teacher, per_device_train_batch_size=1),
     )
     before = weights(whole.student)
-    train(whole)
-    train(cut)
+    train(*whole)
+    train(*cut)
     for name, value in weights(whole.student).items():
         torch.testing.assert_close(
             value, cut.student.state_dict()[name], atol=2e-5, rtol=1e-3
@@ -288,7 +315,7 @@ def test_no_hidden_states_of_one_step_are_held_when_the_teacher_gives_those_of_t
         held.extend(weakref.ref(batch["teacher_hidden"]) for batch in batches)
 
     monkeypatch.setattr(ModelTeacher, "prepare", watched)
-    train(make(tmp_path, teacher, max_steps=3, per_device_train_batch_size=2))
+    train(*make(tmp_path, teacher, max_steps=3, per_device_train_batch_size=2))
     assert (alive, len(held)) == ([0, 0, 0], 3 * 2)
 
 
@@ -297,7 +324,7 @@ def test_frozen_embeddings_and_head_stay_bit_identical_while_others_move(
 ) -> None:
     run = make(tmp_path, teacher, {"name": "kl", "freeze_embeddings_and_head": True})
     before = weights(run.student)
-    train(run)
+    train(*run)
     after = load_file(tmp_path / "model" / "model.safetensors")
     still = {
         name
@@ -323,7 +350,9 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
 
     add = run_module._tensorboard
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "_tensorboard", lambda run: [*add(run), Spoil()])
+        patch.setattr(
+            run_module, "_tensorboard", lambda *parts: [*add(*parts), Spoil()]
+        )
         last = "none" if where == "first" else r"\S*checkpoint-1"
         with pytest.raises(
             UserError,
@@ -332,7 +361,7 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
                 rf" the last checkpoint is {last};"
             ),
         ):
-            train(run)
+            train(*run)
     assert not (tmp_path / "model").exists()
     kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("*"))
     assert kept == ([] if where == "first" else ["checkpoint-1"])
@@ -348,9 +377,11 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
 
 def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, teacher: Any) -> None:
     objective = {"name": "kl+l2", "l2_coefficient": 0.01}
-    train(make(tmp_path / "plain", teacher, objective))
+    train(*make(tmp_path / "plain", teacher, objective))
     train(
-        make(tmp_path / "checkpointed", teacher, objective, gradient_checkpointing=True)
+        *make(
+            tmp_path / "checkpointed", teacher, objective, gradient_checkpointing=True
+        )
     )
     one, other = (
         read_history(tmp_path / "plain"),
@@ -365,9 +396,9 @@ def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, teacher: Any) ->
 def test_bf16_autocast_trains_near_the_float32_curve(
     tmp_path: Path, teacher: Any
 ) -> None:
-    train(make(tmp_path / "32", teacher))
+    train(*make(tmp_path / "32", teacher))
     run = make(tmp_path / "16", teacher, bf16=True)
-    train(run)
+    train(*run)
     assert run.student.dtype == torch.float32
     one, other = (
         [p["kl"] for p in read_history(tmp_path / name)] for name in ("32", "16")
@@ -397,7 +428,9 @@ def test_early_stopping_stops_at_the_right_step_and_leaves_the_later_of_equally_
     stopper = EarlyStopper(every_steps=2, patience=2, min_delta=0.02)
     # the score before training, then steps 2, 4, 6, 8
     score = scripted([0.05, 0.1, 0.5, 0.5, 0.4], seen)
-    results = train(make(tmp_path, teacher, stopper=stopper, score=score, max_steps=50))
+    results = train(
+        *make(tmp_path, teacher, stopper=stopper, score=score, max_steps=50)
+    )
     results.pop("early_stopping")
     hardware = results.pop("hardware")
     assert hardware["device"].startswith("CPU ") and hardware["processes"] == 1
@@ -431,7 +464,7 @@ def test_weights_that_score_best_before_training_are_what_is_left_and_it_is_said
         tmp_path, teacher, stopper=stopper, score=scripted([0.9, 0.1, 0.5, 0.5], seen)
     )
     before = {name: value.clone() for name, value in run.student.state_dict().items()}
-    assert train(run)["best_step"] == 0
+    assert train(*run)["best_step"] == 0
     assert "training made the model worse" in capsys.readouterr().err
     from fcsd.model.connectivity import load_model
 
@@ -447,7 +480,7 @@ def test_a_scorer_that_fails_ends_the_run_with_its_error(
 
     stopper = EarlyStopper(every_steps=1, patience=9, min_delta=0.0)
     with pytest.raises(RuntimeError, match="sandbox is gone"):
-        train(make(tmp_path, teacher, stopper=stopper, score=score))
+        train(*make(tmp_path, teacher, stopper=stopper, score=score))
     assert not (tmp_path / "model").exists()
 
 
@@ -455,7 +488,7 @@ def test_tensorboard_writes_its_events_into_the_folder_of_the_run(
     tmp_path: Path, teacher: Any
 ) -> None:
     pytest.importorskip("tensorboard")
-    train(make(tmp_path, teacher, max_steps=1, report_to=["tensorboard"]))
+    train(*make(tmp_path, teacher, max_steps=1, report_to=["tensorboard"]))
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert (
         events.name.startswith("events.out.tfevents")
@@ -471,7 +504,7 @@ def test_a_reporter_that_is_not_installed_is_named(
         UserError,
         match=r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'",
     ):
-        train(make(tmp_path, teacher, report_to=["wandb"]))
+        train(*make(tmp_path, teacher, report_to=["wandb"]))
 
 
 def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
@@ -487,7 +520,7 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DistillTrainer, "_get_num_items_in_batch", look)
-        assert train(run)["steps"] == 3
+        assert train(*run)["steps"] == 3
     assert tokens == [4 * LENGTH] * 3
     assert [point["step"] for point in read_history(tmp_path)] == [1, 2, 3]
     assert (tmp_path / "model" / "model.safetensors").is_file()
@@ -498,7 +531,7 @@ def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any) -> No
         UserError,
         match=r"has 3 rows of 16 tokens, but one batch of 64 tokens needs 4; use more data",
     ):
-        train(make(tmp_path, teacher, rows=Rows(3)))
+        train(*make(tmp_path, teacher, rows=Rows(3)))
     assert not (tmp_path / "model").exists()
 
 
@@ -514,8 +547,8 @@ def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(
         ) -> None:
             trained.append(run.student.dtype)
 
-    monkeypatch.setattr(run_module, "_tensorboard", lambda run: [Look()])
-    train(run)
+    monkeypatch.setattr(run_module, "_tensorboard", lambda *_: [Look()])
+    train(*run)
     assert trained == [torch.float32]
     assert {
         value.dtype
@@ -530,8 +563,8 @@ def test_a_bfloat16_checkpoint_trained_in_float32_is_saved_in_bfloat16(
 def test_the_last_step_is_logged_whatever_logging_steps_is(
     tmp_path: Path, teacher: Any
 ) -> None:
-    train(make(tmp_path / "each", teacher))
-    train(make(tmp_path / "two", teacher, logging_steps=2))
+    train(*make(tmp_path / "each", teacher))
+    train(*make(tmp_path / "two", teacher, logging_steps=2))
     each, two = read_history(tmp_path / "each"), read_history(tmp_path / "two")
     assert [point["step"] for point in two] == [2, 3]
     assert two[0]["kl"] == pytest.approx((each[0]["kl"] + each[1]["kl"]) / 2, rel=1e-6)
@@ -582,14 +615,14 @@ def test_the_logged_figures_are_those_of_full_logits(
         max_steps=1,
         per_device_train_batch_size=rows_a_forward,
     )
-    objective = run.objective
+    objective = run.sections.objective
     expected = token_figures(
         copy.deepcopy(run.student).double(),
         copy.deepcopy(teacher).double(),
         rows.rows,
         objective,
     )
-    train(run)
+    train(*run)
     first = read_history(tmp_path)[0]
     name, each = objective.name, expected["divergence"]
     assert first[name] == pytest.approx(float(each.mean()), rel=2e-5)
@@ -609,7 +642,7 @@ def test_the_logged_figures_are_those_of_full_logits(
 def test_the_figures_of_a_baseline_have_no_teacher_in_them(
     tmp_path: Path, teacher: Any
 ) -> None:
-    train(make(tmp_path, teacher, {"name": "sft"}))
+    train(*make(tmp_path, teacher, {"name": "sft"}))
     first = read_history(tmp_path)[0]
     assert "ce" in first
     assert not {"kl", "top1_agreement", "teacher_entropy", "kl_p50"} & first.keys()
@@ -622,8 +655,8 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
     padded = copy.deepcopy(teacher).requires_grad_(False)
     padded.resize_token_embeddings(128, mean_resizing=False)
     torch.nn.init.normal_(padded.lm_head.weight[VOCABULARY:])
-    train(replace(run, teacher=padded))
-    train(make(tmp_path / "plain", teacher))
+    train(*run.changed(teacher=padded))
+    train(*make(tmp_path / "plain", teacher))
     one, other = (read_history(tmp_path / name) for name in ("padded", "plain"))
     assert [p["kl"] for p in one] == pytest.approx([p["kl"] for p in other], rel=1e-5)
     with pytest.raises(
@@ -632,7 +665,7 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
             r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
         ),
     ):
-        train(make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
+        train(*make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
 
 
 def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> None:
@@ -642,11 +675,11 @@ def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> Non
         UserError,
         match="the vocabularies differ: 120 tokens in the teacher, 99 in the student",
     ):
-        train(replace(run, teacher=other))
+        train(*run.changed(teacher=other))
     with pytest.raises(
         UserError, match="the tokenizer has 512 tokens, the model's vocabulary only 99"
     ):
-        train(replace(run, tokenizer=tiny_tokenizer(512)))
+        train(*run.changed(tokenizer=tiny_tokenizer(512)))
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> None:
@@ -657,7 +690,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> 
             r" data.max_length 16 x 1"
         ),
     ):
-        train(make(tmp_path, teacher, per_device_train_batch_size=3))
+        train(*make(tmp_path, teacher, per_device_train_batch_size=3))
 
 
 def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(
@@ -668,7 +701,7 @@ def test_a_batch_of_fewer_rows_than_a_forward_pass_is_one_of_that_many(
         for rows in (4, 32)
     )
     for run in (one, other):
-        train(run)
+        train(*run)
     assert weights(one.student).keys() == weights(other.student).keys()
     assert all(
         torch.equal(value, weights(other.student)[name])
@@ -685,7 +718,7 @@ def test_a_process_that_sees_several_gpus_trains_on_one(
     """transformers would multiply the batch by their number, and wrap the model in
     `nn.DataParallel`.
     """
-    train(make(tmp_path / "alone", teacher))
+    train(*make(tmp_path / "alone", teacher))
     set_up = TrainingArguments.__post_init__
 
     def two_gpus(self: Any) -> None:
@@ -698,7 +731,7 @@ def test_a_process_that_sees_several_gpus_trains_on_one(
         "__init__",
         lambda *args, **kwargs: pytest.fail("copies in one process"),
     )
-    train(make(tmp_path / "faked", teacher))
+    train(*make(tmp_path / "faked", teacher))
     assert (
         "trains on only one of the 2 visible devices; start one process per device with `accelerate launch"
         in capsys.readouterr().err

@@ -2,6 +2,7 @@
 shape from the file headers.
 """
 
+import copy
 import fnmatch
 import functools
 import math
@@ -66,6 +67,7 @@ _FETCHED = (
 )  # fmt: skip
 """What is fetched from the Hub before the weight files that an index names. Code is
 stored, and run only where `trust_remote_code` allows it."""
+_FETCH_OR_REMOVE = "fetch it again, or remove it"
 _NAN = encoded_floats(math.nan)
 _LFS_POINTER = b"version https://git-lfs"
 _NOT_FETCHED = ("original/*",)  # the same model in its authors' own format
@@ -322,13 +324,15 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
             if any(
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
             ):
-                check_file(folder / entry, folder)
+                _check_link(folder / entry, folder)
                 if entry.suffix and (folder / entry).is_dir():
                     raise UserError(
                         f"{folder / entry}: is a folder, a file is needed; fetch it"
                         " again, or remove it"
                     )
                 files.append(folder / entry)
+    for file in files:
+        check_regular(file, _FETCH_OR_REMOVE)
     return sorted(file for file in files if file.is_file())
 
 
@@ -351,6 +355,11 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
+    _check_link(file, folder)
+    check_regular(file, _FETCH_OR_REMOVE)
+
+
+def _check_link(file: Path, folder: Path) -> None:
     # Links above the folder are resolved on both sides: only those inside it count.
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
     if target != root / file.relative_to(folder):
@@ -368,7 +377,6 @@ def check_file(file: Path, folder: Path) -> None:
         raise UserError(
             f"{file}: is a link to {target}, which does not exist; fetch the file again"
         )
-    check_regular(file, "fetch it again, or remove it")
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
@@ -474,15 +482,47 @@ def check_model_types(config: Mapping[str, Any], where: str) -> None:
             )
 
 
+_KNOWN: dict[tuple[Path, bool], tuple[Any, Checkpoint]] = {}
+
+
 def read_checkpoint(folder: Path, any_family: bool = False) -> Checkpoint:
     """Check a checkpoint folder and read its tensor shapes from the safetensors
-    headers.
+    headers, once in a process unless one of its files changes.
 
     Raises:
         UserError: as `read_config` and `find_weights`, and: weights missing or not
             safetensors, a file that is truncated or damaged, a tensor that is not where
             the index says, or is in two shards.
     """
+    key, state = (folder.absolute(), any_family), _state(folder)
+    known_state, checkpoint = _KNOWN.get(key, (None, None))
+    if checkpoint is None or state is None or state != known_state:
+        checkpoint = _read_checkpoint(folder, any_family)
+        _KNOWN[key] = state, checkpoint
+    # Callers may change a config.
+    config = copy.deepcopy(checkpoint.config)
+    return replace(checkpoint, folder=folder, config=config)
+
+
+def _state(folder: Path) -> Any:
+    """Return the names and states of a folder's files and links, of which a checkpoint
+    is made; None where it cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            files = [
+                (entry.name, entry.stat(follow_symlinks=False), entry.stat())
+                for entry in entries
+            ]
+    except OSError:
+        return None
+    return sorted(
+        (name, *((s.st_ino, s.st_size, s.st_mtime_ns, s.st_mode) for s in states))
+        for name, *states in files
+    )
+
+
+def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     checkpoint = of_config(folder, any_family)
     weights = find_weights(folder, checkpoint.config)
     if weights is None:

@@ -16,13 +16,13 @@ for a server `fcsd-bench serve`.
 """
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import read_editable, write_sealed
-from fcsd.base.strict import Strict, validate
+from fcsd.base.strict import Rule, Strict, validate
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.parallel.overlap.schedule import beside
@@ -66,32 +66,40 @@ class Times(Strict):
     overlap: float | None = Field(None, ge=0, le=1)
     slowdown: float | None = Field(None, ge=0, allow_inf_nan=False)
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> "Times":
-        if self.phase == "train" and not self.exchanges:
-            raise ValueError("exchanges: a training step needs at least one")
-        if self.phase == "train" and not self.communication_s == self.overlap is None:
-            raise ValueError(
-                "communication_s and overlap: only for a server; a training step has"
-                " exchanges"
-            )
-        if self.phase != "train" and self.communication_s is None:
-            raise ValueError(f"communication_s: required for a server ({self.phase})")
-        if outside := [
-            exchange.layer
-            for exchange in self.exchanges
-            if exchange.layer >= self.num_layers
-        ]:
-            raise ValueError(
-                f"exchanges: layer {outside[0]}, but the model has {self.num_layers},"
-                " from 0 on"
-            )
-        if self.slowdown is not None and self.slowdown > 1:
-            raise ValueError(
-                f"slowdown: {self.slowdown:g} seconds of computation lost per hidden"
-                " second; must be at most 1, or overlap would not pay off"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda times: times.phase == "train" and not times.exchanges,
+            "exchanges: a training step needs at least one",
+        ),
+        (
+            lambda times: (
+                times.phase == "train"
+                and not times.communication_s == times.overlap is None
+            ),
+            "communication_s and overlap: only for a server; a training step has"
+            " exchanges",
+        ),
+        (
+            lambda times: times.phase != "train" and times.communication_s is None,
+            "communication_s: required for a server ({0.phase})",
+        ),
+        (
+            lambda times: times.layers_outside,
+            "exchanges: layer {0.layers_outside[0]}, but the model has {0.num_layers},"
+            " from 0 on",
+        ),
+        (
+            lambda times: times.slowdown is not None and times.slowdown > 1,
+            "slowdown: {0.slowdown:g} seconds of computation lost per hidden second;"
+            " must be at most 1, or overlap would not pay off",
+        ),
+    )
+
+    @property
+    def layers_outside(self) -> list[int]:
+        """Layers of exchanges that the model does not have."""
+        layers = (exchange.layer for exchange in self.exchanges)
+        return [layer for layer in layers if layer >= self.num_layers]
 
     @model_validator(mode="after")
     def _check_seconds(self) -> "Times":

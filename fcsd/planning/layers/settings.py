@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import like, option
+from fcsd.base.strict import Rule, like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
     EvaluationConfig,
@@ -21,6 +21,12 @@ from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig
 
 KL = "kl"  # the metric that is not a task; lower is better
+
+
+def _twice(study: "Study", name: str) -> list[str]:
+    """Return the values of a list that are given twice."""
+    values = getattr(study, name) or []
+    return sorted({str(value) for value in values if values.count(value) > 1})
 
 
 class Study(ModelStudy):
@@ -55,69 +61,71 @@ class Study(ModelStudy):
         "calibration_tokens": "calibrated",
     }
 
-    @model_validator(mode="after")
-    def _check_sides_and_tasks(self) -> "Study":
-        if self.text is None and not self.tasks:
-            raise ValueError(
-                "there is nothing to measure: give a task of the suite (--task), or a"
-                " text for the KL to the original (--text)"
-            )
-        if KL in self.tasks:
-            raise ValueError(
-                f"a task cannot be called {KL!r} here; that is the KL to the original"
-                " on the text"
-            )
-        if self.mlp == "selected" and self.attention != "partial":
-            raise ValueError(
-                "mlp: selected: attention must be partial; with attention: full a layer"
-                " whose MLP side is regular is a regular layer"
-            )
-        if self.attention == self.mlp == "full":
-            raise ValueError(
-                "attention: full with mlp: full is the regular model; nothing would be"
-                " rewired"
-            )
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda study: study.text is None and not study.tasks,
+            "there is nothing to measure: give a task of the suite (--task), or a text"
+            " for the KL to the original (--text)",
+        ),
+        (
+            lambda study: KL in study.tasks,
+            f"a task cannot be called {KL!r} here; that is the KL to the original on"
+            " the text",
+        ),
+        (
+            lambda study: study.mlp == "selected" and study.attention != "partial",
+            "mlp: selected: attention must be partial; with attention: full a layer"
+            " whose MLP side is regular is a regular layer",
+        ),
+        (
+            lambda study: study.attention == study.mlp == "full",
+            "attention: full with mlp: full is the regular model; nothing would be"
+            " rewired",
+        ),
         # In a single layer only the MLP input can be outdated; attention input differs
         # from the second layer of a run on.
-        if self.mlp == "full" and "single" in self.sides:
-            raise ValueError(
-                "side 'single' with mlp: full would measure nothing: a layer with"
-                " regular neighbours computes what a regular layer does; use the sides"
-                " first and last"
-            )
+        (
+            lambda study: study.mlp == "full" and "single" in study.sides,
+            "side 'single' with mlp: full would measure nothing: a layer with regular"
+            " neighbours computes what a regular layer does; use the sides first and"
+            " last",
+        ),
         # It is measured for `plan-layers`, beside what else a study shows.
-        if "attention" in self.sides:
-            if self.attention == "full":
-                raise ValueError(
-                    "side 'attention' with attention: full would measure nothing:"
-                    " attention is ahead in no layer"
-                )
-            if len(self.sides) == 1:
-                raise ValueError(
-                    "side 'attention' is measured beside others; add first, last or"
-                    " single"
-                )
+        (
+            lambda study: "attention" in study.sides and study.attention == "full",
+            "side 'attention' with attention: full would measure nothing: attention is"
+            " ahead in no layer",
+        ),
+        (
+            lambda study: study.sides == ["attention"],
+            "side 'attention' is measured beside others; add first, last or single",
+        ),
         # A selection or task that is given twice would be measured twice, or its names
         # would collide.
-        lists: dict[str, list[Any]] = {
-            "sides": self.sides,
-            "tasks": self.tasks,
-            "counts": self.counts or [],
-        }
-        for name, values in lists.items():
-            if twice := sorted(
-                {str(value) for value in values if values.count(value) > 1}
-            ):
-                raise ValueError(f"{name}: {', '.join(twice)} is given twice")
-        if self.counts == [] or (self.counts is not None and self.every != 1):
-            raise ValueError("counts: give at least one number, and leave `every` out")
-        ends = {"first", "last"} & {*self.sides}
-        if not ends and (self.counts is not None or self.every != 1):
-            raise ValueError(
-                "counts and every: apply to the sides first and last only; leave them"
-                " out, or add a side"
+        *(
+            (
+                lambda study, name=name: _twice(study, name),
+                lambda study, name=name: (
+                    f"{name}: {', '.join(_twice(study, name))} is given twice"
+                ),
             )
-        return self
+            for name in ("sides", "tasks", "counts")
+        ),
+        (
+            lambda study: (
+                study.counts == [] or (study.counts is not None and study.every != 1)
+            ),
+            "counts: give at least one number, and leave `every` out",
+        ),
+        (
+            lambda study: (
+                not {"first", "last"} & {*study.sides}
+                and (study.counts is not None or study.every != 1)
+            ),
+            "counts and every: apply to the sides first and last only; leave them out,"
+            " or add a side",
+        ),
+    )
 
     def connectivity(self, layers: Sequence[int]) -> Connectivity:
         """Return the connectivity that is measured for a selection of layers."""

@@ -20,7 +20,6 @@ from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.connectivity.spec import Connectivity, field_text
 from fcsd.model.families import moe_mask
 from fcsd.model.load import ModelFolder, load_tokenizer
-from fcsd.training.card.facts import recorded_origin
 
 
 def refuse_other_tokenizer(
@@ -96,6 +95,8 @@ def tell_of_untrained(config: Any, name: str, folder: Path | None = None) -> Non
     values = config if isinstance(config, Mapping) else vars(config)
     if not (values.get("farskip") or {}).get("layers") or changed_by(config):
         return
+    from fcsd.training.card.facts import recorded_origin
+
     origin = recorded_origin(folder) if folder is not None else None
     original = f"its original, {origin[0]}" if origin is not None else "its original"
     print(

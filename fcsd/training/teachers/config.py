@@ -1,10 +1,10 @@
 """Schema of the recipe's sections teacher and lora."""
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from fcsd.base.strict import FolderPath, Strict
+from fcsd.base.strict import FolderPath, Rule, Strict
 from fcsd.base.unions import one_of
 
 
@@ -16,14 +16,12 @@ class _OfACheckpoint(Strict):
     path: str | None = None
     revision: str | None = None  # of a hub id in `path`
 
-    @model_validator(mode="after")
-    def _revision_has_its_path(self) -> Self:
-        if self.revision is not None and self.path is None:
-            raise ValueError(
-                "revision applies to `path`; for the student's model, set"
-                " model.revision"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda teacher: teacher.revision is not None and teacher.path is None,
+            "revision applies to `path`; for the student's model, set model.revision",
+        ),
+    )
 
 
 class ShardedTeacherConfig(_OfACheckpoint):
@@ -84,15 +82,14 @@ class AdapterConfig(Strict):
     # mlp.experts.gate_up_proj, mlp.experts.down_proj
     target_parameters: list[str] | None = None
 
-    @model_validator(mode="after")
-    def _something_is_adapted(self) -> "AdapterConfig":
-        if not self.target_modules and not self.target_parameters:
-            raise ValueError(
-                "target_modules or target_parameters must name the weights to adapt"
-            )
-        if self.lora_dropout and self.target_parameters:
-            raise ValueError(
-                "lora_dropout must be 0 with target_parameters: the adapters of a"
-                " parameter have no input to drop"
-            )
-        return self
+    rules: ClassVar[tuple[Rule, ...]] = (
+        (
+            lambda lora: not lora.target_modules and not lora.target_parameters,
+            "target_modules or target_parameters must name the weights to adapt",
+        ),
+        (
+            lambda lora: lora.lora_dropout and lora.target_parameters,
+            "lora_dropout must be 0 with target_parameters: the adapters of a parameter"
+            " have no input to drop",
+        ),
+    )

@@ -13,6 +13,8 @@ import fcsd
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
+from fcsd.model.connectivity import checkpoint as checkpoint_module
+from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.connectivity.spec import Connectivity
@@ -242,3 +244,29 @@ def test_a_tokenizer_of_other_values_is_one_line(
     folder = damaged(whole, tmp_path, "tokenizer.json", content)
     with pytest.raises(UserError, match="the tokenizer cannot be read: "):
         load_tokenizer(folder)
+
+
+def test_a_checkpoint_is_read_once_until_one_of_its_files_changes(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(whole, folder)
+    headers = []
+    read = checkpoint_module.read_header
+    monkeypatch.setattr(
+        checkpoint_module,
+        "read_header",
+        lambda file: (headers.append(file.name), read(file))[1],
+    )
+    first = read_checkpoint(folder)
+    first.config["eos_token_id"] = "changed by its caller"
+    assert (
+        read_checkpoint(folder).config["eos_token_id"] != first.config["eos_token_id"]
+    )
+    assert headers == ["model.safetensors"]
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    assert read_checkpoint(folder).config["rope_theta"] == 5.0
+    (folder / "generation_config.json").write_bytes(b"")
+    with pytest.raises(UserError, match=r"generation_config\.json: not valid JSON"):
+        read_checkpoint(folder)
