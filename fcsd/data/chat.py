@@ -114,17 +114,12 @@ def _read_row(
 ) -> dict | str | Completion | _Chat:
     read = read_example(example, columns)
     if isinstance(read, str):
-        return _check_text(read)
+        return check_text(read)
     if isinstance(read, Completion):
-        _check_text(read.prompt + read.completion)
+        check_text(read.prompt + read.completion)
     if not isinstance(read, Conversation):
         return read
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and"
-            " messages; use the tokenizer of an instruct model, add a"
-            " chat_template.jinja, or give plain text under `columns: {text: …}`"
-        )
+    check_has_template(tokenizer)
     chat = _Chat(
         tokenizer,
         read.tools,
@@ -144,7 +139,17 @@ def _read_row(
     )
 
 
-def _check_text(text: str) -> str:
+def check_has_template(tokenizer: Any) -> None:
+    """Raise UserError where a tokenizer has no chat template for conversations."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{tokenizer_name(tokenizer)}: no chat template, needed for prompts and"
+            " messages; use the tokenizer of an instruct model, add a"
+            " chat_template.jinja, or give plain text under `columns: {text: …}`"
+        )
+
+
+def check_text(text: str) -> str:
     """Return a text; BadExample if a tokenizer cannot read it."""
     try:
         text.encode()
@@ -299,7 +304,7 @@ def _write_chat(
     # A template's own marks of the assistant's text are exact, so they are preferred.
     if loss_on == "response" and chat.is_marked:
         text, spans = chat.marked_text()
-        _check_text(text)
+        check_text(text)
         if form.leaves_open(text, spans):
             _warn_of_no_stop(
                 chat.tokenizer,
@@ -313,7 +318,7 @@ def _write_chat(
         answers = [] if form.ends else [i for i in answers if i == last]
         # Without an answer to close, all of the text is taken as it is.
         if not answers:
-            text = _check_text(chat.text(chat.messages))
+            text = check_text(chat.text(chat.messages))
             return _WrittenText(text, [(0, len(text))])
     try:
         turns = WrittenChat(chat.text, chat.messages, answers, form)
@@ -324,7 +329,7 @@ def _write_chat(
             " template that writes all of it in order, or mark responses in the"
             " template with {% generation %} … {% endgeneration %}"
         ) from error
-    _check_text(turns.text)
+    check_text(turns.text)
     # An empty stop stands for the end of text, which only the tokenizer has as a token.
     stop = chat.tokenizer.eos_token_id if turns.stop == "" else None
     if turns.unstopped or (turns.stop == "" and stop is None):

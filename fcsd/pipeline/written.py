@@ -21,6 +21,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import make_folder, read_text, write_text
 from fcsd.base.fingerprints import content_fingerprint
 from fcsd.base.memory import free_memory
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.chat import check_has_template
 from fcsd.data.config import TrainingDataConfig, TrainingSourceConfig
 from fcsd.data.local import data_fingerprint
 from fcsd.data.sources import columns_of, open_source
@@ -49,7 +51,7 @@ def with_written(data: TrainingDataConfig, run: Run) -> TrainingDataConfig:
     sources = [
         source
         if source.written is None
-        else _written(source, f"data.train.{index}", run)
+        else _written(source, f"data.train.{index}", run, BadRows(data.on_bad_row))
         for index, source in enumerate(data.train)
     ]
     return data.model_copy(update={"train": sources})
@@ -70,7 +72,9 @@ def write_all(run: Run) -> Path:
     return run.layout.written
 
 
-def _written(source: TrainingSourceConfig, key: str, run: Run) -> TrainingSourceConfig:
+def _written(
+    source: TrainingSourceConfig, key: str, run: Run, bad_rows: BadRows
+) -> TrainingSourceConfig:
     original = run.original
 
     def inputs() -> dict[str, Any]:
@@ -90,7 +94,8 @@ def _written(source: TrainingSourceConfig, key: str, run: Run) -> TrainingSource
     def make() -> Path:
         stage = Stage(folder, "write", settings, found, MAY_CHANGE)
         if begin_stage(stage, run.launch) != "finished":
-            finish_stage(stage, run.launch, _write(source, key, folder, run))
+            prompts = _prompts(source, key, run, bad_rows)
+            finish_stage(stage, run.launch, _write(source, prompts, folder, run))
         return folder / FILE
 
     path = run.once(("written", folder), make)
@@ -98,11 +103,14 @@ def _written(source: TrainingSourceConfig, key: str, run: Run) -> TrainingSource
 
 
 def _write(
-    source: TrainingSourceConfig, key: str, folder: Path, run: Run
+    source: TrainingSourceConfig,
+    asked: tuple[OwnTextTaskConfig, list[Prompt]],
+    folder: Path,
+    run: Run,
 ) -> dict[str, Any]:
     """Write the text of a source part by part; return its figures."""
     launch, parts = run.launch.for_evaluation(), folder / "parts"
-    row, prompts = _prompts(source, key, run)
+    row, prompts = asked
     places = {
         first: parts / f"{first:08}.jsonl" for first in range(0, len(prompts), _PART)
     }
@@ -138,25 +146,32 @@ def _write(
 
 
 def _prompts(
-    source: TrainingSourceConfig, key: str, run: Run
+    source: TrainingSourceConfig, key: str, run: Run, bad_rows: BadRows
 ) -> tuple[OwnTextTaskConfig, list[Prompt]]:
     """Return the prompts of a source, and how they are continued."""
     assert source.written is not None and source.max_examples is not None
     opened = open_source(source)
     meanings = columns_of(opened.settings)
+    examples = opened.examples.take(source.max_examples)
+    chat = "messages" in meanings or "response" in meanings
+    if "completion" in meanings:  # a text, or a list of messages
+        chat = not isinstance(next(iter(examples))[meanings["prompt"]], str)
+    if chat:
+        check_has_template(run.tokenizer)
     row = OwnTextTaskConfig(
         kind="own_text",
         task=key,
         dataset=source.path,
-        chat_template="messages" in meanings or "response" in meanings,
+        chat_template=chat,
         seed=run.recipe.seed,
         num_prompts=source.max_examples,
         **source.written.model_dump(
             include={"prompt_tokens", "max_new_tokens", "temperature"}
         ),
     )
-    examples = opened.examples.take(source.max_examples)
-    prompts = list(prompts_in(row, examples, meanings, run.tokenizer))
+    prompts = list(prompts_in(row, examples, meanings, run.tokenizer, bad_rows))
+    if bad_rows.num_bad and run.launch.first:
+        print(f"write: {key}: {bad_rows!r}", file=sys.stderr)
     if not prompts:
         raise UserError(
             f"{key}: {source.path} has no document of more than {row.prompt_tokens}"

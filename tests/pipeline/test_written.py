@@ -4,6 +4,7 @@ what is made again, shared, continued and refused.
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fcsd.data.columns import column_meanings
 from fcsd.data.examples import example_texts
 from fcsd.evaluation import server as client
 from fcsd.pipeline import written as module
+from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.parallel.test_engines import launch
 from tests.support import Bench, in_a_fork, write_rows
@@ -94,6 +96,27 @@ def test_documents_are_continued_behind_their_beginning(
     for row, document in zip(rows, documents, strict=True):
         prompt = tokenizer(document["text"])["input_ids"][:4]
         assert row["input_ids"] == continued(model, prompt, {tokenizer.eos_token_id}, 6)
+
+
+def test_rows_that_make_no_prompt_are_left_out_where_the_recipe_says_so(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turns = [{"role": "user", "content": "hello"}]
+    answer = [{"role": "assistant", "content": "yes"}]
+    half = [{"role": "user", "content": "half an emoji \ud83d"}]
+    rows = [{"prompt": turns, "completion": answer}, {"prompt": half, "completion": answer}]  # fmt: skip
+    write_rows(tmp_path / "rows.jsonl", rows)
+    given = source(bench, path=str(tmp_path / "rows.jsonl"), columns=None)
+    path = recipe(bench, "r", given)
+    words = ["run", str(path), "--only", "write"]
+    assert main(words) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "rows.jsonl, row 2: a text holds half a character" in error
+    assert "set data.on_bad_row: skip" in error
+    assert main([*words, "--set", "data.on_bad_row=skip"]) == 0
+    assert "1 of 2 examples left out" in capsys.readouterr().err
+    (row,) = texts(bench, "r")
+    assert row["text"].startswith("<bos><user> hello<assistant>")
 
 
 def test_trainings_read_what_was_written_once(
@@ -214,6 +237,17 @@ def test_what_cannot_be_written_is_refused(
     assert main(["run", str(path), "--only", "write"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert words in error and "secret" not in error
+
+
+def test_conversations_need_a_chat_template(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(bench.base, tmp_path / "base")
+    tiny_tokenizer(chat_template=False).save_pretrained(tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").unlink(missing_ok=True)
+    path = recipe(bench, "r", source(bench), model={"path": str(tmp_path / "base")})
+    assert main(["run", str(path), "--only", "write"]) == 2
+    assert "no chat template, needed for prompts" in capsys.readouterr().err
 
 
 def test_a_recipe_without_written_text_has_no_such_stage(

@@ -222,13 +222,19 @@ def cut(tokens: Sequence[int], ends: Sequence[int]) -> Written:
 def _check_positions(
     row: OwnTextTaskConfig, prompts: Sequence[Prompt], config: Any
 ) -> None:
-    longest = max(len(prompt.tokens) for prompt in prompts)
-    positions = num_positions(config)
-    if positions is not None and longest + row.max_new_tokens > positions:
+    longest = max(prompts, key=lambda prompt: len(prompt.tokens))
+    length, positions = len(longest.tokens), num_positions(config)
+    if positions is not None and length + row.max_new_tokens > positions:
+        # A prompt that fills the positions alone leaves no room for a text.
+        advice = "lower max_new_tokens"
+        if length >= positions:
+            advice = "take that row out of the data, or shorten it"
+            if not row.chat_template:
+                advice += "; of documents, lower prompt_tokens"
         raise UserError(
-            f"task {row.task}: a prompt of {longest} tokens and max_new_tokens"
-            f" {row.max_new_tokens} do not fit the model's {positions} positions;"
-            " lower max_new_tokens"
+            f"task {row.task}: {row.dataset}, row {longest.doc_id + 1}: a prompt of"
+            f" {length} tokens and max_new_tokens {row.max_new_tokens} do not fit the"
+            f" model's {positions} positions; {advice}"
         )
 
 

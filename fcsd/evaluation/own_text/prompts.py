@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError
+from fcsd.data.bad_rows import BadRows
+from fcsd.data.chat import check_text
 from fcsd.data.config import SourceConfig
 from fcsd.data.examples import Completion, Conversation, read_example
 from fcsd.data.messages import BadExample
+from fcsd.data.shards import token_ids
 from fcsd.data.sources import columns_of, open_source
 from fcsd.data.template import message_form_of
 from fcsd.evaluation.config import OwnTextTaskConfig
@@ -62,7 +65,13 @@ def load_prompts(
     except UserError as error:
         advice = "" if Path(location).exists() else hub_advice(row, data_root)
         raise UserError(f"task {row.task}: {error}{advice}") from error
-    found = prompts_in(row, opened.examples, columns_of(opened.settings), tokenizer)
+    found = prompts_in(
+        row,
+        opened.examples,
+        columns_of(opened.settings),
+        tokenizer,
+        BadRows(setting=None),
+    )
     prompts = list(itertools.islice(found, row.num_prompts))
     if not prompts:
         raise UserError(
@@ -73,36 +82,65 @@ def load_prompts(
 
 
 def prompts_in(
-    row: OwnTextTaskConfig, examples: Any, columns: Mapping[Any, str], tokenizer: Any
+    row: OwnTextTaskConfig,
+    examples: Any,
+    columns: Mapping[Any, str],
+    tokenizer: Any,
+    bad_rows: BadRows,
 ) -> Iterator[Prompt]:
-    """Yield the prompts of examples, in order; UserError as `load_prompts`."""
+    """Yield the prompts of examples, in order; UserError as `load_prompts`, or where
+    `bad_rows` does not allow an example that makes no prompt.
+    """
     for number, example in enumerate(examples):
+        bad: list[tuple[str, str]] = []
         try:
             read = read_example(example, columns)
+            prompt = _prompt(row, number, read, tokenizer)
         except BadExample as error:
-            raise UserError(
-                f"task {row.task}: {row.dataset}, row {number + 1}: {error}"
-            ) from error
-        if isinstance(read, Conversation) or (
-            row.chat_template and isinstance(read, Completion)
-        ):
-            yield _question(row, number, read, tokenizer)
-        elif row.chat_template:
-            raise UserError(
-                f"task {row.task}: {row.dataset} has documents, which a chat template"
-                " does not take; set chat_template: false, or give conversations"
-            )
-        elif isinstance(read, Completion):
-            ids = tokenizer(read.prompt)["input_ids"]
-            yield Prompt(number, read.prompt, read.prompt, tuple(ids))
-        else:
-            document = read["input_ids"] if isinstance(read, dict) else None
-            ids = document or tokenizer(read)["input_ids"]
-            if len(ids) > row.prompt_tokens:
-                ids = tuple(int(token) for token in ids[: row.prompt_tokens])
-                text = str(tokenizer.decode(ids))
-                source = json.dumps(ids) if isinstance(read, dict) else read
-                yield Prompt(number, source, text, ids)
+            bad, prompt = [(f"{_where(row)}, row {number + 1}", str(error))], None
+        bad_rows.add(bad, 1)
+        if prompt is not None:
+            yield prompt
+
+
+def _where(row: OwnTextTaskConfig) -> str:
+    return f"task {row.task}: {row.dataset}"
+
+
+def _prompt(
+    row: OwnTextTaskConfig, number: int, read: Any, tokenizer: Any
+) -> Prompt | None:
+    """Return the prompt of an example; None where it is a document that is too short.
+
+    Raises: BadExample where it makes none.
+    """
+    if isinstance(read, Conversation) or (
+        row.chat_template and isinstance(read, Completion)
+    ):
+        return _question(row, number, read, tokenizer)
+    if row.chat_template:
+        raise UserError(
+            f"{_where(row)} has documents, which a chat template does not take; set"
+            " chat_template: false, or give conversations"
+        )
+    if isinstance(read, Completion):
+        ids = tokenizer(check_text(read.prompt))["input_ids"]
+        # Some tokenizers end each text, but the model shall continue this one.
+        end = tokenizer.eos_token_id
+        if ids and ids[-1] == end and not read.prompt.endswith(tokenizer.eos_token):
+            ids = ids[:-1]
+        if not ids:
+            raise BadExample("the prompt is empty")
+        return Prompt(number, read.prompt, read.prompt, tuple(ids))
+    if isinstance(read, dict):
+        ids = token_ids(read["input_ids"], None).tolist()
+    else:
+        ids = tokenizer(check_text(read))["input_ids"]
+    if len(ids) <= row.prompt_tokens:
+        return None
+    ids = tuple(ids[: row.prompt_tokens])
+    source = json.dumps(ids) if isinstance(read, dict) else read
+    return Prompt(number, source, str(tokenizer.decode(ids)), ids)
 
 
 def _question(
@@ -111,41 +149,46 @@ def _question(
     read: Conversation | Completion,
     tokenizer: Any,
 ) -> Prompt:
-    """Write a conversation up to its last answer through the chat template."""
-    where = f"task {row.task}: {row.dataset}, row {number + 1}"
+    """Write a conversation up to its last answer through the chat template, or all of
+    it where a question ends it.
+    """
     if not row.chat_template:
         raise UserError(
-            f"{where}: is a conversation, which needs chat_template: true; set it in"
-            " the suite (--apply-chat-template), or give documents"
+            f"{_where(row)}, row {number + 1}: is a conversation, which needs"
+            " chat_template: true; set it in the suite (--apply-chat-template), or give"
+            " documents"
         )
     if isinstance(read, Completion):
         read = Conversation([{"role": "user", "content": read.prompt}])
+    end = len(read.messages)
     answers = [
         index
         for index, message in enumerate(read.messages)
         if message["role"] == "assistant"
     ]
-    end = len(read.messages)
-    if answers:
+    if answers and read.messages[-1]["role"] != "user":
         # Turns of tools follow an answer that calls them: the last answer is cut off
         # with all that follows it.
         end = answers[-1]
     messages = read.messages[:end]
     if not messages:
-        raise UserError(f"{where}: has no message before the answer")
+        raise BadExample("has no message before the answer")
     if row.system_prompt and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": row.system_prompt}, *messages]
     asked = Conversation(messages, tools=read.tools, options=read.options)
     template = str(tokenizer.get_chat_template(tools=asked.tools))
     form = message_form_of(tokenizer, template, asked)
     if isinstance(form, str):
-        raise UserError(f"{where}: the tokenizer's chat template {form}")
+        raise BadExample(f"the tokenizer's chat template {form}")
     options = dict(asked.options)
     if tools := form.tools(asked.tools):
         options["tools"] = tools
     turns = form.applied(messages)
-    text = chat_text(tokenizer, bool(row.thinking), turns, **options)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    try:
+        text = chat_text(tokenizer, bool(row.thinking), turns, **options)
+    except UserError as error:
+        raise BadExample(str(error)) from error
+    ids = tokenizer(check_text(text), add_special_tokens=False)["input_ids"]
     return Prompt(number, json.dumps(messages, sort_keys=True), text, tuple(ids))
 
 

@@ -10,16 +10,19 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import processors
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.evaluation.config import load_suite, named_tasks
+from fcsd.evaluation.config import OwnTextTaskConfig, load_suite, named_tasks
 from fcsd.evaluation.own_text import measure
+from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.own_text.text import equal_beginning, repeated_4grams
 from fcsd.evaluation.results import read_result
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
+from tests.support import write_rows
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -227,7 +230,100 @@ def test_what_is_missing_is_one_line(
     )
     long = error(texts | {"max_new_tokens": 100_000}, options=named)
     assert "do not fit the model's" in long and "lower max_new_tokens" in long
+    rows = [{"text": "short, but long enough"}, {"text": "x" * 1000}]
+    write_rows(tmp_path / "long.jsonl", rows)
+    alone = {"dataset": str(tmp_path / "long.jsonl"), "prompt_tokens": 900}
+    longer = error(texts | alone, options=named)
+    assert "long.jsonl, row 2: a prompt of 900 tokens" in longer
+    assert "take that row out" in longer and "lower max_new" not in longer
     assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
+
+
+def own_prompts(folder: Path, example: dict[str, Any], **keys: Any) -> Any:
+    """Return the prompts of a data set with this example and one more."""
+    other = {"input_ids": list(b"abcdefgh")}
+    if "input_ids" not in example:
+        other = dict.fromkeys(example, "a text that is long enough")
+    if "messages" in example:
+        other = {"messages": [{"role": "user", "content": "hello"}]}
+    write_rows(folder / "rows.jsonl", [other, example])
+    row = OwnTextTaskConfig(
+        task="own", kind="own_text", dataset=str(folder / "rows.jsonl"), prompt_tokens=4,
+        chat_template="messages" in example, **keys,
+    )  # fmt: skip
+    return load_prompts(row, None, ending_tokenizer())
+
+
+def ending_tokenizer() -> Any:
+    """Return a tokenizer that puts a token before and one behind each text."""
+    tokenizer = tiny_tokenizer()
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("example", "words"),
+    [
+        ({"input_ids": [9, -4, 9, 9, 9]}, "token id -4 at position 1"),
+        ({"input_ids": [9, 4.5, 9, 9, 9]}, "a list of whole numbers is needed"),
+        ({"input_ids": ["a"] * 9}, "a list of whole numbers is needed"),
+        ({"text": "ab\ud83d cdefgh"}, "a text holds half a character"),
+        (
+            {"messages": [{"role": "user", "content": "ab\ud83d"}]},
+            "a text holds half a character",
+        ),
+        ({"prompt": "ab\ud83d", "completion": "c"}, "a text holds half a character"),
+        (
+            {"messages": [{"role": "assistant", "content": "hello"}]},
+            "no message before the answer",
+        ),
+    ],
+)
+def test_a_row_that_makes_no_prompt_is_named(
+    example: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=rf"task own: .*rows.jsonl, row 2: .*{words}"):
+        own_prompts(tmp_path, example)
+
+
+@pytest.mark.parametrize(
+    ("example", "tokens"),
+    [
+        ({"input_ids": []}, None),
+        ({"text": ""}, None),
+        ({"text": "abcd"}, [1, *"abc"]),
+        # the prompt of a completion is not ended, and never empty
+        ({"prompt": "ab", "completion": "c"}, [1, *"ab"]),
+        ({"prompt": "", "completion": "c"}, [1]),
+        ({"prompt": "ab<eos>", "completion": "c"}, [1, *"ab", 2, 2]),
+    ],
+)
+def test_a_prompt_is_the_beginning_of_its_document_or_the_whole_of_what_is_given(
+    example: dict[str, Any], tokens: list[Any] | None, tmp_path: Path
+) -> None:
+    found = own_prompts(tmp_path, example)[1:]
+    alphabet = tiny_tokenizer()
+    ids = [
+        token if isinstance(token, int) else alphabet.convert_tokens_to_ids(token)
+        for token in tokens or []
+    ]
+    assert [list(prompt.tokens) for prompt in found] == ([ids] if tokens else [])
+
+
+TURNS = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+
+
+@pytest.mark.parametrize(("given", "asked"), [(4, 3), (3, 3), (2, 1), (1, 1)])
+def test_a_conversation_is_asked_up_to_its_last_answer_or_with_its_last_question(
+    given: int, asked: int, tmp_path: Path
+) -> None:
+    turns = [{"role": role, "content": text} for role, text in TURNS]
+    prompt = own_prompts(tmp_path, {"messages": turns[:given]})[1]
+    assert prompt.text == tiny_tokenizer().apply_chat_template(
+        turns[:asked], tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
