@@ -43,6 +43,10 @@ TOP = 20
 """Log-probabilities at a token that vLLM gives unless it is started with more or fewer
 (`--max-logprobs`).
 """
+_OVERFLOW = (
+    "returns log-probabilities that are NaN or infinite: the model overflows in its"
+    " precision; serve it in bfloat16 or float32"
+)
 
 
 class ServedBackend:
@@ -383,10 +387,7 @@ class ServedBackend:
         ]
         logprobs = [float(token_entry["logprob"]) for token_entry in tokens]
         if not all(map(math.isfinite, logprobs)):
-            raise self.server.error(
-                "returns log-probabilities that are NaN or infinite: the model"
-                " overflows in its precision; serve it in bfloat16 or float32"
-            )
+            raise self.server.error(_OVERFLOW)
         return logprobs, [int(token_entry["rank"]) for token_entry in tokens]
 
     def _prompt_entries(self, body: Body, answer: Body) -> list[Any]:
@@ -403,9 +404,13 @@ class ServedBackend:
         for entry in self._prompt_entries(body, answer):
             place = {token: float(values["logprob"]) for token, values in entry.items()}
             if len(place) < body["top"]:
-                raise ValueError(
-                    f"{len(place)} log-probabilities of {body['top']} likeliest tokens"
+                raise self.server.error(
+                    f"gives {len(place)} log-probabilities of a token, but own text"
+                    f" needs those of the {body['top']} likeliest; start it with"
+                    f" --max-logprobs {body['top']} or more"
                 )
+            if any(map(math.isnan, place.values())):
+                raise self.server.error(_OVERFLOW)
             # Those of zero probability add nothing to a divergence.
             places.append({t: p for t, p in place.items() if math.isfinite(p)})
         return places

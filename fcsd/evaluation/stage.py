@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.artifact import Stage, check_outputs, read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder, read_json
-from fcsd.base.fingerprints import content_fingerprint
+from fcsd.base.fingerprints import content_fingerprint, tokenizer_files
 from fcsd.base.memory import free_memory
 from fcsd.evaluation.backend import Served
 from fcsd.evaluation.config import (
@@ -278,7 +278,8 @@ def _original(
     original = evaluation.original
     if original is None or not evaluation.writes_own_text:
         return None
-    from fcsd.evaluation.own_text.measure import Original
+    from fcsd.evaluation.own_text.measure import OF_ORIGINAL, Original
+    from fcsd.training.teachers.check import refuse_other_tokenizer
 
     @contextlib.contextmanager
     def loaded() -> Iterator[PreTrainedModel]:
@@ -290,11 +291,25 @@ def _original(
         lambda: (evaluation.model_inputs(), of_original.model_inputs())
     )
     same = model == inputs and evaluation.loading == of_original.loading
+    store = _store(of_original, stage, stage.inputs | inputs)
+    # Through another template or tokenizer its prompts are not those of its own
+    # evaluation.
+    asked = tokenizer_files(evaluation.model.folder)
+    if asked != tokenizer_files(original.folder):
+        refuse_other_tokenizer(
+            original.tokenizer(),
+            evaluation.model.tokenizer(),
+            "the original",
+            may_lack=True,
+            advice=OF_ORIGINAL,
+            whose="the model's",
+        )
+        store.identity["asked"] = asked
     return Original(
         loaded,
         itself=same,
         name=content_fingerprint(inputs),
-        store=_store(of_original, stage, stage.inputs | inputs),
+        store=store,
         known=evaluation.texts_of_original,
     )
 

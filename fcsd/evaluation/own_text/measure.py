@@ -54,6 +54,7 @@ from fcsd.training.losses.objectives import (
     KLObjectiveConfig,
 )
 
+OF_ORIGINAL = "name the model that this one was converted from"
 Sample = dict[str, Any]
 # A sample has the seed of its prompt's number; those of two seeds of a row never meet.
 _SEEDS = 1_000_000
@@ -122,6 +123,7 @@ def own_text(
     else:
         there = original.loaded()
     with there as model, preserved(model):
+        _check_vocabularies(row, backend.config, model.config)
         figures = own.under(model)
         if not original.itself:
             of_original = in_memory(model)
@@ -235,6 +237,15 @@ def _check_positions(
             f"task {row.task}: {row.dataset}, row {longest.doc_id + 1}: a prompt of"
             f" {length} tokens and max_new_tokens {row.max_new_tokens} do not fit the"
             f" model's {positions} positions; {advice}"
+        )
+
+
+def _check_vocabularies(row: OwnTextTaskConfig, config: Any, original: Any) -> None:
+    own, other = (each.get_text_config().vocab_size for each in (config, original))
+    if own != other:
+        raise UserError(
+            f"task {row.task}: the model's vocabulary has {own} tokens, its original's"
+            f" {other}; {OF_ORIGINAL}"
         )
 
 

@@ -29,11 +29,13 @@ def refuse_other_tokenizer(
     *,
     may_lack: bool = False,
     advice: str = "use a teacher with the same tokenizer",
+    whose: str = "the student's",
 ) -> None:
     """Raise UserError where a token has another id in the tokenizer of `name` than in
     the one that makes the rows.
 
-    may_lack: tokens that only one of them has are no difference.
+    may_lack: tokens that only one of them has are no difference. whose: the tokenizer
+    that makes the rows is.
     """
     own, other = ours.get_vocab(), theirs.get_vocab()
     tokens = own.keys() & other.keys() if may_lack else own.keys() | other.keys()
@@ -43,9 +45,9 @@ def refuse_other_tokenizer(
     # The example in the message: the smallest of the student's ids.
     token = min(differ, key=lambda token: own.get(token, 1 << 40))
     raise UserError(
-        f"{name}: its tokenizer is not the student's: {len(differ)} tokens have other"
+        f"{name}: its tokenizer is not {whose}: {len(differ)} tokens have other"
         f" ids or are missing, the first is {token!r}"
-        f" ({own.get(token, 'none')} in the student's, {other.get(token, 'none')} in"
+        f" ({own.get(token, 'none')} in {whose}, {other.get(token, 'none')} in"
         f" {name}'s); fcsd cannot compare distributions over different vocabularies;"
         f" {advice}"
     )

@@ -201,6 +201,28 @@ def test_an_evaluation_that_was_killed_continues_to_the_same_samples(
         assert (tmp_path / "out" / f"samples_{task}.jsonl").read_bytes() == content
 
 
+def test_an_original_that_is_asked_through_another_template_is_asked_again(
+    place: Path, tmp_path: Path
+) -> None:
+    """Its kept samples, and those that it makes, are not those of its own template."""
+    shutil.copytree(place / "last", place / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}?{% endfor %}"
+    tokenizer.save_pretrained(place / "other")
+    first = ("--original", place / "original", "--cache", tmp_path / "cache")
+    for name, options in (("other", first), ("original", first), ("other", ())):
+        output = tmp_path / f"{name}{len(options)}"
+        assert evaluate(place, name, output, *options) == 0
+    alone, after = (read_result(tmp_path / name)[1] for name in ("other4", "other0"))
+    assert alone == after
+    assert alone["own_chats"][1]["prompt"] == "what is 1??"
+    own, expected = (
+        read_result(folder)[1]
+        for folder in (tmp_path / "original4", place / "results/original")
+    )
+    assert own == expected
+
+
 def test_what_is_missing_is_one_line(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,6 +259,15 @@ def test_what_is_missing_is_one_line(
     assert "long.jsonl, row 2: a prompt of 900 tokens" in longer
     assert "take that row out" in longer and "lower max_new" not in longer
     assert "no such folder" in error(texts, options=("--original", tmp_path / "none"))
+    shutil.copytree(place / "original", tmp_path / "foreign")
+    tiny_tokenizer(300).save_pretrained(tmp_path / "foreign")
+    tokenizer = json.loads((tmp_path / "foreign/tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tmp_path / "foreign/tokenizer.json").write_text(json.dumps(tokenizer))
+    said = error(texts, options=("--original", tmp_path / "foreign"))
+    assert "the original: its tokenizer is not the model's: 2 tokens" in said
+    assert "name the model that this one was converted from" in said
 
 
 def own_prompts(folder: Path, example: dict[str, Any], **keys: Any) -> Any:

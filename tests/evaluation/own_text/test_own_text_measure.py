@@ -16,6 +16,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from fcsd.base.errors import UserError
 from fcsd.evaluation.config import SuiteConfig, load_suite
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.parallel.ranks import Ranks
@@ -178,6 +179,15 @@ def test_the_original_diverges_from_itself_by_exactly_nothing(
     assert own["nats_above"]["value"] == 0
     assert own["greedy_equal"]["value"] == 1
     assert result["mean"] is None
+
+
+def test_an_original_of_another_vocabulary_is_refused(
+    pair: tuple[Any, Any], tmp_path: Path
+) -> None:
+    other = tiny_model("qwen3_moe", vocab_size=4)
+    refused = pytest.raises(UserError, match="has 5 tokens, its original's 4; name")
+    with in_float64(), refused:
+        _figures((pair[0], other), own_suite(tmp_path, ["a b c"]), 1)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 5, "auto"])

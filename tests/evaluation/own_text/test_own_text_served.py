@@ -112,3 +112,34 @@ def test_a_server_that_tells_too_little_is_refused_by_name(
     assert served(place, url, tmp_path / "out", "--no-server-check") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"returns no {lacks}, which task own_texts needs" in said
+
+
+@pytest.mark.parametrize(
+    ("damaged", "words"),
+    [
+        (lambda entry: dict([*entry.items()][:5]), "needs those of the 20 likeliest"),
+        (
+            lambda entry: {t: e | {"logprob": math.nan} for t, e in entry.items()},
+            "log-probabilities that are NaN",
+        ),
+    ],
+    ids=["too few", "NaN"],
+)
+def test_log_probabilities_that_tell_no_divergence_are_refused(
+    place: Path,
+    engine: Engine,
+    url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    damaged: Any,
+    words: str,
+) -> None:
+    whole = engine._prompt_logprobs
+    monkeypatch.setattr(
+        engine,
+        "_prompt_logprobs",
+        lambda *given: [entry and damaged(entry) for entry in whole(*given)],
+    )
+    assert served(place, url, tmp_path / "out", "--no-server-check") == 2
+    assert words in " ".join(capsys.readouterr().err.split())
