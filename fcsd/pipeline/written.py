@@ -115,7 +115,11 @@ def _write(
         first: parts / f"{first:08}.jsonl" for first in range(0, len(prompts), _PART)
     }
     missing = launch.ranks.from_first(
-        lambda: [first for first, place in places.items() if not place.is_file()]
+        lambda: [
+            first
+            for first, place in places.items()
+            if not _is_whole(place, len(prompts[first : first + _PART]))
+        ]
     )
     if missing:
         continue_ = _writer(source, row, run, launch)
@@ -132,7 +136,7 @@ def _write(
         text = "".join(read_text(place) for place in places.values())
         write_text(folder / FILE, text)
         shutil.rmtree(parts)
-        examples = [json.loads(line) for line in text.splitlines()]
+        examples = _examples(text)
         tokens = sum(sum(example["loss_mask"]) for example in examples)
         ended = sum(example["ended"] for example in examples)
         print(
@@ -143,6 +147,19 @@ def _write(
         return {"texts": len(examples), "ended": ended, "tokens": tokens}
 
     return launch.ranks.from_first(join)
+
+
+def _examples(text: str) -> list[dict[str, Any]]:
+    # Not `splitlines`: a text may hold other separators of lines, such as U+2028.
+    return [json.loads(line) for line in text.split("\n") if line]
+
+
+def _is_whole(part: Path, number: int) -> bool:
+    """Return whether a part has all of its texts; a damaged one is written again."""
+    try:
+        return part.is_file() and len(_examples(read_text(part))) == number
+    except ValueError:
+        return False
 
 
 def _prompts(

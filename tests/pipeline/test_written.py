@@ -38,7 +38,7 @@ def recipe(bench: Bench, name: str, *sources: dict[str, Any], **changes: Any) ->
 
 def texts(bench: Bench, name: str) -> list[dict[str, Any]]:
     (file,) = (bench.folder / name / "written").glob("*/text.jsonl")
-    return [json.loads(line) for line in file.read_text().splitlines()]
+    return [json.loads(line) for line in file.read_text().split("\n") if line]
 
 
 def loaded(bench: Bench) -> tuple[Any, Any]:
@@ -83,7 +83,7 @@ def test_documents_are_continued_behind_their_beginning(
     bench: Bench, tmp_path: Path
 ) -> None:
     documents = [
-        {"text": f"{n} and {n + 1} make {2 * n + 1}, one more"} for n in range(6)
+        {"text": f"{n}\u2028 and {n + 1} make {2 * n + 1}, one more"} for n in range(6)
     ]
     write_rows(tmp_path / "documents.jsonl", [{"text": "1"}, *documents])
     given = {"path": str(tmp_path / "documents.jsonl"), "columns": {"text": "text"}}
@@ -181,7 +181,10 @@ def test_writing_that_was_killed_continues_with_the_same_text(
 
     assert in_a_fork(killed, tmp_path / "output") == -signal.SIGKILL
     (parts,) = (bench.folder / "killed" / "written").glob("*/parts")
-    assert len([*parts.iterdir()]) == 2
+    first, second = sorted(parts.iterdir())
+    # A crash of the machine may leave less than was written.
+    first.write_text("".join(first.read_text().splitlines(keepends=True)[:2]))
+    second.write_bytes(second.read_bytes()[:-9])
     assert main(["run", str(path), "--only", "write"]) == 0
     assert texts(bench, "killed") == texts(bench, "whole")
     assert not parts.exists()
