@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 HEAD = 24
 """Tokens at the beginning of an answer in which thoughts may open."""
 
+_BLOCK = 512  # tokens whose weights are summed before one of them is drawn
+_BELOW_1 = 1 - 2**-52
+
 SAMPLING_SEED = 1234
 # A config or generation_config.json may ask for MTP layers: they draft for one sequence
 # alone, and are not loaded.
@@ -280,7 +283,9 @@ class _Draw:
     def __init__(self, sampling: Sampling, seeds: Sequence[int]):
         self.vocab_size = sampling.vocab_size
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        warpers: list[Any] = [TemperatureLogitsWarper(float(sampling.temperature))]
+        warpers: list[Any] = []
+        if sampling.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
@@ -291,19 +296,42 @@ class _Draw:
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Leave of the logits (B, V) that of the drawn token alone, which is then the
-        likeliest.
+        likeliest; they are overwritten.
         """
-        warped = self.warpers(input_ids, scores.float())  # type: ignore[arg-type]
-        if self.vocab_size is not None:
-            warped[:, self.vocab_size :] = -torch.inf
-        steps = warped.double().softmax(-1).cumsum(-1)
+        warped = self.warpers(input_ids, scores[:, : self.vocab_size].float())  # type: ignore[arg-type]
+        weights = warped.sub_(warped.amax(-1, keepdim=True)).exp_()
         drawn = torch.tensor(
             [torch.rand((), generator=g, dtype=torch.double) for g in self.generators],
             dtype=torch.double,
             device=scores.device,
         )
-        # The first token whose cumulative probability exceeds the number.
-        token = torch.searchsorted(
-            steps, drawn[:, None] * steps[:, -1:], right=True
-        ).clamp_(max=scores.shape[-1] - 1)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+        token = _token_at(weights, drawn[:, None])
+        return scores.fill_(-torch.inf).scatter_(-1, token, 0.0)
+
+
+def _token_at(weights: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """Return the first token (B, 1) whose cumulative share of the weights (B, V)
+    exceeds the number drawn (B, 1): its block of tokens first, by the blocks' sums, so
+    that no more tensors of the vocabulary are written.
+    """
+    size = weights.shape[-1]
+    whole = size - size % _BLOCK
+    parts = []
+    if whole:
+        parts.append(weights[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(-1))
+    if whole < size:
+        parts.append(weights[:, whole:].sum(-1, keepdim=True))
+    sums = torch.cat(parts, -1).double()
+    steps = sums.cumsum(-1)
+    # A product that was rounded up to the sum would be behind every token.
+    number = drawn.clamp(max=_BELOW_1) * steps[:, -1:]
+    # Weights of NaN, of a sequence that has ended, are behind all blocks.
+    block = torch.searchsorted(steps, number, right=True).clamp_(max=sums.shape[-1] - 1)
+    of_block = sums.gather(-1, block)
+    share = (number - (steps.gather(-1, block) - of_block)) / of_block
+    tokens = block * _BLOCK + torch.arange(_BLOCK, device=weights.device)
+    inside = weights.gather(-1, tokens.clamp(max=size - 1)).double()
+    steps = inside.masked_fill_(tokens >= size, 0).cumsum(-1)
+    share = share.clamp_(0, _BELOW_1)
+    place = torch.searchsorted(steps, share * steps[:, -1:], right=True)
+    return (block * _BLOCK + place).clamp_(max=size - 1)

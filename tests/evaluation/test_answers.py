@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -255,7 +256,7 @@ def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, -torch.inf]])
     seeds = list(range(4000))
     draw = _Draw(Sampling(temperature=0.7), seeds)
-    tokens = draw(torch.zeros(1, 1), logits.expand(len(seeds), -1)).argmax(-1)
+    tokens = draw(torch.zeros(1, 1), logits.repeat(len(seeds), 1)).argmax(-1)
     shares = torch.bincount(tokens, minlength=5) / len(seeds)
     weights = [2.718281828 ** (value / 0.7) for value in (2, 1, 0, -1)]
     expected = torch.tensor([weight / sum(weights) for weight in weights] + [0.0])
@@ -263,8 +264,71 @@ def test_draws_follow_the_distribution() -> None:
     assert shares[4] == 0
     nucleus = _Draw(Sampling(temperature=0.7, top_p=0.5), seeds)
     assert set(
-        nucleus(torch.zeros(1, 1), logits.expand(len(seeds), -1)).argmax(-1).tolist()
+        nucleus(torch.zeros(1, 1), logits.repeat(len(seeds), 1)).argmax(-1).tolist()
     ) == {0}
+
+
+@pytest.mark.parametrize("size", [5, 511, 512, 513, 1024, 5000])
+@pytest.mark.parametrize("padding", [0, 7])
+def test_a_draw_is_the_first_token_whose_cumulative_probability_exceeds_its_number(
+    size: int, padding: int
+) -> None:
+    """Compared with numpy in float64; half of the tokens are ruled out, and a head's
+    padding rows, whose logits are the largest, are no tokens.
+    """
+    from fcsd.training.generation import Sampling, _Draw
+
+    seeds = list(range(200))
+    values = np.random.default_rng(size).normal(0, 3, (len(seeds), size))
+    values[:, np.random.default_rng(1).permutation(size)[: size // 2]] = -np.inf
+    logits = torch.full((len(seeds), size + padding), 50.0)
+    logits[:, :size] = torch.tensor(values)
+    weights = np.exp(logits[:, :size].double().numpy())
+    shares = weights.cumsum(-1) / weights.sum(-1, keepdims=True)
+    numbers = [
+        float(
+            torch.rand(
+                (), generator=torch.Generator().manual_seed(seed), dtype=torch.double
+            )
+        )
+        for seed in seeds
+    ]
+    expected = [
+        int(np.flatnonzero(row > number)[0])
+        for row, number in zip(shares, numbers, strict=True)
+    ]
+    # Sums in float32 decide otherwise only where a number is within their rounding.
+    near = [
+        np.abs(row - number).min() < 1e-6
+        for row, number in zip(shares, numbers, strict=True)
+    ]
+    assert sum(near) < 5
+    draw = _Draw(Sampling(temperature=1.0, vocab_size=size), seeds)
+    drawn = draw(torch.zeros(1, 1), logits.clone())
+    assert (drawn > -torch.inf).sum(-1).tolist() == [1] * len(seeds)
+    tokens = drawn.argmax(-1).tolist()
+    assert all(
+        token == of_row or is_near
+        for token, of_row, is_near in zip(tokens, expected, near, strict=True)
+    )
+    assert all(weights[row, token] > 0 for row, token in enumerate(tokens))
+
+
+def test_a_number_at_either_end_draws_a_token_that_is_allowed() -> None:
+    from fcsd.training.generation import _token_at
+
+    weights = torch.zeros(2, 1300)
+    weights[:, [3, 700, 900]] = torch.tensor([1.0, 1e-20, 3.0])
+    ends = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.double)
+    assert _token_at(weights, ends).tolist() == [[3], [900]]
+
+
+def test_sequences_that_have_ended_may_have_no_number() -> None:
+    from fcsd.training.generation import _token_at
+
+    weights = torch.full((1, 1300), torch.nan)
+    token = _token_at(weights, torch.tensor([[0.5]], dtype=torch.double))
+    assert 0 <= int(token) < 1300
 
 
 PENALISED = {
