@@ -61,7 +61,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
             f"task {row.task}: {name}: no such file or folder"
             f"{'' if data_root is None else places}{making}"
         )
-    if data_root is None or folder == path:
+    if data_root is None or (folder == path and folder.exists()):
         return str(path) if path.is_absolute() else name
     if not folder.exists():
         # The root is often taken for the folder around it, and the tiny data are made
