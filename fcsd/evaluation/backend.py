@@ -17,17 +17,13 @@ from fcsd.base.memory import free_memory
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question, Reader
-from fcsd.evaluation.code.generate import prompt_tokens, readers
-from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.config import BatchSize, CodeTaskConfig
+from fcsd.evaluation.config import BatchSize
 from fcsd.evaluation.store import Journal
 from fcsd.model.preserve import preserved, quiet
 from fcsd.parallel.gathered import gathered_once
 from fcsd.parallel.ranks import Ranks, input_device
 from fcsd.training.generation import (
-    SAMPLING_SEED,
     Decoding,
-    Sampling,
     batches_of,
     end_tokens,
     generate,
@@ -43,7 +39,7 @@ class BatchSizer:
     """The batch size of an evaluation; "auto" begins every task at 128 and halves when
     memory runs out.
 
-    lm-eval and `InMemoryBackend.complete` begin with the longest sequences, so a
+    lm-eval and `InMemoryBackend.continued` begin with the longest sequences, so a
     failure comes early and costs little. Where several ranks hold whole copies, each
     may halve its own.
     """
@@ -85,26 +81,9 @@ class BatchSizer:
             self._ran_out = True
 
 
-def noted(answers: Mapping[Key, Sequence[Answer]]) -> tuple[set[Key], set[Key]]:
-    """Return the items with an answer that the token limit ended, and those with
-    thoughts that were not asked for.
-    """
-    return (
-        {key for key, of_item in answers.items() if any(a.at_limit for a in of_item)},
-        {key for key, of_item in answers.items() if any(a.thoughts for a in of_item)},
-    )
-
-
 class Backend(Protocol):
-    """A model that answers questions, wherever it runs.
+    """A model that answers questions, wherever it runs. config, tokenizer: its own."""
 
-    at_limit, unasked: problems of the last code task with a completion that ended at
-    the token limit, or with thoughts that were not asked for. config, tokenizer: of the
-    model.
-    """
-
-    at_limit: set[str]
-    unasked: set[str]
     tokenizer: PreTrainedTokenizerBase
 
     @property
@@ -118,16 +97,13 @@ class Backend(Protocol):
     def thoughts(self) -> Thoughts:
         """The marks of the model's thoughts."""
 
-    def continued(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        seeds: Sequence[int],
-        decoding: Decoding,
-    ) -> list[list[int]]:
-        """Return the new tokens of each prompt, and perhaps others behind their end, in
-        the order of the prompts, on all ranks.
+    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Return the new tokens after each prompt, and perhaps others behind their end,
+        in the order of the questions, on all ranks.
         """
+
+    def answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return the answers, in the order of the questions, on all ranks."""
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
         """Return the context for all questions; it leaves the model unchanged."""
@@ -139,13 +115,6 @@ class Backend(Protocol):
     def language_model(self) -> Any:
         """The model that lm-eval asks, one for all tasks, with `think`, `cut`,
         `at_limit` and `unasked`.
-        """
-
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig
-    ) -> dict[str, list[str]]:
-        """Return `row.num_samples` completions of every problem: task_id -> texts up to
-        the first stop string.
         """
 
     def settings(self) -> dict[str, Any]:
@@ -201,8 +170,6 @@ class InMemoryBackend:
         self.ranks = ranks
         self.progress = progress
         self.batch, self.batches = BatchSizer(batch, model), batches or Batches()
-        self.at_limit: set[str] = set()
-        self.unasked: set[str] = set()
 
     @contextlib.contextmanager
     def asking(self) -> Any:
@@ -276,47 +243,6 @@ class InMemoryBackend:
                 display.update(len(batch))
         return [answer for answers in share.results for answer in answers]
 
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig
-    ) -> dict[str, list[str]]:
-        """Generate on all ranks, which call this together, and return the completions
-        in the order of the problems.
-
-        Temperature 0 is greedy. The n-th sample of all is drawn with the n-th seed, so
-        neither the batch size nor the number of ranks changes it. Batches are sorted by
-        prompt length, longest first, and padded on the left; a batch ends when all its
-        sequences have. Mode and settings of the model and the state of all random
-        generators are as before.
-
-        Raises:
-            UserError: a prompt and its completion do not fit the model's positions; no
-                chat template.
-        """
-        tokens = prompt_tokens(self.model.config, self.tokenizer, problems, row)
-        reading = readers(self.thoughts, row, tokens, self.ends)
-        decoding = Decoding(
-            Sampling(row.temperature, row.top_p) if row.temperature else None
-        )
-        samples = [
-            index for index in range(len(problems)) for _ in range(row.num_samples)
-        ]
-        by_sample = self.continued(
-            [tokens[index] for index in samples],
-            [reading[index] for index in samples],
-            [SAMPLING_SEED + number for number in range(len(samples))],
-            decoding,
-        )
-        completions: dict[str, list[Answer]] = {}
-        for index, new in zip(samples, by_sample, strict=True):
-            completions.setdefault(problems[index].task_id, []).append(
-                reading[index].tokens(new)
-            )
-        self.at_limit, self.unasked = noted(completions)
-        return {
-            task_id: [answer.text for answer in of_problem]
-            for task_id, of_problem in completions.items()
-        }
-
     @property
     def config(self) -> Any:
         return self.model.config
@@ -326,24 +252,31 @@ class InMemoryBackend:
         """The tokens that end a sequence."""
         return end_tokens(self.model.generation_config, self.tokenizer)
 
-    def continued(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        seeds: Sequence[int],
-        decoding: Decoding,
-    ) -> list[list[int]]:
-        """Return the new tokens of each prompt, and what follows its end in the batch,
-        in the order of the prompts, on all ranks.
+    def answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return the answers, in the order of the questions, on all ranks."""
+        texts = self.continued(questions)
+        return [
+            question.reader.tokens(text)
+            for question, text in zip(questions, texts, strict=True)
+        ]
+
+    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Return the new tokens after each prompt, and what follows their end in the
+        batch, in the order of the questions, which have one decoding; all ranks call
+        this together.
+
+        Batches are sorted by prompt length, longest first, and padded on the left; a
+        batch ends when all its sequences have. Mode and settings of the model and the
+        state of all random generators are as before.
         """
-        self.check_tokens(prompts)
+        self.check_tokens(question.prompt for question in questions)
         # Longest first: if memory is too small, the first batch fails.
-        lengths = [len(prompt) for prompt in prompts]
-        order = sorted(range(len(prompts)), key=lambda number: -lengths[number])
-        self.batch.begin(len(prompts), self.ranks)
-        alike = decoding.needs_one_length(self.model.config)
+        lengths = [len(question.prompt) for question in questions]
+        order = sorted(range(len(questions)), key=lambda number: -lengths[number])
+        self.batch.begin(len(questions), self.ranks)
+        alike = questions[0].decoding.needs_one_length(self.model.config)
         batches = [
-            [Question(prompts[n], reading[n], seeds[n], decoding) for n in numbers]
+            [questions[number] for number in numbers]
             for numbers in batches_of(order, lengths, self.batch.size, alike)
         ]
         share = ""
@@ -355,13 +288,13 @@ class InMemoryBackend:
         }
 
         def idle() -> None:
-            self.idle(reading[0])
+            self.idle(questions[0].reader)
 
         with preserved(self.model), torch.no_grad():
             self.model.eval()
             texts = self.in_batches(batches, self.generated, idle, **bar)
         by_number = dict(zip(order, texts, strict=True))
-        return [by_number[number] for number in range(len(prompts))]
+        return [by_number[number] for number in range(len(questions))]
 
     def generated(self, batch: Sequence[Question], size: int) -> list[list[int]]:
         """Return what `generate` gives for the prompts of a batch, `size` at a time."""

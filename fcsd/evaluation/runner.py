@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.data.dates import TEMPLATE_DATE, writes_date
 from fcsd.evaluation.backend import Backend, Batches, InMemoryBackend
-from fcsd.evaluation.code.generate import prompts
+from fcsd.evaluation.code.generate import prompts, questions_of
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
@@ -60,6 +60,7 @@ TASK_FACTS = (
     "lower_bound",
 )
 """Facts about a task that its result has, where they are known."""
+_Answered = tuple[list[dict[str, Any]], dict[str, Any]]
 Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
 """`fcsd.model.families.capacity.dropping`: within its context a model's experts drop
 what is above a capacity.
@@ -299,17 +300,7 @@ class PreparedEvaluation:
                     self.store.journal(row) if self.store is not None else Journal()
                 )
                 try:
-                    if row.kind == "code":
-                        samples[row.task] = self._run_code(backend, row)
-                    elif row.kind == "own_text":
-                        samples[row.task] = self._run_own_text(backend, row)
-                    else:
-                        samples[row.task] = likelihood.run_task(
-                            backend.language_model,
-                            row,
-                            self.prepared[row.task],
-                            items_limit(row, self.config.limit),
-                        )
+                    samples[row.task], noted = self._run(backend, row)
                 except (UserError, ScorerError) as error:
                     if self.store is None or not samples:
                         raise
@@ -321,19 +312,7 @@ class PreparedEvaluation:
                     raise kind(
                         f"{error} (the {count_text} kept; run again to continue)"
                     ) from error
-                if row.kind == "own_text":
-                    facts[row.task] |= at_limit(samples[row.task])
-                    facts[row.task]["lower_bound"] = not isinstance(
-                        backend, InMemoryBackend
-                    )
-                elif row.kind != "likelihood":
-                    source = backend if row.kind == "code" else backend.language_model
-                    facts[row.task]["answers_at_limit"] = len(source.at_limit)
-                    facts[row.task]["answers_with_thoughts"] = len(source.unasked)
-                elif backend.language_model.closed:
-                    facts[row.task]["thoughts_closed_by"] = (
-                        backend.language_model.closed
-                    )
+                facts[row.task] |= noted
                 # Each task is kept as soon as it is finished, so a kill loses no
                 # finished task.
                 if self.store is not None and self.ranks.first:
@@ -364,9 +343,23 @@ class PreparedEvaluation:
             )
         return likelihood.work(row, items, items_limit(row, self.config.limit))
 
-    def _run_own_text(
-        self, backend: Backend, row: OwnTextTaskConfig
-    ) -> list[dict[str, Any]]:
+    def _run(self, backend: Backend, row: TaskConfig) -> _Answered:
+        """Return the samples of a task, and facts about its answers."""
+        if row.kind == "code":
+            return self._run_code(backend, row)
+        if row.kind == "own_text":
+            return self._run_own_text(backend, row)
+        model = backend.language_model
+        limit = items_limit(row, self.config.limit)
+        samples = likelihood.run_task(model, row, self.prepared[row.task], limit)
+        if row.kind == "likelihood":
+            return samples, {"thoughts_closed_by": model.closed} if model.closed else {}
+        return samples, {
+            "answers_at_limit": len(model.at_limit),
+            "answers_with_thoughts": len(model.unasked),
+        }
+
+    def _run_own_text(self, backend: Backend, row: OwnTextTaskConfig) -> _Answered:
         from fcsd.evaluation.own_text.measure import own_text
 
         assert self.original is not None
@@ -378,14 +371,24 @@ class PreparedEvaluation:
             )
 
         facts, prompts = self.facts[row.task], self.prepared[row.task]
-        return own_text(backend, row, prompts, self.original, facts, in_memory)
+        samples = own_text(backend, row, prompts, self.original, facts, in_memory)
+        served = not isinstance(backend, InMemoryBackend)
+        return samples, {**at_limit(samples), "lower_bound": served}
 
-    def _run_code(self, backend: Backend, row: CodeTaskConfig) -> list[dict[str, Any]]:
+    def _run_code(self, backend: Backend, row: CodeTaskConfig) -> _Answered:
         """Generate on all ranks, and score on the first, which has the scorer; one
         sample a problem.
         """
         problems: Sequence[Problem] = self.prepared[row.task]
-        completions = backend.complete(problems, row)
+        answers = backend.answers(questions_of(backend, problems, row))
+        by_problem = [
+            answers[first : first + row.num_samples]
+            for first in range(0, len(answers), row.num_samples)
+        ]
+        completions = {
+            problem.task_id: [answer.text for answer in of_problem]
+            for problem, of_problem in zip(problems, by_problem, strict=True)
+        }
 
         def scored() -> list[dict[str, Any]]:
             assert self.scorer is not None
@@ -407,7 +410,12 @@ class PreparedEvaluation:
                 )
             ]
 
-        return self.ranks.from_first(scored)
+        return self.ranks.from_first(scored), {
+            "answers_at_limit": sum(any(a.at_limit for a in of) for of in by_problem),
+            "answers_with_thoughts": sum(
+                any(a.thoughts for a in of) for of in by_problem
+            ),
+        }
 
     def _result(
         self,

@@ -20,24 +20,16 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
-from fcsd.evaluation.answers import Answer, Reader
-from fcsd.evaluation.backend import noted
-from fcsd.evaluation.code.generate import prompt_tokens, readers
-from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.config import CodeTaskConfig, OwnTextTaskConfig, TaskConfig
+from fcsd.evaluation.answers import Answer, Question
+from fcsd.evaluation.code.generate import prompt_tokens
+from fcsd.evaluation.config import OwnTextTaskConfig, TaskConfig
 from fcsd.evaluation.identity import check_identity
 from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
 from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
 from fcsd.model.preserve import quiet
-from fcsd.training.generation import (
-    SAMPLING_SEED,
-    Decoding,
-    Sampling,
-    end_tokens,
-    set_aside,
-)
+from fcsd.training.generation import end_tokens, set_aside
 
 TOP = 20
 """Log-probabilities at a token that vLLM gives unless it is started with more or fewer
@@ -68,8 +60,6 @@ class ServedBackend:
         self.ends = end_tokens(self.generation, tokenizer)
         self.checked: dict[str, Any] | None = None
         self._journal = Journal()
-        self.at_limit: set[str] = set()
-        self.unasked: set[str] = set()
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -165,55 +155,24 @@ class ServedBackend:
 
             return ServedModel(self)
 
-    def complete(
-        self, problems: Sequence[Problem], row: CodeTaskConfig
-    ) -> dict[str, list[str]]:
-        """Generate the completions; the n-th sample of all has the n-th seed."""
-        tokens = prompt_tokens(self.config, self.tokenizer, problems, row)
-        sampling = Sampling(row.temperature, row.top_p) if row.temperature else None
-        reading = readers(self.thoughts, row, tokens, self.ends)
-        # A seed follows the sample's number, so the order of requests does not matter.
-        samples = [
-            index for index in range(len(tokens)) for _ in range(row.num_samples)
-        ]
-        answers = self.generate(
-            [tokens[index] for index in samples],
-            [reading[index] for index in samples],
-            [self.sampled(sampling, SAMPLING_SEED + n) for n in range(len(samples))],
-        )
-        completions: dict[str, list[Answer]] = {}
-        for index, answer in zip(samples, answers, strict=True):
-            completions.setdefault(problems[index].task_id, []).append(answer)
-        self.at_limit, self.unasked = noted(completions)
-        return {
-            task_id: [answer.text for answer in of_problem]
-            for task_id, of_problem in completions.items()
-        }
-
     @functools.cached_property
     def thoughts(self) -> Thoughts:
         """The marks of the model's thoughts."""
         return Thoughts(self.tokenizer)
 
-    def continued(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        seeds: Sequence[int],
-        decoding: Decoding,
-    ) -> list[list[int]]:
-        """Return the new tokens of each prompt, special ones and what follows an end
+    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+        """Return the new tokens after each prompt, special ones and what follows an end
         included.
         """
         bodies: list[Body] = [
             {
-                "prompt": list(prompt),
-                "max_tokens": reader.limit,
+                "prompt": list(question.prompt),
+                "max_tokens": question.reader.limit,
                 "stop_token_ids": self.ends,
                 "skip_special_tokens": False,
-                **self.sampled(decoding.sampling, seed),
+                **_sampled(question),
             }
-            for prompt, reader, seed in zip(prompts, reading, seeds, strict=True)
+            for question in questions
         ]
         texts = []
         for answer in self.ask("generation", bodies):
@@ -241,25 +200,19 @@ class ServedBackend:
             for row in rows
         ]
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        reading: Sequence[Reader],
-        settings: Sequence[Body],
-    ) -> list[Answer]:
-        """Return the answers to prompts; settings: fields of each request."""
+    def answers(self, questions: Sequence[Question]) -> list[Answer]:
+        """Return the answers, in the order of the questions."""
+        reading = [question.reader for question in questions]
         bodies: list[Body] = [
             {
-                "prompt": list(prompt),
-                "max_tokens": reader.limit,
-                "stop": reader.early_stop,
+                "prompt": list(question.prompt),
+                "max_tokens": question.reader.limit,
+                "stop": question.reader.early_stop,
                 "stop_token_ids": self.ends,
-                "skip_special_tokens": not reader.reads_special,
-                **of_request,
+                "skip_special_tokens": not question.reader.reads_special,
+                **_sampled(question),
             }
-            for prompt, reader, of_request in zip(
-                prompts, reading, settings, strict=True
-            )
+            for question in questions
         ]
         answers = self.ask("generation", bodies)
         # A server knows no thoughts, and has stopped in some at a stop string.
@@ -274,24 +227,6 @@ class ServedBackend:
             else reader.text(answer["text"], answer["at_limit"])
             for reader, answer in zip(reading, answers, strict=True)
         ]
-
-    @staticmethod
-    def sampled(sampling: Sampling | None, seed: int, penalty: float = 1.0) -> Body:
-        """Return the fields of a request for sampling, or for the likeliest token. All are
-        sent: a server's own defaults are its administrator's choice.
-        """
-        # A repetition penalty also changes greedy decoding.
-        if sampling is None:
-            return {"temperature": 0.0, "repetition_penalty": penalty}
-        return {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            # transformers writes no limit as top_k 0, vLLM as -1.
-            "top_k": sampling.top_k or -1,
-            "min_p": sampling.min_p,
-            "repetition_penalty": penalty,
-            "seed": seed,
-        }
 
     def settings(self) -> dict[str, Any]:
         """Return the facts that a result records: the engine, and how the model was
@@ -442,3 +377,23 @@ class ServedBackend:
             len(tokens),
         )
         return [int(token) for token in tokens[: end + 1]]
+
+
+def _sampled(question: Question) -> Body:
+    """Return the fields of a request for sampling, or for the likeliest token. All are
+    sent: a server's own defaults are its administrator's choice.
+    """
+    sampling = question.decoding.sampling
+    # A repetition penalty also changes greedy decoding.
+    penalty = question.decoding.settings.get("repetition_penalty", 1.0)
+    if sampling is None:
+        return {"temperature": 0.0, "repetition_penalty": penalty}
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        # transformers writes no limit as top_k 0, vLLM as -1.
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "repetition_penalty": penalty,
+        "seed": question.seed,
+    }

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fcsd.base.errors import UserError
-from fcsd.data.thoughts import END_OF_PROMPT, Thoughts
-from fcsd.evaluation.answers import Reader
+from fcsd.data.thoughts import END_OF_PROMPT
+from fcsd.evaluation.answers import Question, Reader
+from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.suites import chat_text, require_chat_template
 from fcsd.model.positions import num_positions
+from fcsd.training.generation import SAMPLING_SEED, Decoding, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,25 +100,31 @@ def prompt_tokens(
     return tokens
 
 
-def readers(
-    thoughts: Thoughts,
-    task: CodeTaskConfig,
-    prompts: Sequence[Sequence[int]],
-    ends: Sequence[int],
-) -> list[Reader]:
-    """Return what reads the completions of these prompts: the text after the thoughts,
-    up to the first stop string.
+def questions_of(
+    backend: Backend, problems: Sequence[Problem], task: CodeTaskConfig
+) -> list[Question]:
+    """Return `num_samples` questions for each problem, in their order. Their answers
+    are what follows the thoughts, up to the first stop string.
+
+    Temperature 0 is greedy. The n-th sample of all is drawn with the n-th seed, so
+    neither the batch size nor the number of ranks changes it.
     """
-    return [
-        Reader(
+    decoding = Decoding(
+        Sampling(task.temperature, task.top_p) if task.temperature else None
+    )
+    thoughts, asked = backend.thoughts, list[Question]()
+    for prompt in prompt_tokens(backend.config, backend.tokenizer, problems, task):
+        reader = Reader(
             thoughts,
             str(thoughts.tokenizer.decode(prompt[-END_OF_PROMPT:])),
             task.stop,
             task.max_new_tokens,
-            ends,
+            backend.ends,
             task.chat_template,
             bool(task.thinking),
             clean_up=False,
         )
-        for prompt in prompts
-    ]
+        for _ in range(task.num_samples):
+            seed = SAMPLING_SEED + len(asked)
+            asked.append(Question(prompt, reader, seed, decoding))
+    return asked

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fcsd.base.errors import UserError
+from fcsd.evaluation.answers import Question
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.lm_eval.model import LanguageModel
 from fcsd.evaluation.lm_eval.tasks import longest_requests
@@ -92,24 +93,22 @@ class ServedModel(LanguageModel):
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
         """Answer as lm-eval does."""
         self.check_prompts(requests)
-        prompts, settings = [], []
-        reading = [self.reader(request) for request in requests]
-        for number, (request, reader) in enumerate(zip(requests, reading, strict=True)):
+        questions = []
+        for number, request in enumerate(requests):
+            reader = self.reader(request)
             # The beginning is cut so that the answer fits, as in memory.
             ids = self.prompt_of(request)
             self._require_room(
                 min(len(ids), self.max_length - reader.limit) + reader.limit
             )
             room = min(self.max_length, self.context) - reader.limit
-            prompts.append(ids[-room:])
             decoding, seed = self.decoding(request, number)
             if unknown := decoding.settings.keys() - {"repetition_penalty"}:
                 raise UserError(
                     f"the task sets {', '.join(sorted(unknown))} for generation, which"
                     " fcsd cannot set on a server; evaluate it in memory"
                 )
-            penalty = decoding.settings.get("repetition_penalty", 1.0)
-            settings.append(self.backend.sampled(decoding.sampling, seed, penalty))
+            questions.append(Question(ids[-room:], reader, seed, decoding))
         if self._looking:
-            return [""] * len(prompts)
-        return self.noted(requests, self.backend.generate(prompts, reading, settings))
+            return [""] * len(questions)
+        return self.noted(requests, self.backend.answers(questions))

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from fcsd.base.errors import UserError
 from fcsd.base.text import progress_bar
 from fcsd.data.batches import NO_LOSS, Batch, Collator, next_token_targets
-from fcsd.evaluation.answers import Reader
+from fcsd.evaluation.answers import Question, Reader
 from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
@@ -201,13 +201,12 @@ def write(
     reader = Reader(
         backend.thoughts, "", (), row.max_new_tokens, ends, chats=False, thinking=False
     )
-    texts = backend.continued(
-        [list(prompt.tokens) for prompt in prompts],
-        [reader] * len(prompts),
-        [seed_of(row, first + number) for number in range(len(prompts))],
-        Decoding(sampling),
-    )
-    return [cut(tokens, ends) for tokens in texts]
+    decoding = Decoding(sampling)
+    questions = [
+        Question(prompt.tokens, reader, seed_of(row, first + number), decoding)
+        for number, prompt in enumerate(prompts)
+    ]
+    return [cut(tokens, ends) for tokens in backend.continued(questions)]
 
 
 def seed_of(row: OwnTextTaskConfig, number: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.code import scorer as scorer_module
-from fcsd.evaluation.code.generate import program_in, prompts
+from fcsd.evaluation.code.generate import program_in, prompts, questions_of
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import CodeTaskConfig
@@ -139,9 +139,12 @@ PROBLEMS = [Problem(str(n), "a " * n + "b", "", ("x",)) for n in (1, 7, 3, 5, 2)
 def complete(
     model: Any, tokenizer: Any, problems: list[Problem], task: Any, *, batch_size: int
 ) -> Any:
-    return InMemoryBackend(
-        model, tokenizer, batch_size, ALONE, progress=False
-    ).complete(problems, task)
+    backend = InMemoryBackend(model, tokenizer, batch_size, ALONE, progress=False)
+    answers = iter(backend.answers(questions_of(backend, problems, task)))
+    return {
+        problem.task_id: [next(answers).text for _ in range(task.num_samples)]
+        for problem in problems
+    }
 
 
 def test_batched_completions_equal_greedy_decoding_one_by_one() -> None:
