@@ -35,7 +35,7 @@ from fcsd.evaluation.config import (
     check_batch_size,
 )
 from fcsd.evaluation.lm_eval import tasks as likelihood
-from fcsd.evaluation.own_text.text import at_limit
+from fcsd.evaluation.own_text.text import at_limit as texts_at_limit
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.results import (
     Samples,
@@ -373,7 +373,7 @@ class PreparedEvaluation:
         facts, prompts = self.facts[row.task], self.prepared[row.task]
         samples = own_text(backend, row, prompts, self.original, facts, in_memory)
         served = not isinstance(backend, InMemoryBackend)
-        return samples, {**at_limit(samples), "lower_bound": served}
+        return samples, {**texts_at_limit(samples), "lower_bound": served}
 
     def _run_code(self, backend: Backend, row: CodeTaskConfig) -> _Answered:
         """Generate on all ranks, and score on the first, which has the scorer; one
@@ -386,8 +386,8 @@ class PreparedEvaluation:
             for first in range(0, len(answers), row.num_samples)
         ]
         completions = {
-            problem.task_id: [answer.text for answer in of_problem]
-            for problem, of_problem in zip(problems, by_problem, strict=True)
+            problem.task_id: [answer.text for answer in several]
+            for problem, several in zip(problems, by_problem, strict=True)
         }
 
         def scored() -> list[dict[str, Any]]:
@@ -410,11 +410,11 @@ class PreparedEvaluation:
                 )
             ]
 
+        at_limit = [[answer.at_limit for answer in several] for several in by_problem]
+        thoughts = [[answer.thoughts for answer in several] for several in by_problem]
         return self.ranks.from_first(scored), {
-            "answers_at_limit": sum(any(a.at_limit for a in of) for of in by_problem),
-            "answers_with_thoughts": sum(
-                any(a.thoughts for a in of) for of in by_problem
-            ),
+            "answers_at_limit": sum(map(any, at_limit)),
+            "answers_with_thoughts": sum(map(any, thoughts)),
         }
 
     def _result(

@@ -162,8 +162,8 @@ class CodeScorer:
         self._servers = [server for server in self._servers if not server.broken]
         while len(self._servers) < self.num_workers:
             self._servers.append(SandboxServer(self.memory_bytes, self.disable))
-        for server in self._servers:
-            self.layers = server.ready()
+        for layers in [server.ready() for server in self._servers]:
+            self.layers = layers
             self._refuse_weak()
 
     def _refuse_weak(self) -> None:
