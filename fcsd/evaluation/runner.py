@@ -12,8 +12,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,10 +60,7 @@ TASK_FACTS = (
 )
 """Facts about a task that its result has, where they are known."""
 _Answered = tuple[list[dict[str, Any]], dict[str, Any]]
-Dropping = Callable[[PreTrainedModel, float, Any], AbstractContextManager[Any]]
-"""`fcsd.model.families.capacity.dropping`: within its context a model's experts drop
-what is above a capacity.
-"""
+"""Samples of a task, and facts about its answers."""
 
 
 @contextlib.contextmanager
@@ -255,21 +251,16 @@ class PreparedEvaluation:
         model: PreTrainedModel,
         name: str,
         batches: Batches | None = None,
-        *,
-        dropping: Dropping | None = None,
     ) -> tuple[dict[str, Any], Samples]:
-        """Return result and samples of a model in memory, both JSON-able.
-
-        dropping: gives its experts the capacity of the settings, if they have one.
-        """
+        """Return result and samples of a model in memory, both JSON-able."""
         size = self.config.batch_size
         backend = InMemoryBackend(
             model, self.tokenizer, size, self.ranks, batches, progress=self.progress
         )
         if self.config.capacity_factor is None:
             return self.ask(backend, name)
-        if dropping is None:
-            raise TypeError("capacity_factor: needs `dropping`")
+        from fcsd.model.families.capacity import dropping
+
         with dropping(
             model, self.config.capacity_factor, self.config.capacity_drop or "order"
         ) as counts:

@@ -35,7 +35,6 @@ from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import (
     TASK_FACTS,
-    Dropping,
     check_original,
     prepare_evaluation,
 )
@@ -72,13 +71,6 @@ class EvaluatedFolder:
     @property
     def folder(self) -> Path:
         return self.checkpoint.folder
-
-    @property
-    def dropping(self) -> Dropping:
-        """Gives a loaded model's experts a capacity."""
-        from fcsd.model.families.capacity import dropping
-
-        return dropping
 
     def fingerprints(self, name: str) -> dict[str, Any]:
         """Return the fingerprints that identify it as an input of a stage."""
@@ -262,7 +254,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
                 result |= measure(model.load(launch))
         else:
             loaded = model.load(launch)
-            result, samples = prepared(loaded, evaluation.name, dropping=model.dropping)
+            result, samples = prepared(loaded, evaluation.name)
             if measure is not None:
                 result |= measure(loaded)
     _leave(stage, result, samples, launch)

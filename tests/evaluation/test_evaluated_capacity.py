@@ -14,7 +14,6 @@ from fcsd.cli.main import main
 from fcsd.evaluation.config import EvaluationConfig, load_suite
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.config import ModelConfig
-from fcsd.model.families.capacity import dropping
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
@@ -45,7 +44,7 @@ def evaluated(rank: int, folder: Path, factor: float | None) -> Any:
     with prepare_evaluation(
         tiny_tokenizer(), suite, config, progress=False, ranks=launch.ranks
     ) as evaluate:
-        return evaluate(model, "model", dropping=dropping)
+        return evaluate(model, "model")
 
 
 def test_two_ranks_have_the_scores_and_the_share_of_one_process(place: Path) -> None:
