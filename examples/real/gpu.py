@@ -375,7 +375,8 @@ def grade(
     """Return the score of each benchmark; `fcsd compare` reads the folder of the items."""
     from fcsd.cli.main import main
 
-    words = ["--suite", str(HERE / "suite.yaml"), "--batch-size", "128"]
+    words = ["--suite", str(HERE / "suite.yaml"), "--tasks", "hellaswag,piqa,arc_easy"]
+    words += ["--batch-size", "128"]
     words += ["--limit", "4" if options.small else "1000"]
     words += ["--data-root", str(Path(options.data) / "hub")] if options.data else []
     output = state / "scores" / name

@@ -7,6 +7,7 @@ two MoEs, and text.
     runs/real/partitioned  qwen2_moe: a shared expert and 8 routed ones, 2 of them active
     runs/real/upcycled     mixtral: 4 copies of each MLP, 2 of them active; it computes what the dense model computes
     runs/real/data         train.jsonl, heldout.jsonl (conversations) and text.jsonl
+    runs/real/suite.yaml   suite.yaml on this held-out text; tasks whose packages are not installed are left out
 
 The routed experts differ from each other from the start, without any training. The
 neurons of an MLP that add the most to its output become the shared expert. The inputs
@@ -15,7 +16,7 @@ the neurons that matter most in its own cluster, with an output projection that 
 fitted by least squares to what all of them would add there. As many neurons are active
 as in the dense model.
 
-A folder that exists is not made again. Not covered: training, which the recipe does.
+What exists is not made again. Not covered: training, which the recipe does.
 """
 
 import argparse
@@ -43,9 +44,13 @@ from transformers import (
     Qwen2MoeForCausalLM,
 )
 
-from fcsd.base.errors import one_line
+from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.text import progress_bar
+from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.lm_eval.packages import provide_packages
+from fcsd.evaluation.lm_eval.tasks import task_folder
+from fcsd.recipe.recipe import to_yaml
 
 NUM_EXPERTS, NUM_ACTIVE = 8, 2
 EXPERT_SIZE = 192
@@ -110,7 +115,7 @@ def prepare(
     num_layers: int | None = None,
     device: str = "cpu",
 ) -> None:
-    """Make those of the four folders that do not exist."""
+    """Make those of the folders, and the suite, that do not exist."""
     if not (output / "data").is_dir():
         with new_folder(output / "data") as folder:
             write_data(folder, data)
@@ -126,6 +131,25 @@ def prepare(
             dense, tokenizer = load(output / "dense")
             rows = rows_of_text(output / "data", tokenizer, num_tokens)
             save(partitioned(dense.to(device), rows.to(device)), tokenizer, folder)
+    if not (output / "suite.yaml").is_file():
+        write_suite(output / "suite.yaml", output / "data" / "heldout.jsonl")
+
+
+def write_suite(file: Path, prompts: Path) -> None:
+    suite = load_suite(Path(__file__).with_name("suite.yaml"))
+    tasks = []
+    for row in suite.tasks:
+        task = row.model_dump(mode="json", exclude_unset=True)
+        if row.kind == "own_text":
+            task["dataset"] = str(prompts)
+        elif row.kind == "generation":
+            try:
+                provide_packages(row.task, task_folder(row, suite))
+            except UserError as error:
+                print(f"{error}; {row.task} is left out of this run", file=sys.stderr)
+                continue
+        tasks.append(task)
+    write_text(file, to_yaml({"name": suite.name, "tasks": tasks}))
 
 
 # ---- the dense model

@@ -220,6 +220,13 @@ TaskConfig = Annotated[
 ]
 
 
+def items_limit(row: TaskConfig, limit: int | None) -> int | None:
+    """Return how many of a task's first items are evaluated: the smaller of its own
+    limit and of the evaluation's; None: all.
+    """
+    return min(filter(None, [row.limit, limit]), default=None)
+
+
 def pass_k(row: CodeTaskConfig) -> int:
     """Return the k of a code row's pass@k."""
     return int(row.metric.removeprefix("pass@"))

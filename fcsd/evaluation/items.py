@@ -13,7 +13,12 @@ from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import load_problems
-from fcsd.evaluation.config import CodeTaskConfig, LMEvalTaskConfig, SuiteConfig
+from fcsd.evaluation.config import (
+    CodeTaskConfig,
+    LMEvalTaskConfig,
+    SuiteConfig,
+    items_limit,
+)
 from fcsd.evaluation.lm_eval.tasks import item_requests, load_task, num_items
 from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.suites import chat_text, dataset_location, hub_advice
@@ -81,23 +86,24 @@ def suite_prompts(
     suite: SuiteConfig, data_root: Path | None, tokenizer: Any, limit: int | None
 ) -> list[list[int]]:
     """Tokenize the prompts of all tasks of a suite, one per item, in order; the first
-    `limit` items of each.
+    `limit` items of each, or fewer where a row has a limit of its own.
     """
     token_rows: list[list[int]] = []
     for row in suite.tasks:
+        row_limit = items_limit(row, limit)
         if row.kind == "own_text":
-            own_prompts = load_prompts(row, data_root, tokenizer)[:limit]
+            own_prompts = load_prompts(row, data_root, tokenizer)[:row_limit]
             token_rows += [list(prompt.tokens) for prompt in own_prompts]
             continue
         if row.kind == "code":
-            texts = prompts(tokenizer, load_problems(row, data_root)[:limit], row)
+            texts = prompts(tokenizer, load_problems(row, data_root)[:row_limit], row)
         else:
             chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
             texts = [
                 str(requests[0].args[0])
                 for task in load_task(row, suite, data_root, tokenizer).values()
                 for requests in item_requests(
-                    task, row, range(num_items({"": task}, limit)), chat
+                    task, row, range(num_items({"": task}, row_limit)), chat
                 )
             ]
         # As lm-eval does, without a first token of ours; a chat template writes its

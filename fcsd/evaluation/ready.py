@@ -8,7 +8,7 @@ are scored by likelihood.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import (
@@ -42,8 +42,18 @@ from fcsd.evaluation.results import (
 
 _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
-Graded = tuple[list[dict[str, Any]], int, dict[str, Any] | None]
-"""Samples, how many items their task has, and the layers of the sandbox."""
+
+
+class Graded(NamedTuple):
+    """The samples of a task, and the layers of the sandbox.
+
+    num_asked: how many items the row asks for. num_items: how many its task has.
+    """
+
+    samples: list[dict[str, Any]]
+    num_asked: int
+    num_items: int
+    layers: dict[str, Any] | None = None
 
 
 def score_file(scoring: Scoring) -> dict[str, Any]:
@@ -66,11 +76,14 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
             graded[row.task] = _code(scoring, row, lines)
         elif row.kind != "own_text":  # which `_rows` has refused
             graded[row.task] = _answers(scoring, suite, row, lines)
-        tasks[row.task] = task_result(row, *graded[row.task][:2], scoring.data_root)
-    samples_by_task = {task: samples for task, (samples, *_) in graded.items()}
+        of_task = graded[row.task]
+        tasks[row.task] = task_result(
+            row, of_task.samples, of_task.num_items, scoring.data_root
+        )
+    samples_by_task = {task: of_task.samples for task, of_task in graded.items()}
     # Graded with --partial, the result is a quick look, as with a limit.
     count = sum(map(len, samples_by_task.values()))
-    total = sum(size for _, size, _ in graded.values())
+    total = sum(of_task.num_asked for of_task in graded.values())
     settings = {
         "limit": count if count < total else None,
         "scorer": "fcsd",
@@ -80,7 +93,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     }
     # All code tasks ran in this machine's sandbox, so the facts of any of them apply.
     layers = next(
-        (task_layers for *_, task_layers in reversed(graded.values()) if task_layers),
+        (of_task.layers for of_task in reversed(graded.values()) if of_task.layers),
         None,
     )
     result = whole_result(
@@ -176,18 +189,18 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
     problems = load_problems(row, scoring.data_root)
     thinking = scoring.thinking or bool(row.thinking)
     programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
-    if not programs:
+    asked = problems[: row.limit]
+    graded = [problem for problem in asked if problem.task_id in programs]
+    programs = {problem.task_id: programs[problem.task_id] for problem in graded}
+    if not graded:
         raise UserError(f"{scoring.samples}: holds no sample of task {row.task}")
-    missing = [
-        problem.task_id for problem in problems if problem.task_id not in programs
-    ]
+    missing = [problem.task_id for problem in asked if problem.task_id not in programs]
     if missing and not scoring.partial:
         raise UserError(
-            f"{scoring.samples}: {len(missing)} of {len(problems)} problems have no"
+            f"{scoring.samples}: {len(missing)} of {len(asked)} problems have no"
             f" sample (the first is {missing[0]}); add them, or grade the others of"
             f" task {row.task} alone with --partial"
         )
-    graded = [problem for problem in problems if problem.task_id in programs]
     for problem in graded:
         if (number := len(programs[problem.task_id])) < pass_k(row):
             raise UserError(
@@ -209,7 +222,7 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
         code_sample(row, problem, problem.prompt, programs[problem.task_id], grades)
         for problem, grades in zip(graded, outcomes, strict=True)
     ]
-    return samples, len(problems), layers
+    return Graded(samples, len(asked), len(problems), layers)
 
 
 def _answers(
@@ -228,4 +241,4 @@ def _answers(
     graded = grade_answers(
         scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking
     )
-    return graded, num_items(tasks, None), None
+    return Graded(graded, num_items(tasks, row.limit), num_items(tasks, None))

@@ -32,6 +32,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     TaskConfig,
     check_batch_size,
+    items_limit,
 )
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.own_text.text import at_limit as texts_at_limit
@@ -180,13 +181,6 @@ def _checked_scorer(
             except ScorerError as error:
                 raise ScorerError(f"task {row.task}: {error}") from error
         yield scorer
-
-
-def items_limit(row: TaskConfig, limit: int | None) -> int | None:
-    """Return how many of a task's first items are evaluated: the smaller of its own
-    limit and of the evaluation's; None: all.
-    """
-    return min(filter(None, [row.limit, limit]), default=None)
 
 
 def _prepare_task(

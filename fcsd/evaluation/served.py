@@ -22,7 +22,7 @@ from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question
 from fcsd.evaluation.code.generate import prompt_tokens
-from fcsd.evaluation.config import OwnTextTaskConfig, TaskConfig
+from fcsd.evaluation.config import OwnTextTaskConfig, TaskConfig, items_limit
 from fcsd.evaluation.identity import check_identity
 from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
@@ -71,7 +71,8 @@ class ServedBackend:
         context). It is not asked.
         """
         for row in evaluation.missing:
-            self._check(row, evaluation.prepared[row.task], evaluation.config.limit)
+            limit = items_limit(row, evaluation.config.limit)
+            self._check(row, evaluation.prepared[row.task], limit)
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that the server serves this model; `load` loads it into memory, where

@@ -50,7 +50,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
     """
     name, path = row.dataset, home(row.dataset)
     if path.is_absolute():
-        data_root = None
+        return str(path)
     making = making_of(name, None if data_root is None else str(data_root))
     if data_root is not None and not data_root.is_dir():
         raise UserError(f"{data_root}: no such folder (data root){making}")
@@ -62,7 +62,7 @@ def dataset_location(row: TaskBase, data_root: Path | None) -> str:
             f"{'' if data_root is None else places}{making}"
         )
     if data_root is None or (folder == path and folder.exists()):
-        return str(path) if path.is_absolute() else name
+        return name
     if not folder.exists():
         # The root is often taken for the folder around it, and the tiny data are made
         # in that one: making them again would end here again.

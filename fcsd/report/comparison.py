@@ -32,6 +32,7 @@ from fcsd.report.verdict import (
 )
 
 SCHEMA_VERSION = 1
+_LINE = 200  # characters of a text that are shown
 LONG_TABLE = 12  # lines; a longer table is folded
 ITEMS_LINK = (
     "**[Every answer side by side](items.html)**: question, answers and scores of all"
@@ -110,8 +111,42 @@ def comparison_text(comparisons: Comparisons, evaluated: Evaluated) -> str:
         )
     differ = differing_settings(evaluated)
     return "\n\n".join(
-        [*parts, *([f"Settings that differ: {differ}."] if differ else [])]
+        [
+            *parts,
+            *written_lines(evaluated),
+            *([f"Settings that differ: {differ}."] if differ else []),
+        ]
     )
+
+
+def written_lines(evaluated: Evaluated) -> list[str]:
+    """Show, for each task of own text, the first prompt's end and the first line that
+    each model writes after it, greedily; as lists of Markdown.
+    """
+    first, parts = next(iter(evaluated.values()), None), []
+    for task, row in first["result"]["tasks"].items() if first else ():
+        if not is_own_text(row):
+            continue
+        lines = {
+            name: _first_line(evaluation["samples"][task][0]["greedy"])
+            for name, evaluation in evaluated.items()
+        }
+        prompt = " ".join(first["samples"][task][0]["prompt"].split())
+        parts += [
+            f"{task}, first prompt, greedy: {_code(prompt[-_LINE:])}",
+            "\n".join(f"- {name}: {_code(line)}" for name, line in lines.items()),
+        ]
+    return parts
+
+
+def _first_line(text: str) -> str:
+    line = next(iter(text.strip().splitlines()), "")
+    return line if len(line) <= _LINE else f"{line[:_LINE]}…"
+
+
+def _code(text: str) -> str:
+    """Quote a model's text, which may look like Markdown."""
+    return f"`{text.replace('`', chr(39))}`" if text else "(nothing)"
 
 
 def chance_levels(evaluated: Evaluated) -> dict[str, float]:
@@ -262,6 +297,7 @@ def write_comparison(
             ITEMS_LINK.strip(),
             *verdicts(comparisons),
             *tables(comparisons),
+            *written_lines(evaluated),
             *figure_parts(figures),
             "## Settings",
             *settings_tables(evaluated),

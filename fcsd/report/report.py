@@ -37,6 +37,7 @@ from fcsd.report.comparison import (
     tables,
     verdicts,
     write_details,
+    written_lines,
 )
 from fcsd.report.figure import model_colours
 from fcsd.report.page import write_page
@@ -94,6 +95,7 @@ def write_report(
         for name, evaluation in evaluated.items()
     }
     table = models_table(models) if models else "no model has been evaluated yet"
+    written = written_lines(evaluated)
     look = quick_look(
         *(model["result"]["settings"]["limit"] for model in models.values())
     )
@@ -132,7 +134,13 @@ def write_report(
         sweep = layout.sweep if report["sweep"] is not None else None
         trainings = trainings_table(training, calibrated, sweep)
         text = _markdown(
-            recipe, report, table, figures, _opening(report, training), trainings
+            recipe,
+            report,
+            table,
+            written,
+            figures,
+            _opening(report, training),
+            trainings,
         )
         write_text(new / "report.md", text)
         write_page(text, new / "report.html")
@@ -143,7 +151,8 @@ def write_report(
     ]
     if models and columns is not None:
         table = "\n\n".join([models_table(models, columns), *([look] if look else [])])
-    return fit("\n\n".join([table, "\n".join(sentences)]).rstrip(), columns)
+    parts = [table, "\n".join(sentences), *written]
+    return fit("\n\n".join(parts).rstrip(), columns)
 
 
 def _is_finished(folder: Path) -> bool:
@@ -321,6 +330,7 @@ def _markdown(
     recipe: Recipe,
     report: dict[str, Any],
     table: str,
+    written: list[str],
     figures: dict[str, str],
     opening: list[str],
     trainings: str,
@@ -339,6 +349,7 @@ def _markdown(
             if table.count("\n") > LONG_TABLE
             else table
         ),
+        *written,
         *(
             f"The calibration of `{name}` measured another KL, on its own text, which"
             f" is not the held-out text of the table: {calibration_kl_text(kl)}."

@@ -44,6 +44,13 @@ def test_prompts_are_the_questions_in_the_form_that_each_task_asks(
     for prompt, row in zip(prompts[:3], rows("tiny-code"), strict=True):
         assert prompt.startswith("<bos><user> ")
         assert row["prompt"] in prompt
+    # A row's own limit counts where it is smaller.
+    suite = load_suite("tiny")
+    rows = [row.model_copy(update={"limit": 1}) for row in suite.tasks]
+    suite = suite.model_copy(update={"tasks": rows})
+    for limit in (3, None):
+        found = suite_prompts(suite, root, tokenizer, limit)
+        assert [tokenizer.decode(row) for row in found] == prompts[::3]
     plain = changed_suite(named_tasks("tiny", ["tiny_choice"]))
     plain = plain.model_copy(
         update={

@@ -270,6 +270,59 @@ ANSWERS = [
 ]
 
 
+def limited(folder: Path, **limits: int) -> str:
+    """Write a suite of rows of paper11 with limits of their own."""
+    rows = [
+        row.model_dump(mode="json", exclude_unset=True) | {"limit": limits[row.task]}
+        for row in load_suite("paper11").tasks
+        if row.task in limits
+    ]
+    path = folder / "limited.yaml"
+    path.write_text(yaml.safe_dump({"name": "limited", "tasks": rows}))
+    return str(path)
+
+
+def test_a_row_with_a_limit_asks_for_its_first_items_alone(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the second of three items no sample is needed; a sample of the third is not
+    graded; fewer than the limit are refused as ever.
+    """
+    suite = limited(tmp_path, gsm8k=1, mbpp_plus=1)
+    words = ["evaluate", "--suite", suite, "--data-root", str(root), "--samples"]
+    programs = [
+        {"task": "mbpp_plus", "task_id": number, "solution": RIGHT[number - 1000]}
+        for number in (1000, 1002)
+    ]
+    said = [
+        {"task": "gsm8k", "doc_id": number, "completion": text}
+        for number, text in ((0, "#### 3"), (2, "#### 0"))
+    ]
+    path = lines(tmp_path / "s.jsonl", *programs, *said)
+    assert main([*words, str(path), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    for row in result["tasks"].values():
+        assert (row["num_items"], row["num_items_total"], row["value"]) == (1, 3, 1)
+    assert main([*words, str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("1 of 3") >= 2 and "quick look" not in out
+    for name, kept, message in (
+        ("a", [programs[1]], "holds no sample of task mbpp_plus"),
+        ("b", [said[1]], "task gsm8k: the file holds no answer to it"),
+    ):
+        path = lines(tmp_path / f"{name}.jsonl", *kept)
+        assert main([*words, str(path)]) == 2
+        assert message in capsys.readouterr().err
+    suite = limited(tmp_path, gsm8k=2, mbpp_plus=2)
+    for name, kept, message in (
+        ("c", programs, "1 of 2 problems have no sample (the first is 1001)"),
+        ("d", said, "1 of 2 documents have no answer (the first is gsm8k/1)"),
+    ):
+        path = lines(tmp_path / f"{name}.jsonl", *kept)
+        assert main([*words, str(path)]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
 def answers(path: Path, texts: Any = None, **more: Any) -> Path:
     texts = [text for text, *_ in ANSWERS] if texts is None else texts
     return lines(

@@ -21,6 +21,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     load_suite,
 )
+from fcsd.evaluation.lm_eval import served as lm_eval_served
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
@@ -366,6 +367,24 @@ def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(
         evaluated(place, tmp_path / "out", url, suite=only(kind))
     assert "\n" not in str(caught.value)
     assert all(body["max_tokens"] == 1 for body in engine.bodies), "no task was begun"
+
+
+def test_items_beyond_a_rows_limit_need_no_room_on_the_server(
+    place: Path, tmp_path: Path, engine: Engine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    looked: list[int | None] = []
+    longest = lm_eval_served.longest_requests
+
+    def noted(model: Any, row: Any, tasks: Any, limit: int | None) -> Any:
+        looked.append(limit)
+        return longest(model, row, tasks, limit)
+
+    monkeypatch.setattr(lm_eval_served, "longest_requests", noted)
+    suite = only("generation")
+    rows = [row.model_copy(update={"limit": 1}) for row in suite.tasks]
+    suite = suite.model_copy(update={"tasks": rows})
+    evaluated(place, tmp_path / "out", url, suite=suite, server_check=False)
+    assert looked == [1]
 
 
 def test_an_answer_that_the_server_cut_short_is_an_error(

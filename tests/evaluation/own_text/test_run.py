@@ -9,12 +9,13 @@ import yaml
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.evaluation.own_text import measure
+from fcsd.evaluation.results import read_result
 from tests.pipeline.test_scoring import own_row
 from tests.support import Bench
 
 
 def test_a_run_measures_and_reports_what_each_of_its_models_writes(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     suite = bench.folder / "suite.yaml"
     rows = [bench.choice["task"], own_row(bench)]
@@ -53,6 +54,17 @@ def test_a_run_measures_and_reports_what_each_of_its_models_writes(
     assert f"{values['fcsd']:.3f}" in page and "own.png" in page
     assert "own_text_kl: KL(model || original) in nats a token" in page
     assert (folder / "report/own.png").is_file()
+    # At the end of what is printed, and on the page: one line of each model.
+    told = capsys.readouterr().out
+    assert f"{values['fcsd']:.3f} ±" in told
+    for text in (told, page):
+        shown = text[text.index("own, first prompt, greedy: `") :].splitlines()
+        assert shown[0].endswith("`<bos><user> 0 - 1<assistant>`")
+        for name, line in zip(report["models"], shown[2:], strict=False):
+            (first, *_) = read_result(folder / "evaluate" / name)[1]["own"]
+            words = first["greedy"].strip().splitlines()[:1] or ["(nothing)"]
+            assert line.startswith(f"- {name}: ")
+            assert words[0].replace("`", "'")[:200] in line
     card = (folder / "publish/README.md").read_text()
     assert f"{values['fcsd']:.3f}" in card and "distance from the original" in card
     front = yaml.safe_load(card.split("---")[1])
