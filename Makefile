@@ -88,7 +88,7 @@ test-newest: $(STAMP)  ## the newest transformers, accelerate, datasets, deepspe
 	ls $(NEWEST) | sed -n 's/\.dist-info$$//p'
 	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m contract tests/model/connectivity
 	PYTHONPATH=$(CURDIR)/$(NEWEST) $(TEST_ENV) $(BIN)/python -m pytest -q -n $(WORKERS) -m "not breadth" tests/model/families \
-	  tests/training/test_fcsd_trainer.py tests/training/test_trainer.py tests/training/teachers tests/training/losses \
+	  tests/training/test_fcsd_trainer.py tests/training/test_loop.py tests/training/test_trainer.py tests/training/teachers tests/training/losses \
 	  tests/model/connectivity/test_ways_peft.py tests/model/connectivity/test_ways_deepspeed.py \
 	  tests/evaluation/lm_eval tests/evaluation/test_runner.py tests/api
 

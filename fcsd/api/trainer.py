@@ -36,6 +36,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import new_folder
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
+from fcsd.parallel.engine import Engine
 from fcsd.parallel.failure import stop_watching
 from fcsd.parallel.join import join_launch
 from fcsd.parallel.launch import Launch
@@ -148,7 +149,7 @@ class FCSDTrainer(ReadyTrainer):
                 launch=launch,
                 processing_class=ready.tokenizer,
                 compute_metrics=compute_metrics,
-                callbacks=[*(callbacks or []), _OptimizerCheck(self)],
+                callbacks=[*(callbacks or []), _OptimizerCheck(launch.engine)],
                 optimizers=optimizers,
                 optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
                 preprocess_logits_for_metrics=preprocess_logits_for_metrics,
@@ -322,9 +323,6 @@ class FCSDTrainer(ReadyTrainer):
         trust_remote_code=True)`, without fcsd. With adapters these are its weights with
         the adapters merged; the adapters alone are in `adapter`, in peft's format.
         """
-        if self.checkpoint_writer.is_saving:
-            super().save_model(output_dir, _internal_call)
-            return
         folder = Path(str(output_dir or self.args.output_dir))
         with self.scored_weights():
             model, adapters = self.plain_model, self.inputs.adapters
@@ -346,25 +344,15 @@ class FCSDTrainer(ReadyTrainer):
                 commit_message="Model save", revision=self.args.hub_revision
             )
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the current model, and the checkpoint once it has its final name."""
-        if self.checkpoint_writer.is_saving or self.args.hub_strategy == "end":
-            return
-        self.save_model(_internal_call=True)
-        super()._push_from_checkpoint(checkpoint_folder)
-
-    def refuse_unsaved_optimizer(self) -> None:
-        """Refuse an optimiser whose states a checkpoint of one process would lose."""
-        if not self.engine.shards:
-            refuse_factored_states(getattr(self.optimizer, "optimizer", self.optimizer))
-
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self.refuse_unsaved_optimizer()
+        _refuse_unsaved(self.engine, self.optimizer)
         super()._save_checkpoint(model, trial)
-        if self.args.push_to_hub:
+        # Push the current model, and the checkpoint, which has its final name.
+        if self.args.push_to_hub and self.args.hub_strategy != "end":
             folder = (
                 Path(str(self.args.output_dir)) / f"checkpoint-{self.state.global_step}"
             )
+            self.save_model(_internal_call=True)
             self._push_from_checkpoint(str(folder))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -381,15 +369,26 @@ class _OptimizerCheck(TrainerCallback):
     steps, when it has states, and not only when the first checkpoint is written.
     """
 
-    def __init__(self, trainer: FCSDTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, *rest: Any, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *rest: Any,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         # A skipped step leaves no states, so the first ten are looked at.
         if state.global_step <= 10 and args.save_strategy != "no":
-            self.trainer.refuse_unsaved_optimizer()
+            _refuse_unsaved(self.engine, optimizer)
+
+
+def _refuse_unsaved(engine: Engine, optimizer: Any) -> None:
+    """Refuse an optimiser whose states a checkpoint of one process would lose."""
+    if not engine.shards:
+        refuse_factored_states(getattr(optimizer, "optimizer", optimizer))
 
 
 def _own_launch() -> Launch:

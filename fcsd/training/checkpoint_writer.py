@@ -15,18 +15,20 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainingArguments
 
-from fcsd.base.files import read_json, write_json, writing
+from fcsd.base.files import writing
 from fcsd.base.memory import available_memory
 from fcsd.base.temporary import replace_folder
 from fcsd.base.text import size
+from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.state import (
     StateFile,
@@ -35,15 +37,7 @@ from fcsd.parallel.state import (
     state_files,
     write_settings,
 )
-from fcsd.training.checkpoints import (
-    BALANCE_FILE,
-    GUARD_FILE,
-    PARTIAL,
-    STOPPER_FILE,
-    checkpoints,
-    note_files,
-    retire,
-)
+from fcsd.training.checkpoints import PARTIAL, checkpoints, note_files, retire
 from fcsd.training.disk import trained_and_all
 
 SCHEDULE = "scheduler.pt"
@@ -52,21 +46,41 @@ BACKGROUND_FROM = 20_000_000
 _SHARE_OF_MEMORY = 0.8  # of the free memory, for the copy
 
 
+@dataclass(frozen=True)
+class TrainingState:
+    """What a step changes: the weights, with ema_decay their average, and the states of
+    optimiser and schedule.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    average: dict[str, Tensor] | None
+
+
 class CheckpointWriter:
-    """Write a trainer's checkpoints; large ones in a thread, from a copy in host
+    """Write the checkpoints of a training; large ones in a thread, from a copy in host
     memory, while the training continues.
 
     A checkpoint gets its name when the parts of all ranks are on the disk. All ranks
     call the same methods, except for `leave`.
 
-    is_saving: the Trainer's files go to the temporary folder. known: names of the
-    checkpoints that this training has written, or continued from.
+    owner: of the checkpoints, as in `TrainingRecord`. say: prints a line. known: names
+    of the checkpoints that this training has written, or continued from. name: of the
+    one that is being written.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer, self.is_saving, self.known = trainer, False, set[str]()
-        self._files: list[StateFile] = []  # of this rank's state, to be written
-        self._name: str | None = None  # of the checkpoint that is being written
+    def __init__(
+        self,
+        args: TrainingArguments,
+        launch: Launch,
+        owner: Any,
+        say: Callable[[str], None],
+    ):
+        self.args, self.launch, self.owner, self.say = args, launch, owner, say
+        self.known = set[str]()
+        self.name: str | None = None
+        self._best: str | None = None  # the checkpoint that is kept, however old
         self._thread: threading.Thread | None = None
         # reused by every checkpoint: mapping new memory takes longer than copying
         self._copies: dict[str, Tensor] = {}
@@ -78,53 +92,56 @@ class CheckpointWriter:
     @property
     def _ranks(self) -> Ranks:
         # No rank is in a forward pass here.
-        return replace(self.trainer.launch.ranks, lockstep=False)
+        return replace(self.launch.ranks, lockstep=False)
 
     @property
     def _folder(self) -> Path:
-        return Path(self.trainer.args.output_dir)
+        return Path(str(self.args.output_dir))
 
     @property
     def at_work(self) -> bool:
         return (
-            self._name is not None
+            self.name is not None
             and self._thread is not None
             and self._thread.is_alive()
         )
 
-    def write(self, name: str, save: Callable[[], None]) -> None:
-        """Write a checkpoint of the present state, once the previous one is done;
-        `save` writes the small files.
+    def write(
+        self,
+        name: str,
+        state: TrainingState,
+        write_small_files: Callable[[Path], None],
+        best: str | None,
+    ) -> None:
+        """Write a checkpoint, once the previous one is done. best: the checkpoint that
+        is kept, however old.
         """
         self.close()
         # The Trainer may ask twice for the checkpoint of one step.
         if name in self.known and (self._folder / name).is_dir():
             return
-        trainer, partial_folder = self.trainer, self._folder / PARTIAL / name
-        if trainer.args.should_save:
+        partial_folder = self._folder / PARTIAL / name
+        if self.args.should_save:
             # Remove what a killed run has left half-written or half-removed.
             for leftover in (
                 self._folder / PARTIAL,
                 *self._folder.glob(".checkpoint-*.old"),
             ):
                 shutil.rmtree(leftover, ignore_errors=True)
-        trainer.accelerator.wait_for_everyone()
+        self.launch.wait()
         self.known.add(name)
-        self._name, self._noted, self._error, self._abandoned = name, {}, None, False
-        self.is_saving = True
+        self.name, self._best = name, best
+        self._noted, self._error, self._abandoned = {}, None, False
+        files: list[StateFile] = []
         try:
             with writing(self._folder / name):
-                save()
-                if trainer.args.should_save:
-                    _write_progress(trainer, partial_folder)
+                files = self._begin(partial_folder, state)
+                write_small_files(partial_folder)
         # A rank must not leave while others wait for it: `finish` raises the
         # error on all.
         except Exception as error:
             self._error = error
-        finally:
-            self.is_saving = False
-        files, self._files = self._files, []
-        if not self._in_background(files):
+        if not self._in_background(state.model, files):
             self._write(partial_folder, (file.copied({}) for file in files))
             self.finish()
             self.close()
@@ -132,31 +149,22 @@ class CheckpointWriter:
         copies = [file.copied(self._copies) for file in files]
         self._start(partial(self._write, partial_folder, copies))
 
-    def save_state(self, folder: Path) -> None:
-        """Write the small parts of optimiser and schedule to `folder`; `write` writes
-        the tensors.
-        """
-        trainer = self.trainer
-        training_state = (trainer.plain_model, trainer.optimizer, trainer.launch.ranks)
+    def _begin(self, folder: Path, state: TrainingState) -> list[StateFile]:
+        """Write the small parts of optimiser and schedule; return the tensors' files."""
         folder.mkdir(parents=True, exist_ok=True)
-        average = trainer.average.average if trainer.average is not None else None
-        self._files = state_files(*training_state, average=average)
-        write_settings(folder, *training_state)
-        if trainer.args.should_save:
-            torch.save(
-                schedule_state(trainer.lr_scheduler, trainer.optimizer),
-                folder / SCHEDULE,
-            )
+        sharded = (state.model, state.optimizer, self.launch.ranks)
+        files = state_files(*sharded, average=state.average)
+        write_settings(folder, *sharded)
+        if self.args.should_save:
+            schedule = schedule_state(state.scheduler, state.optimizer)
+            torch.save(schedule, folder / SCHEDULE)
+        return files
 
-    def _in_background(self, files: list[StateFile]) -> bool:
+    def _in_background(self, model: Any, files: list[StateFile]) -> bool:
         """Tell whether the checkpoint is large and its copy fits into host memory; the
         answer is the same on all ranks.
         """
-        trainer = self.trainer
-        if (
-            trainer.args.push_to_hub
-            or trained_and_all(trainer.plain_model)[0] < BACKGROUND_FROM
-        ):
+        if self.args.push_to_hub or trained_and_all(model)[0] < BACKGROUND_FROM:
             return False
         # Checked once, for the first checkpoint: later copies reuse its memory.
         if self._has_room is None:
@@ -167,7 +175,7 @@ class CheckpointWriter:
                 self._ranks.share(lambda: need <= _SHARE_OF_MEMORY * room)
             )
             if not self._has_room:
-                trainer.guarded.say(
+                self.say(
                     f"checkpoints: a copy needs {size(need)} of this machine's memory,"
                     f" but only {size(room)} are free; the training waits while a"
                     " checkpoint is written"
@@ -195,13 +203,10 @@ class CheckpointWriter:
         """Wait for the checkpoint that is being written, if there is one, and give it
         its name. UserError: a rank could not write.
         """
-        if self._name is None:
+        if self.name is None:
             return
-        name, self._name = self._name, None
-        partial_folder, first = (
-            self._folder / PARTIAL / name,
-            self.trainer.args.should_save,
-        )
+        name, self.name = self.name, None
+        partial_folder, first = self._folder / PARTIAL / name, self.args.should_save
         self._join()
         try:
             file_facts = {
@@ -214,9 +219,9 @@ class CheckpointWriter:
             with writing(self._folder / name):
                 note_files(
                     partial_folder,
-                    self.trainer.launch.ranks,
+                    self.launch.ranks,
                     file_facts,
-                    self.trainer.record.owner,
+                    self.owner,
                 )
         except Exception:
             if first:
@@ -226,12 +231,18 @@ class CheckpointWriter:
             replace_folder(partial_folder, self._folder / name)
             shutil.rmtree(self._folder / PARTIAL, ignore_errors=True)
             # Renaming is quick, deleting large files is not: a thread does it.
-            self._start(
-                partial(
-                    _remove, [retire(path) for path in _old(self.trainer, self._folder)]
-                )
-            )
-        self.trainer.accelerator.wait_for_everyone()
+            retired = [retire(path) for path in self._old_checkpoints()]
+            self._start(partial(_remove, retired))
+        self.launch.wait()
+
+    def _old_checkpoints(self) -> list[Path]:
+        """List the checkpoints that are older than the newest `save_total_limit`,
+        except for the best one; a limit of None keeps all.
+        """
+        if self.args.save_total_limit is None:
+            return []
+        older_checkpoints = checkpoints(self._folder)[: -self.args.save_total_limit]
+        return [path for path in older_checkpoints if str(path) != self._best]
 
     def _outcome(self) -> dict[str, dict[str, Any]]:
         if self._error is not None:
@@ -249,58 +260,16 @@ class CheckpointWriter:
         Ranks that cannot agree any more drop the checkpoint that they were writing; a
         single process can still finish it.
         """
-        if self.trainer.launch.ranks.size == 1 and isinstance(error, Exception):
+        if self.launch.ranks.size == 1 and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 self.close()
-        self._abandoned, self._name = True, None
+        self._abandoned, self.name = True, None
         self._join()
 
     def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-
-def _write_progress(trainer: Any, partial_folder: Path) -> None:
-    """Write the states of guard, stopper and balance, and the settings of the training.
-
-    The Trainer has noted the temporary folder as the best checkpoint's; it is replaced
-    by the final name.
-    """
-    state = trainer.state
-    if state.best_global_step == state.global_step:
-        state.best_model_checkpoint = str(
-            Path(trainer.args.output_dir) / partial_folder.name
-        )
-        state.save_to_json(str(partial_folder / "trainer_state.json"))
-    trainer.record.write(partial_folder)
-    write_json(partial_folder / GUARD_FILE, trainer.guard.state())
-    if (balance := trainer.step_loss.balance) is not None:
-        write_json(partial_folder / BALANCE_FILE, balance.state())
-    if trainer.stopper is not None:
-        write_json(partial_folder / STOPPER_FILE, trainer.stopper.state())
-
-
-def restore_beside(trainer: Any, checkpoint: Path) -> None:
-    """Load the weights' average and the routers' balance from a checkpoint."""
-    if trainer.average is not None:
-        trainer.average.load(checkpoint)
-    if (balance := trainer.step_loss.balance) is not None:
-        balance.load(read_json(checkpoint / BALANCE_FILE))
-
-
-def _old(trainer: Any, folder: Path) -> list[Path]:
-    """List the checkpoints that are older than the newest `save_total_limit`, except
-    for the best one; a limit of None keeps all.
-    """
-    if trainer.args.save_total_limit is None:
-        return []
-    older_checkpoints = checkpoints(folder)[: -trainer.args.save_total_limit]
-    return [
-        path
-        for path in older_checkpoints
-        if str(path) != trainer.state.best_model_checkpoint
-    ]
 
 
 def _remove(folders: list[Path]) -> None:

@@ -13,7 +13,6 @@ from no other checkpoint. None: a script's, whose settings and data are compared
 (`fcsd.training.record`).
 """
 
-import math
 import os
 import re
 import shutil
@@ -22,8 +21,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainerState
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json
@@ -230,34 +227,3 @@ def retire(checkpoint: Path) -> Path:
     shutil.rmtree(retired, ignore_errors=True)
     os.replace(checkpoint, retired)
     return retired
-
-
-def restore_if_complete(trainer: Any, checkpoint: Path) -> bool:
-    """Load a checkpoint's stopper, callbacks and guard; if no step remains after it, also load the
-    weights, and return true.
-
-    This is for a run that was killed between its last step and writing its model:
-    `train` would do one step more.
-    """
-    # Steps alone do not tell: early stopping may have ended the run before max_steps,
-    # or the last step may still lack its score.
-    state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-    trainer.restore_progress(checkpoint)
-    trainer.restore_callbacks(state)
-    trainer.guard.load(read_json(checkpoint / GUARD_FILE))
-    max_steps = trainer.args.max_steps
-    if max_steps <= 0:
-        epochs = trainer.args.num_train_epochs
-        max_steps = math.ceil(epochs * trainer.row_order.steps_of_an_epoch)
-    done = state.global_step >= max_steps
-    done = done or trainer.has_stopped_early
-    if trainer.stopper is not None:
-        trainer.stopper.time.resume(read_json(checkpoint / STOPPER_FILE)["time"])
-        is_due = trainer.stopper.is_due(state.global_step, trainer.args.max_steps)
-        done = (done or trainer.stopper.should_stop) and not is_due
-    if not done:
-        return False
-    trainer.note_training()
-    trainer.restore_weights(checkpoint, None)
-    trainer.state = state
-    return True

@@ -21,7 +21,6 @@ from fcsd.model.autocast import computing_dtype, float32_routers
 from fcsd.model.dtypes import dtype_of
 from fcsd.parallel.engine import finish_zero_settings
 from fcsd.parallel.launch import Launch
-from fcsd.training.checkpoints import restore_if_complete
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
@@ -34,7 +33,7 @@ from fcsd.training.prepare import (
     prepare_student,
 )
 from fcsd.training.record import TrainingRecord
-from fcsd.training.row_order import EpochRows, ReadsWholeSteps, step_rows
+from fcsd.training.row_order import EpochRows, step_rows
 from fcsd.training.teachers.base import LiveTeacher
 from fcsd.training.trainer import DistillTrainer
 
@@ -73,7 +72,7 @@ def fit_to_engine(args: TrainingArguments, sections: Sections, launch: Launch) -
         }
 
 
-class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
+class ReadyTrainer(DistillTrainer):
     """A trainer of models in memory on packed rows, within `engine_environment`.
 
     ready: models and rows. args, record: from `begin`. sections: a recipe's own, or
@@ -174,7 +173,7 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
         )
         with self.with_loss_head(), explained:
             # A run that was killed after its last step has nothing left to train.
-            if checkpoint is not None and restore_if_complete(self, checkpoint):
+            if checkpoint is not None and self.restore_if_complete(checkpoint):
                 output = TrainOutput(self.state.global_step, 0.0, {})
                 if (
                     self.args.load_best_model_at_end
@@ -188,5 +187,5 @@ class ReadyTrainer(ReadsWholeSteps, DistillTrainer):
                 )
         # The model that the user holds afterwards has the weights that are saved.
         if self.average is not None:
-            self.average.apply()
+            self.average.apply(self.plain_model, self.optimizer)
         return output

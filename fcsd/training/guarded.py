@@ -1,5 +1,4 @@
-"""Carry out a `Guard`'s decisions on a trainer's steps: skip a step, or end the run
-cleanly after a signal.
+"""Let a `Guard` decide on the steps of all ranks, and end a run cleanly after a signal.
 
 `fcsd.training.safety` takes the decisions and gives the reasons.
 """
@@ -17,8 +16,9 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import TrainerControl, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
@@ -26,7 +26,6 @@ from fcsd.base.files import write_text
 from fcsd.base.helper import obey_only_parent
 from fcsd.base.memory import check_shared_memory
 from fcsd.parallel.shard import own_part
-from fcsd.training.checkpoints import checkpoints
 from fcsd.training.safety import Guard, Verdict, events_text, not_finite
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -103,34 +102,29 @@ class Signals:
 
 
 class GuardedSteps:
-    """Let a `Guard` decide on every step of a trainer, from figures that all ranks
-    share.
+    """Let a `Guard` decide on every step, from figures that all ranks share.
 
     signals: those that end the training. interrupted_by: the number of the signal that
     ended it before its last step, on whichever rank it came. events_folder: where
     `events.jsonl` is written.
     """
 
-    def __init__(self, trainer: Any, guard: Guard, events_folder: Path):
-        self.trainer, self.guard, self.events_folder = trainer, guard, events_folder
+    def __init__(self, guard: Guard, accelerator: Any, events_folder: Path):
+        self.guard, self.accelerator = guard, accelerator
+        self.events_folder = events_folder
         self.signals = Signals()
         self.interrupted_by = 0
-        self.verdict: Verdict = "go"
         self.is_written = True  # no rank is still writing its part of a checkpoint
         self._received = 0  # the signal of any rank, agreed on by all
         self._logged_step = 0
         self._skipped_since_log = 0
         # this rank's share of the loss of the present step
         self._step_loss: Tensor | None = None
-        self._before_step: tuple[Tensor, Any] | None = None
-        self._written = ""  # of events.jsonl
+        self._written: list[dict[str, Any]] = []  # the events of events.jsonl
 
     # ---- one step
 
     def begin(self) -> None:
-        # Logged values are means over the steps that were taken: a skipped step
-        # restores these sums.
-        self._before_step = (self.trainer._tr_loss.clone(), self.trainer.meters.kept())
         self._step_loss = None
 
     def watched(self, loss: Tensor) -> Tensor:
@@ -147,88 +141,64 @@ class GuardedSteps:
         )
         return loss * torch.where(torch.isfinite(detached), 1.0, math.nan)
 
-    def decide(self, norm: float) -> None:
-        """Decide on the step once its gradient is complete, before the optimiser uses
-        it; all ranks call this.
+    def decide(
+        self, step: int, norm: float, model: nn.Module, *, is_writing: bool
+    ) -> Verdict:
+        """Decide on a step once its gradient is complete, before the optimiser uses it;
+        all ranks call this. is_writing: a thread of this rank writes a checkpoint.
         """
         assert self._step_loss is not None
         # Everything that the ranks have to agree on goes through one gather a step:
         # loss, norm, signal, and whether a thread is still writing a checkpoint.
         step_figures = self._step_loss.new_tensor(
-            [norm, self.signals.received, self.trainer.checkpoint_writer.at_work]
+            [norm, self.signals.received, is_writing]
         )
-        figures = self._of_all_ranks(torch.stack([self._step_loss, *step_figures]))
-        losses, norms, received, at_work = zip(*figures, strict=True)
-        self._received, self.is_written = int(max(received)), not any(at_work)
-        step = self.trainer.state.global_step + 1
+        figures = torch.stack([self._step_loss, *step_figures])[None]
+        if self.accelerator.num_processes > 1:
+            figures = self.accelerator.gather(figures)
+        losses, norms, received, writing = zip(*figures.tolist(), strict=True)
+        self._received, self.is_written = int(max(received)), not any(writing)
         # The norm is over all ranks, so all have the same number. Should they differ, a
         # single one that is not finite makes the mean so.
-        self.verdict = self.guard.decide(
-            step, list(losses), math.fsum(norms) / len(norms), self._weights_are_finite
+        verdict = self.guard.decide(
+            step,
+            list(losses),
+            math.fsum(norms) / len(norms),
+            lambda: self._are_finite(model),
         )
-        if self.verdict == "skip":
+        if verdict == "skip":
             self.say(self.guard.line())
-        self._write_events()
-        if self.verdict == "stop":
-            raise self._stopped(step)
-        # Take the step out of the means that are logged next.
-        if self.verdict != "go":
-            assert self._before_step is not None
-            loss, meters = self._before_step
-            self.trainer._tr_loss.copy_(loss)
-            self.trainer.meters.go_back(meters)
-            self._skipped_since_log += 1
+        if self.guard.events != self._written:
+            self._write_events()
+        self._skipped_since_log += verdict == "skip"
+        return verdict
 
-    def _of_all_ranks(self, figures: Tensor) -> list[list[float]]:
-        """Gather this rank's (F,) figures; return one list per rank, in rank order."""
-        rows, trainer = figures[None], self.trainer
-        if trainer.args.world_size > 1:
-            rows = trainer.accelerator.gather(rows)
-        return rows.tolist()
+    def _of_all_ranks(self, value: float) -> list[float]:
+        """Gather a value of each rank, in rank order."""
+        values = torch.tensor([value], device=self.accelerator.device)
+        gathered: list[float] = self.accelerator.gather(values).tolist()
+        return gathered
 
-    def _weights_are_finite(self) -> bool:
+    def _are_finite(self, model: nn.Module) -> bool:
         """Tell whether all weights are finite; each rank looks at its own shards."""
         # No early exit: every rank does the same work and then takes part in the
         # gather.
         finite = True
-        for weight in self.trainer.model.parameters():
+        for weight in model.parameters():
             finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
-        return all(
-            row[0] == 1
-            for row in self._of_all_ranks(
-                self.trainer._tr_loss.new_tensor([float(finite)])
-            )
-        )
+        return all(value == 1 for value in self._of_all_ranks(float(finite)))
 
-    def _stopped(self, step: int) -> UserError:
+    def stopped(self, step: int, last_checkpoint: Path | None) -> UserError:
+        """Return the error that ends a training before a step."""
         event = self.guard.events[-1]
         if self.guard.weights_are_finite:
             reason = f"{not_finite(event)} for {event['steps']} steps in a row"
         else:
             reason = f"{not_finite(event)}, nor are the weights"
-        # The message names the last checkpoint, which may still be in the making.
-        self.trainer.checkpoint_writer.finish()
-        saved_checkpoints = checkpoints(Path(self.trainer.args.output_dir))
         return UserError(
             f"training stopped before step {step}: {reason}; the last checkpoint is"
-            f" {saved_checkpoints[-1] if saved_checkpoints else 'none'}; lower"
-            " train.learning_rate or check the data"
+            f" {last_checkpoint or 'none'}; lower train.learning_rate or check the data"
         )
-
-    def let_steps_be_skipped(self, optimizer: Any) -> None:
-        """Replace `step` of this optimiser by one that does nothing unless the guard
-        lets the step pass, and that tells the schedule so.
-        """
-        take_step = optimizer.step
-
-        def step(closure: Any = None) -> None:
-            # accelerate does not step the schedule when this is set.
-            optimizer._is_overflow = self.verdict != "go"
-            if self.verdict == "go":
-                take_step(closure)
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # as what it wraps: else torch warns
-        optimizer.step = step
 
     # ---- between steps
 
@@ -243,30 +213,25 @@ class GuardedSteps:
 
         A score may take hours, and `decide` has gathered the signals before it.
         """
-        received = self._of_all_ranks(
-            self.trainer._tr_loss.new_tensor([float(self.signals.received)])
-        )
-        self._received = int(max(row[0] for row in received))
+        self._received = int(max(self._of_all_ranks(float(self.signals.received))))
 
-    def heed_signals(self) -> None:
+    def heed_signals(self, control: TrainerControl, args: TrainingArguments) -> None:
         """End the training with a checkpoint where a signal asks for the end."""
-        control = self.trainer.control
         if self._received and not control.should_training_stop:
             self.interrupted_by = self._received
             control.should_training_stop = True
-            control.should_save = self.trainer.args.save_strategy != SaveStrategy.NO
+            control.should_save = args.save_strategy != SaveStrategy.NO
 
-    def reset_meters(self) -> None:
-        """Start the sums of the next log line."""
-        self.trainer.meters.reset()
-        self._logged_step, self._skipped_since_log = self.trainer.state.global_step, 0
+    def reset(self, step: int) -> None:
+        """Start the counts of the next log line after `step`."""
+        self._logged_step, self._skipped_since_log = step, 0
 
-    def leave_out_skipped(self, logs: dict[str, float]) -> int:
+    def leave_out_skipped(self, logs: dict[str, float], step: int) -> int:
         """Make the loss in `logs` the mean over the steps that were not skipped, or
         drop it where all were; return their number.
         """
         # The Trainer has divided by all steps since the last log.
-        steps = self.trainer.state.global_step - self._logged_step
+        steps = step - self._logged_step
         trained = steps - self._skipped_since_log
         if trained:
             logs["loss"] *= steps / trained
@@ -281,12 +246,11 @@ class GuardedSteps:
 
     def say(self, line: str) -> None:
         """Print a line above the bar, on the first rank."""
-        if self.trainer.is_world_process_zero():
+        if self.accelerator.is_main_process:
             tqdm.write(line, file=sys.stderr)
 
     def _write_events(self) -> None:
-        """Write `events.jsonl` if there are new events."""
-        text = events_text(self.guard.events)
-        if text != self._written and self.trainer.is_world_process_zero():
+        if self.accelerator.is_main_process:
+            text = events_text(self.guard.events)
             write_text(self.events_folder / "events.jsonl", text)
-        self._written = text
+        self._written = [dict(event) for event in self.guard.events]

@@ -16,9 +16,7 @@ from torch.utils.data import RandomSampler, Sampler, Subset
 from fcsd.base.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
-else:
-    Trainer = object
+    from transformers import TrainingArguments
 
 _WARNED = 0.05  # share of the rows
 
@@ -133,43 +131,3 @@ def data_lines(rows: Any, order: EpochRows, num_steps: int) -> list[str]:
     is_much = unread > _WARNED * order.num_rows
     percent = f"{100 * unread / order.num_rows:.0f} %"
     return [line, *([f"warning: {share} ({percent}) {lost}"] if is_much else [])]
-
-
-class ReadsWholeSteps(Trainer):
-    """The part of a trainer that reads its rows in the order of `row_order`, and
-    reports those that it never reads.
-
-    row_order: None where there are no rows to train on.
-    """
-
-    row_order: EpochRows | None = None
-    guarded: Any
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        rows = self.train_dataset if train_dataset is None else train_dataset
-        if self.row_order is None:
-            return super()._get_train_sampler(rows)
-        # The Trainer's sampler permutes the rows of epoch 0; `ordered_by` shifts its
-        # numbers in later epochs.
-        sampler = super()._get_train_sampler(self.row_order.part(rows))
-        return self.row_order.ordered_by(sampler, self.args.data_seed)
-
-    def num_examples(self, dataloader: Any) -> int:
-        """Count the rows of an epoch, or those of another data set."""
-        if self.row_order is not None and dataloader.dataset is self.train_dataset:
-            return len(self.row_order)
-        return super().num_examples(dataloader)
-
-    def _prepare_for_training(self, max_steps: int, *args: Any) -> Any:
-        prepared = super()._prepare_for_training(max_steps, *args)
-        if self.row_order is not None and self.is_world_process_zero():
-            for line in data_lines(self.train_dataset, self.row_order, max_steps):
-                self.guarded.say(f"data: {line}")
-        return prepared
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # accelerate (1.15) does not reach the sampler behind the batches that a rank of
-        # several skips.
-        if self.row_order is not None:
-            self.row_order.set_epoch(kwargs["epoch"])
-        super()._run_epoch(*args, **kwargs)

@@ -43,9 +43,7 @@ class StepLoss:
         if isinstance(objective, KLWithL2ObjectiveConfig):
             self.distance = StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
-        # the micro-batches of the step that is under way
-        self._prepared: list[Batch] = []
-        # of the distance between the streams in that step
+        # of the distance between the streams in the step that is under way
         self._coefficient = 0.0
 
     @contextmanager
@@ -65,14 +63,6 @@ class StepLoss:
             finally:
                 self.dropping = None
 
-    def forget(self) -> None:
-        """Release the teacher's hidden states of the last step.
-
-        transformers' loop holds the batches until it has the next step's.
-        """
-        for batch in self._prepared:
-            batch.pop("teacher_hidden", None)
-
     def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
         """Put the teacher's hidden states into all micro-batches of a step."""
         # The distance needs a teacher pass for each micro-batch anyway (`__call__`), which
@@ -84,7 +74,13 @@ class StepLoss:
         if self.teacher is not None and not self._coefficient and batches:
             in_step()
             self.teacher.prepare(batches)
-        self._prepared = batches
+
+    def forget(self, batches: list[Batch]) -> None:
+        """Release the teacher's hidden states of a step: the loader holds its last batch
+        until it has given the next one.
+        """
+        for batch in batches:
+            batch.pop("teacher_hidden", None)
 
     def num_kept(self, batches: list[Batch], device: torch.device) -> Tensor | None:
         """Count the kept tokens of the optimiser step, over all ranks."""

@@ -1,86 +1,67 @@
 """The training loop: `transformers.Trainer` with the objectives of the paper, and with
-checkpoints from which a run continues exactly.
+steps that a guard may skip.
 
-The objective, the reaction to a step that goes wrong and the writing of a checkpoint
-live in `fcsd.training.step_loss`, `guarded` and `checkpoint_writer`. This module hooks
-them into the Trainer's methods.
+`DistillTrainer.optimizer_step` is a step from its rows to its log, to be read from top
+to bottom. The Trainer prepares model and optimiser, logs, evaluates, and ends a
+training; what fcsd overrides of its private methods, and why, is `OVERRIDDEN`.
 """
 
 import sys
+import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import skip_first_batches
 from torch import Tensor, nn
-from transformers import (
-    EarlyStoppingCallback,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import ExportableState
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.optimization import GreedyLR
+from transformers.trainer_utils import TrainOutput
 
 from fcsd.base.errors import UserError
-from fcsd.base.files import read_json
 from fcsd.model.autocast import autocast_experts
-from fcsd.model.connectivity.marks import TRAINED
+from fcsd.model.connectivity.marks import changed_by
 from fcsd.model.families.structure import checkpoints_reentrantly
 from fcsd.parallel.failure import in_step
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.parts import begin_in_float32
-from fcsd.parallel.state import load_schedule, read_state
 from fcsd.training.argument_rules import REENTRANT
 from fcsd.training.averaging import WeightAverage
-from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, restore_beside
-from fcsd.training.checkpoints import PARTIAL, STOPPER_FILE
+from fcsd.training.checkpoint_writer import CheckpointWriter
+from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections
 from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
-from fcsd.training.optimizer import (
-    learning_rate_schedule,
-    note_parts,
-    take_rate_of_schedule,
-)
+from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.own_text import OwnText
-from fcsd.training.record import RECORD_FILE, TrainingRecord
+from fcsd.training.record import TrainingRecord
+from fcsd.training.resumable import ResumableTrainer
+from fcsd.training.row_order import EpochRows, data_lines
 from fcsd.training.safety import Guard
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
 
-
-class _Steps(TrainerCallback):
-    """Mark the time that this rank spends in a step, so that a hang is noticed, and do
-    the work that is due once per step: after the optimiser, and before the step is
-    logged, scored or saved.
-
-    It is the first callback, because later ones may take hours.
-    """
-
-    def __init__(self, trainer: "DistillTrainer"):
-        self.trainer = trainer
-
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        in_step()
-
-    on_substep_end = on_step_begin
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        in_step(False)  # weights are updated
-        guarded = self.trainer.guarded
-        # Loads of a skipped step must not move the routers' biases, since its weights
-        # did not move either.
-        if guarded.verdict == "go":
-            self.trainer.step_loss.end_step()
-        # All ranks learnt in `decide` that no thread is writing any more, so all of
-        # them give the checkpoint its name in the same step.
-        if guarded.is_written:
-            self.trainer.checkpoint_writer.finish()
+OVERRIDDEN = {
+    "_inner_training_loop": "the Trainer's loop cannot skip a step by its loss and norm,"
+    " and loads a checkpoint in the format of one engine",
+    "_save_checkpoint": "the Trainer's checkpoint has per-expert names, which it loads"
+    " non-strictly, and a name before it is complete",
+    "_move_model_to_device": "shards that are kept in host memory would be moved to the"
+    " device",
+    "_load_best_model": "the Trainer would look for a whole model in a checkpoint of"
+    " shards",
+}
+"""The private methods of `transformers.Trainer` that fcsd overrides -> what breaks
+without it.
+"""
 
 
-class DistillTrainer(Trainer):
+class DistillTrainer(ResumableTrainer):
     """Minimise an `Objective` over packed rows, while a `Guard` decides on every step;
     the base class of `FCSDTrainer`.
 
@@ -89,11 +70,14 @@ class DistillTrainer(Trainer):
     settings that `args` have no field for: the objective, the training and the reaction
     to a step that goes wrong. `record` is written into each checkpoint and states its
     settings and data. `fcsd.training.meters` lists the logged figures.
+
+    row_order: of the rows of each epoch; None where there are none to train on.
     """
 
     # `compute_loss` divides by the number of kept tokens of the whole step, so the
     # Trainer must not divide by the number of micro-batches again.
     loss_is_scaled_for_ga = True
+    row_order: EpochRows | None = None
 
     def __init__(
         self,
@@ -107,7 +91,6 @@ class DistillTrainer(Trainer):
         **kwargs: Any,
     ):
         self.launch, self.engine, self.record = launch, launch.engine, record
-        self.checkpoint_writer = CheckpointWriter(self)
         _use_one_device(args)
         # torch's autocast has no rule for the grouped matmuls of the experts.
         if args.bf16:
@@ -115,64 +98,264 @@ class DistillTrainer(Trainer):
         # The Trainer would refuse to write checkpoints of such a model; fcsd writes its
         # own, so the flag is set for the constructor alone.
         args.save_only_model = self.engine.spreads_experts
-        kwargs["callbacks"] = [_Steps(self), *(kwargs.get("callbacks") or [])]
         super().__init__(model, args, **kwargs)
         args.save_only_model = False
         # With this flag, which the Trainer sets for a model that was loaded in shards,
         # accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
+        self.settings, self.teacher = sections.train, teacher
         balance = None
         if sections.train.balances:
             balance = Balance(sections.train, model, self.accelerator)
         self.step_loss = StepLoss(
             sections.objective, teacher, self.accelerator, balance
         )
-        self.meters, self.teacher = self.step_loss.meters, teacher
+        self.meters = self.step_loss.meters
         self.guard = Guard(sections.safety)
-        self.guarded = GuardedSteps(self, self.guard, Path(str(args.output_dir)))
-        # `fcsd.training.early_stopping.EarlyStopper`, where a run stops by its scores
-        self.stopper: Any = None
-        self.settings = sections.train
+        self.guarded = GuardedSteps(
+            self.guard, self.accelerator, Path(str(args.output_dir))
+        )
+        self.checkpoint_writer = CheckpointWriter(
+            args, launch, record.owner, self.guarded.say
+        )
         self.own_text: OwnText | None = None  # where the student writes, too
-        self.average: WeightAverage | None = None
-        if (decay := self.settings.ema_decay) is not None:
+        if sections.train.ema_decay is not None:
+            keeps_start = changed_by(self.plain_model.config) is not None
             self.average = WeightAverage(
-                self, decay, skipped=lambda: self.guarded.verdict != "go"
+                sections.train.ema_decay, launch.ranks, keeps_start=keeps_start
             )
-            # The callback that scores is added later, and thus sees the new average.
-            self.add_callback(self.average)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if not self.engine.shards:  # shards are on their devices already
             super()._move_model_to_device(model, device)
 
-    # ---- one step
+    # ---- the loop
 
-    def get_batch_samples(
-        self, epoch_iterator: Any, num_batches: int, device: torch.device
-    ) -> tuple[list, Tensor | int | None]:
-        """Return a step's micro-batches, with the teacher's hidden states, and its
-        number of kept tokens.
-        """
-        # The batches of the last step are still referenced by the Trainer's loop: free
-        # the teacher's hidden states before those of this step are computed.
-        self.step_loss.forget()
-        self.guarded.begin()
-        batches, num_kept = super().get_batch_samples(
-            epoch_iterator, num_batches, device
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        self.continued_from = None
+        if resume_from_checkpoint:
+            self.continued_from = Path(str(resume_from_checkpoint))
+        try:
+            # The Trainer would load a checkpoint at a time that depends on the engine,
+            # in that engine's format; `_begin` is the same for all engines.
+            with self.step_loss.capped(self.plain_model, self.settings):
+                return super().train(None, trial, ignore_keys_for_eval)
+        # Also for signals: a thread may still be writing a checkpoint.
+        except BaseException as error:
+            self.checkpoint_writer.leave(error)
+            raise
+        finally:
+            in_step(False)
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: TrainingArguments | None = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train epoch by epoch, from the beginning or from `continued_from`."""
+        self.accelerator.free_memory()
+        loader = self.get_train_dataloader()
+        num_epochs, epoch_steps, _, num_rows, _, _, max_steps = (
+            self.set_initial_training_values(self.args, loader)
         )
-        model: Any = self.model
-        self.step_loss.prepare(model, batches, self.state.global_step)
-        return batches, num_kept
+        self.begin_state(max_steps, num_epochs)
+        _refuse_reentrant_checkpointing(self.plain_model)
+        self.note_training()
+        model, loader = self._prepare_for_training(max_steps, loader, None)
+        self._begin(max_steps)
+        report = partial(
+            self._maybe_log_save_evaluate,
+            model=model,
+            trial=trial,
+            ignore_keys_for_eval=ignore_keys_for_eval,
+            start_time=time.time(),
+        )
+        model.zero_grad()
+        self._tell("on_train_begin")
+        if self.args.eval_on_start:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
 
-    def _get_num_items_in_batch(
-        self, batch_samples: list, device: torch.device
-    ) -> Tensor | None:
-        # Before the kept tokens are counted, and before the teacher sees the rows.
+        first_epoch, first_step = divmod(self.state.global_step, epoch_steps)
+        if self.args.ignore_data_skip:
+            first_step = 0
+        resumes = self.continued_from is not None
+        norm, rate = None, None
+        for epoch in range(first_epoch, num_epochs):
+            self._tell("on_epoch_begin")
+            # The score before the first step may have ended the run.
+            if self.control.should_training_stop:
+                break
+            batches = self._batches_of(loader, epoch, first_step, resumes=resumes)
+            for step in range(first_step, epoch_steps):
+                # Skipping batches has drawn random numbers, too.
+                restores = resumes and step == first_step > 0
+                taken = self.optimizer_step(model, batches, restores_random=restores)
+                if taken is not None:
+                    norm, rate = taken
+                    self.state.global_step += 1
+                    self.state.epoch = epoch + (step + 1) / epoch_steps
+                    self._tell("on_step_end")
+                    self._settle_control()
+                    report(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    break
+            first_step, resumes = 0, False
+            self._tell("on_epoch_end")
+            self._settle_control()
+            report(self._tr_loss, norm, epoch=epoch, learning_rate=rate)
+            if self.control.should_training_stop:
+                break
+        self.checkpoint_writer.close()
+        return self._finalize_training(trial, num_rows, report.keywords["start_time"])
+
+    def optimizer_step(
+        self,
+        model: nn.Module,
+        batches: Iterator[Any],
+        *,
+        restores_random: bool = False,
+    ) -> tuple[float, float] | None:
+        """Take one optimiser step on the next micro-batches. restores_random: the
+        checkpoint's random numbers go on once they are fetched.
+
+        Returns:
+            Norm of the gradient and learning rate; None where a callback has ended the
+            training within the step.
+        """
+        args, guarded, step = self.args, self.guarded, self.state.global_step
+        step_loss, writer = self.step_loss, self.checkpoint_writer
+        student: Any = self.model
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+
+        # Fetch the micro-batches; the student may write some of their rows.
+        micro_batches = list(islice(batches, args.gradient_accumulation_steps))
         if self.own_text is not None:
-            step = self.state.global_step
-            self.own_text.write(self.plain_model, batch_samples, step)
-        return self.step_loss.num_kept(batch_samples, device)
+            self.own_text.write(self.plain_model, micro_batches, step)
+        # Count the kept tokens of all ranks: the loss is their mean.
+        num_kept = step_loss.num_kept(micro_batches, args.device)
+        # Let the teacher see all of them before the student's first pass.
+        step_loss.prepare(student, micro_batches, step)
+        if restores_random:
+            self._load_rng_state(str(self.continued_from))
+
+        # Forward and backward, micro-batch by micro-batch.
+        logged_loss, logged_meters = self._tr_loss.clone(), self.meters.kept()
+        guarded.begin()
+        self._tell("on_step_begin")
+        for number, inputs in enumerate(micro_batches, start=1):
+            in_step()
+            is_last = number == len(micro_batches)
+            with self._reducing_gradients(model, is_last):
+                self._tr_loss += self.training_step(model, inputs, num_kept)
+            self.current_flos += float(self.floating_point_ops(inputs))  # type: ignore[assignment]
+            self._track_num_input_tokens(inputs)
+            if not is_last:
+                self._tell("on_substep_end")
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    return None
+        step_loss.forget(micro_batches)
+
+        # Clip, and decide with all ranks. DeepSpeed has taken its step within the
+        # backward pass; it skips a step by itself if the norm is not finite.
+        clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        norm = float(self._get_grad_norm(model, clipped))
+        is_writing = writer.name is not None and writer.at_work
+        verdict = guarded.decide(step + 1, norm, model, is_writing=is_writing)
+        if verdict == "stop":
+            raise self._stopped(step + 1)
+        goes = verdict == "go"
+
+        # Step. A step that is skipped leaves no trace in weights, schedule and means.
+        self._tell("on_pre_optimizer_step")
+        takes = goes or self.is_deepspeed_enabled
+        if takes:
+            optimizer.step()
+        self._tell("on_optimizer_step")
+        rate = self._get_learning_rate()
+        waits = isinstance(scheduler, ReduceLROnPlateau | GreedyLR)
+        if takes and not waits and not self.accelerator.optimizer_step_was_skipped:
+            scheduler.step()
+        model.zero_grad()
+        in_step(False)
+        if goes:
+            step_loss.end_step()
+            if self.average is not None:
+                self.average.update(step + 1, self.plain_model, optimizer)
+        else:
+            self._tr_loss.copy_(logged_loss)
+            self.meters.go_back(logged_meters)
+        # All ranks have learnt that no thread is writing any more, so all of them give
+        # the checkpoint its name in the same step.
+        if writer.name is not None and guarded.is_written:
+            writer.finish()
+        return norm, rate
+
+    def _tell(self, event: str) -> None:
+        """Call all callbacks."""
+        self.control = getattr(self.callback_handler, event)(
+            self.args, self.state, self.control
+        )
+
+    def _reducing_gradients(
+        self, model: nn.Module, is_last: bool
+    ) -> AbstractContextManager[None]:
+        """Reduce gradients over the ranks after the last micro-batch of a step alone,
+        where the engine can wait so long.
+        """
+        accelerator = self.accelerator
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        if is_last or self.engine.has_dtensors or self.is_deepspeed_enabled:
+            return nullcontext()
+        context: AbstractContextManager[None] = accelerator.no_sync(model)
+        return context
+
+    def _settle_control(self) -> None:
+        """Log the last step whatever `logging_steps` is, also that which a signal has
+        made the last.
+        """
+        self.control.should_log |= self.control.should_training_stop
+        self.guarded.heed_signals(self.control, self.args)
+
+    def _stopped(self, step: int) -> UserError:
+        # The message names the last checkpoint, which may still be in the making.
+        self.checkpoint_writer.finish()
+        saved_checkpoints = checkpoints(Path(str(self.args.output_dir)))
+        last = saved_checkpoints[-1] if saved_checkpoints else None
+        return self.guarded.stopped(step, last)
+
+    def _begin(self, max_steps: int) -> None:
+        """Begin the sums and load the checkpoint, now that there is an optimiser."""
+        if self.is_deepspeed_enabled:
+            begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
+        if self.step_loss.distance is not None:
+            self.step_loss.distance.steps = max_steps
+        if self.continued_from is not None:
+            self.restore(self.continued_from)
+            self.checkpoint_writer.known.add(self.continued_from.name)
+        if self.average is not None:
+            self.average.start(self.plain_model, self.optimizer)
+        if self.row_order is not None and self.is_world_process_zero():
+            for line in data_lines(self.train_dataset, self.row_order, max_steps):
+                self.guarded.say(f"data: {line}")
+        self.meters.reset()
+        self.guarded.reset(self.state.global_step)
+        # The sums of the Trainer's log and of its report at the end.
+        self._tr_loss = torch.tensor(0.0, device=self.args.device)
+        self._total_loss_scalar = 0.0
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        self._globalstep_last_logged = self.state.global_step
+
+    # ---- loss and log
 
     def compute_loss(
         self,
@@ -189,36 +372,21 @@ class DistillTrainer(Trainer):
         loss = self.guarded.watched(loss)
         return (loss, outputs) if return_outputs else loss
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> float:
-        # The Trainer calls this once per step, when the gradient is complete and before
-        # the optimiser uses it. Under DeepSpeed it comes after the optimiser, but that
-        # engine itself skips a step whose norm is not finite.
-        norm = float(super()._get_grad_norm(model, grad_norm=grad_norm))
-        self.guarded.decide(norm)
-        return norm
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        # The Trainer calls this after a step, and once more after the last step of an
-        # epoch; `_Steps` does the work that must happen only once.
-        if self.control.should_training_stop:
-            # the last step is logged whatever logging_steps is
-            self.control.should_log = True
-        self.guarded.heed_signals()
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the parts of the loss, the throughput and the guard's counts to the
         Trainer's figures.
         """
+        step = self.state.global_step
         if "loss" in logs:
-            logs.update(self.meters.means(self.guarded.leave_out_skipped(logs)))
+            logs.update(self.meters.means(self.guarded.leave_out_skipped(logs, step)))
             logs.update(self.meters.written())
             logs["tokens_per_second"] = self.meters.tokens_per_second()
             logs.update(self.guard.report())
-            self.guarded.reset_meters()
+            self.meters.reset()
+            self.guarded.reset(step)
         super().log(logs, start_time)
         if "loss" in logs and self.own_text is not None:
-            self._show_sample(self.own_text.due_sample(self.state.global_step))
+            self._show_sample(self.own_text.due_sample(step))
 
     def _show_sample(self, sample: str | None) -> None:
         """Print a sample of own text, and put it into the history alone: reporters take
@@ -230,68 +398,52 @@ class DistillTrainer(Trainer):
             entry: dict[str, Any] = self.state.log_history[-1]
             entry["own_text"] = sample
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # The score before the first step may have ended the run.
-        if not self.control.should_training_stop:
-            super()._run_epoch(*args, **kwargs)
-
-    def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
-    ) -> tuple[nn.Module, Any]:
-        self.note_training()
-        _refuse_reentrant_checkpointing(self.plain_model)
-        # A continued training has the checkpoint's, which transformers would keep.
-        self.state.compute_steps(self.args, max_steps)
-        # None: the Trainer would load a checkpoint at a time that depends on the
-        # engine, in that engine's format. `restore` below is the same for all engines.
-        prepared: tuple[nn.Module, Any] = super()._prepare_for_training(
-            max_steps, train_dataloader, None
-        )
-        # DeepSpeed's engine steps the optimiser itself, and also skips by itself.
-        if self.is_deepspeed_enabled:
-            begin_in_float32(self.plain_model, self.optimizer, self.launch.ranks)
-        else:
-            self.guarded.let_steps_be_skipped(self.optimizer)
-        if self.step_loss.distance is not None:
-            self.step_loss.distance.steps = max_steps
-        # Only now is there an optimiser to load the state into.
-        if resume_from_checkpoint is not None:
-            self.restore(Path(resume_from_checkpoint))
-            self.checkpoint_writer.known.add(Path(resume_from_checkpoint).name)
-        self.guarded.reset_meters()
-        return prepared
-
-    def note_training(self) -> None:
-        """Mark the config of a rewired model: its weights are no longer the original's.
-
-        A regular model needs no mark, for it is an original itself.
-        """
-        config = self.plain_model.config
-        if (getattr(config, "farskip", None) or {}).get("layers"):
-            setattr(config, TRAINED, True)
-
     # ---- data
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with self.step_loss.capped(self.plain_model, self.settings):
-                return super().train(*args, **kwargs)
-        # Also for signals: a thread may still be writing a checkpoint.
-        except BaseException as error:
-            self.checkpoint_writer.leave(error)
-            raise
-        finally:
-            in_step(False)
-
-    def _finalize_training(self, *args: Any) -> Any:
-        self.checkpoint_writer.close()
-        return super()._finalize_training(*args)
-
     def get_train_dataloader(self) -> Any:
-        """Return the Trainer's loader, with workers that outlive a signal which the
+        """Return a loader of whole steps, with workers that outlive a signal which the
         scheduler or Ctrl-C sends to all processes.
         """
-        return shield_workers(super().get_train_dataloader())
+        rows: Any = self.train_dataset
+        loader = self._get_dataloader(
+            rows,
+            "Training",
+            self._train_batch_size,
+            sampler_fn=self._ordered_rows,
+            is_training=True,
+        )
+        return shield_workers(loader)
+
+    def _ordered_rows(self, rows: Any) -> Any:
+        if self.row_order is None:
+            return self._get_train_sampler(rows)
+        # The Trainer's sampler permutes the rows of epoch 0; `ordered_by` shifts its
+        # numbers in later epochs.
+        sampler = self._get_train_sampler(self.row_order.part(rows))
+        return self.row_order.ordered_by(sampler, self.args.data_seed)
+
+    def num_examples(self, dataloader: Any) -> int:
+        """Count the rows of an epoch, or those of another data set."""
+        if self.row_order is not None and dataloader.dataset is self.train_dataset:
+            return len(self.row_order)
+        return super().num_examples(dataloader)
+
+    def _batches_of(
+        self, loader: Any, epoch: int, first_step: int, *, resumes: bool
+    ) -> Iterator[Any]:
+        """Return the micro-batches of an epoch from a step on."""
+        if first_step > 0:
+            done = first_step * self.args.gradient_accumulation_steps
+            loader = skip_first_batches(loader, done)
+        elif resumes:
+            self._load_rng_state(str(self.continued_from))
+        # accelerate (1.15) does not reach the sampler behind the batches that a rank of
+        # several skips.
+        if self.row_order is not None:
+            self.row_order.set_epoch(epoch)
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        return iter(loader)
 
     # ---- optimiser
 
@@ -316,134 +468,6 @@ class DistillTrainer(Trainer):
             )
             self._created_lr_scheduler = True
         return self.lr_scheduler
-
-    # ---- checkpoints
-
-    def scored_weights(self) -> AbstractContextManager[None]:
-        """Give the model, within the block, the weights that are scored and saved: with
-        ema_decay their average.
-        """
-        if self.average is None or not self.average.average:
-            return nullcontext()
-        return self.average.applied()
-
-    @property
-    def plain_model(self) -> Any:
-        """The model without DDP's or DeepSpeed's wrapper."""
-        return self.accelerator.unwrap_model(self.model)
-
-    def restore(self, checkpoint: Path) -> None:
-        """Load weights, optimiser and schedule of a checkpoint from any engine and
-        number of ranks.
-        """
-        read_state(checkpoint, self.plain_model, self.optimizer, self.launch.ranks)
-        schedule = torch.load(
-            checkpoint / SCHEDULE, map_location="cpu", weights_only=True
-        )
-        load_schedule(self.lr_scheduler, self.optimizer, schedule)
-        if self.record.longer_than(read_json(checkpoint / RECORD_FILE)):
-            take_rate_of_schedule(self.lr_scheduler, self.optimizer)
-        restore_beside(self, checkpoint)
-
-    def restore_weights(self, checkpoint: Path, optimizer: Any) -> None:
-        """Load the weights and their average; optimizer: None before there is one."""
-        read_state(
-            checkpoint,
-            self.plain_model,
-            optimizer,
-            self.launch.ranks,
-            weights_only=True,
-        )
-        restore_beside(self, checkpoint)
-
-    def save_model(
-        self, output_dir: str | None = None, _internal_call: bool = False
-    ) -> None:
-        """Do nothing within a checkpoint: its writer writes weights and optimiser
-        together.
-        """
-        if not self.checkpoint_writer.is_saving:
-            super().save_model(output_dir, _internal_call)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        # Only files of a checkpoint go to the temporary folder.
-        folder = super()._get_output_dir(trial)
-        if self.checkpoint_writer.is_saving:
-            return str(Path(folder) / PARTIAL)
-        return folder
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint under a temporary name, rename it, then drop the oldest:
-        a checkpoint that has its name is complete.
-        """
-        save = super()._save_checkpoint
-        # transformers would append to the states of namesakes at every save, and knows
-        # no callback that the training was not begun with.
-        names = [
-            type(callback).__name__
-            for callback in (*self.callback_handler.callbacks, self.control)
-            if isinstance(callback, ExportableState)
-        ]
-        state: Any = self.state
-        state.stateful_callbacks = {
-            name: [] if names.count(name) > 1 else {} for name in names
-        }
-        self.checkpoint_writer.write(
-            f"checkpoint-{self.state.global_step}", lambda: save(model, trial)
-        )
-
-    # The Trainer saves with `save_pretrained`, which writes per-expert tensor names,
-    # and loads a checkpoint with a non-strict `load_state_dict`, which expects the
-    # fused names: the experts would silently stay as they are. Under FSDP and DeepSpeed
-    # it writes formats that only the same engine reads.
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.checkpoint_writer.save_state(Path(output_dir))
-
-    def _load_from_checkpoint(
-        self, resume_from_checkpoint: str, model: nn.Module | None = None
-    ) -> None:
-        """Do nothing: `restore` loads the checkpoint once there is an optimiser."""
-
-    def _load_callback_state(self) -> None:
-        self.restore_callbacks(self.state)
-
-    def restore_callbacks(self, state: TrainerState) -> None:
-        """Give the callbacks the attributes that they had when `state` was saved.
-
-        transformers does this only on request, and with new objects at the end of the
-        list, of which the caller knows nothing. The arguments of their constructors are
-        those given now, unless `restore_callback_states_from_checkpoint` is set.
-        """
-        callbacks = self.callback_handler.callbacks
-        all_saved: Any = state.stateful_callbacks
-        for name, saved in all_saved.items():
-            namesakes = [
-                callback for callback in callbacks if type(callback).__name__ == name
-            ]
-            for callback, values in zip(
-                namesakes, saved if isinstance(saved, list) else [saved], strict=False
-            ):
-                restored = dict(values.get("attributes", {}))
-                if self.args.restore_callback_states_from_checkpoint:
-                    restored |= values.get("args", {})
-                for attribute, value in restored.items():
-                    setattr(callback, attribute, value)
-
-    @property
-    def has_stopped_early(self) -> bool:
-        """Whether a callback of transformers has ended the training by its metric."""
-        return any(
-            isinstance(callback, EarlyStoppingCallback)
-            and callback.early_stopping_patience_counter
-            >= callback.early_stopping_patience
-            for callback in self.callback_handler.callbacks
-        )
-
-    def restore_progress(self, checkpoint: Path) -> None:
-        """Load the stopper's state; the time that it has counted is kept."""
-        if self.stopper is not None:
-            self.stopper.load(read_json(checkpoint / STOPPER_FILE))
 
 
 def _refuse_reentrant_checkpointing(model: nn.Module) -> None:

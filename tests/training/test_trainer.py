@@ -32,9 +32,9 @@ from fcsd.training.early_stopping import EarlyStopper, Score
 from fcsd.training.losses.objectives import ObjectiveConfig
 from fcsd.training.prepare import TrainingInputs
 from fcsd.training.run import remove_checkpoints, train
+from fcsd.training.step_loss import StepLoss
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
-from fcsd.training.trainer import DistillTrainer
 from tests.losses import DIVERGENCES, reference_divergence
 from tests.reference.tiny import tiny_model
 
@@ -512,14 +512,14 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
 ) -> None:
     run = make(tmp_path, teacher, rows=Rows(6), per_device_train_batch_size=1)
     tokens: list[int] = []
-    count = DistillTrainer._get_num_items_in_batch
+    count = StepLoss.num_kept
 
-    def look(self: Any, batches: list, device: Any) -> Any:
+    def look(self: StepLoss, batches: list, device: Any) -> Any:
         tokens.append(sum(batch["input_ids"].numel() for batch in batches))
         return count(self, batches, device)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistillTrainer, "_get_num_items_in_batch", look)
+        patch.setattr(StepLoss, "num_kept", look)
         assert train(*run)["steps"] == 3
     assert tokens == [4 * LENGTH] * 3
     assert [point["step"] for point in read_history(tmp_path)] == [1, 2, 3]
