@@ -111,6 +111,14 @@ def real_tokens(batch: Batch) -> Tensor:
     return ~begins
 
 
+def counted_tokens(batch: Batch) -> Tensor:
+    """Return a mask (B, T) of the tokens that count: in each row all up to the last one
+    with loss.
+    """
+    with_loss = batch["labels"] != NO_LOSS
+    return with_loss.flip(1).cumsum(1).flip(1) > 0
+
+
 def trim_padding(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Cut the batch after the last position with loss in any of its rows; most of the
     remainder is padding.

@@ -464,9 +464,14 @@ class PackedRows(torch.utils.data.Dataset):
         return len(self._first) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return row_of(
-            self.examples_of(index), self.layout.max_length, self.layout.pad_token_id
-        )
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        """Return several rows, as torch's loader asks for those of a batch."""
+        rows = [self._located(index) for index in indices]
+        length, pad = self.layout.max_length, self.layout.pad_token_id
+        read = [[shard.example(number) for shard, number in row] for row in rows]
+        return [row_of(examples, length, pad) for examples in read]
 
     @property
     def counts(self) -> ExampleCounts:
@@ -477,9 +482,7 @@ class PackedRows(torch.utils.data.Dataset):
         """Return the examples of a row, token ids and loss masks; the last one may be
         longer than the row.
         """
-        row = range(len(self))[index]
-        numbers = self._examples[self._first[row] : self._first[row + 1]]
-        return [self._example(int(number)) for number in numbers]
+        return [shard.example(number) for shard, number in self._located(index)]
 
     def usage(self, are_read: np.ndarray, lost: str | None) -> list[str]:
         """Describe in a line the fate of the examples when only the rows of a mask (N,)
@@ -517,8 +520,13 @@ class PackedRows(torch.utils.data.Dataset):
             for name in ("ids", "loss", "ends"):
                 digest.update(np.ascontiguousarray(shard.array(name)).tobytes())
 
-    def _example(self, number: int) -> Tokens:
-        shard = int(np.searchsorted(self._shard_ends, number, "right"))
-        # Numbers of examples are counted through all shards.
-        begin = int(self._shard_ends[shard - 1]) if shard else 0
-        return self._shards[shard].example(number - begin)
+    def _located(self, index: int) -> list[tuple[Shard, int]]:
+        """Return the shard of each example of a row, and its number there."""
+        row = range(len(self))[index]
+        located = []
+        for example in self._examples[self._first[row] : self._first[row + 1]]:
+            shard = int(np.searchsorted(self._shard_ends, example, "right"))
+            # Numbers of examples are counted through all shards.
+            begin = int(self._shard_ends[shard - 1]) if shard else 0
+            located.append((self._shards[shard], int(example) - begin))
+        return located

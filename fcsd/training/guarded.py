@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import TrainerControl, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_text
@@ -104,18 +102,17 @@ class Signals:
 class GuardedSteps:
     """Let a `Guard` decide on every step, from figures that all ranks share.
 
-    signals: those that end the training. interrupted_by: the number of the signal that
-    ended it before its last step, on whichever rank it came. events_folder: where
-    `events.jsonl` is written.
+    signals: those that end the training. received: the number of the signal that came
+    on whichever rank; 0 when there was none. interrupted_by: of the one that ended the
+    training before its last step. events_folder: where `events.jsonl` is written.
     """
 
     def __init__(self, guard: Guard, accelerator: Any, events_folder: Path):
         self.guard, self.accelerator = guard, accelerator
         self.events_folder = events_folder
         self.signals = Signals()
-        self.interrupted_by = 0
+        self.received = self.interrupted_by = 0
         self.is_written = True  # no rank is still writing its part of a checkpoint
-        self._received = 0  # the signal of any rank, agreed on by all
         self._logged_step = 0
         self._skipped_since_log = 0
         # this rank's share of the loss of the present step
@@ -123,9 +120,6 @@ class GuardedSteps:
         self._written: list[dict[str, Any]] = []  # the events of events.jsonl
 
     # ---- one step
-
-    def begin(self) -> None:
-        self._step_loss = None
 
     def watched(self, loss: Tensor) -> Tensor:
         """Add up a micro-batch's loss before its backward pass, and make sure that a
@@ -157,7 +151,8 @@ class GuardedSteps:
         if self.accelerator.num_processes > 1:
             figures = self.accelerator.gather(figures)
         losses, norms, received, writing = zip(*figures.tolist(), strict=True)
-        self._received, self.is_written = int(max(received)), not any(writing)
+        self._step_loss = None
+        self.received, self.is_written = int(max(received)), not any(writing)
         # The norm is over all ranks, so all have the same number. Should they differ, a
         # single one that is not finite makes the mean so.
         verdict = self.guard.decide(
@@ -205,7 +200,7 @@ class GuardedSteps:
     @property
     def ending(self) -> bool:
         """True when a signal has made this step the last one; the same on all ranks."""
-        return bool(self._received)
+        return bool(self.received)
 
     def listen(self) -> None:
         """Agree on a signal that arrived after the step on any rank; all ranks call
@@ -213,18 +208,12 @@ class GuardedSteps:
 
         A score may take hours, and `decide` has gathered the signals before it.
         """
-        self._received = int(max(self._of_all_ranks(float(self.signals.received))))
-
-    def heed_signals(self, control: TrainerControl, args: TrainingArguments) -> None:
-        """End the training with a checkpoint where a signal asks for the end."""
-        if self._received and not control.should_training_stop:
-            self.interrupted_by = self._received
-            control.should_training_stop = True
-            control.should_save = args.save_strategy != SaveStrategy.NO
+        self.received = int(max(self._of_all_ranks(float(self.signals.received))))
 
     def reset(self, step: int) -> None:
         """Start the counts of the next log line after `step`."""
         self._logged_step, self._skipped_since_log = step, 0
+        self._step_loss = None
 
     def leave_out_skipped(self, logs: dict[str, float], step: int) -> int:
         """Make the loss in `logs` the mean over the steps that were not skipped, or

@@ -5,11 +5,13 @@ engine and on any number of ranks.
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import skip_first_batches
 from torch import nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState
@@ -138,6 +140,23 @@ class ResumableTrainer(Trainer):
         # A continued training has the checkpoint's, which transformers would keep.
         self.state.compute_steps(self.args, max_steps)
         self.state.init_training_references(self, max_steps, num_epochs, None)
+
+    def batches_of(
+        self, loader: Any, epoch: int, first_step: int, *, resumes: bool
+    ) -> Iterator[Any]:
+        """Return the micro-batches of an epoch from a step on."""
+        if first_step > 0:
+            done = first_step * self.args.gradient_accumulation_steps
+            loader = skip_first_batches(loader, done)
+        elif resumes:
+            self._load_rng_state(str(self.continued_from))
+        # accelerate (1.15) does not reach the sampler behind the batches that a rank of
+        # several skips.
+        if self.row_order is not None:
+            self.row_order.set_epoch(epoch)
+        if hasattr(loader, "set_epoch"):
+            loader.set_epoch(epoch)
+        return iter(loader)
 
     def restore(self, checkpoint: Path) -> None:
         """Load weights, optimiser and schedule of a checkpoint from any engine and

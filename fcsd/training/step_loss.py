@@ -11,11 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fcsd.data.batches import Batch, next_token_targets, trim_padding
+from fcsd.data.batches import (
+    Batch,
+    counted_tokens,
+    next_token_targets,
+    trim_padding,
+)
 from fcsd.model.families.capacity import Dropping, dropping
+from fcsd.model.families.structure import packing_of, unwrapped
 from fcsd.parallel.failure import in_step
 from fcsd.training.config import UpdateConfig
-from fcsd.training.losses.balance import Balance, counted_tokens
+from fcsd.training.losses.balance import Balance
 from fcsd.training.losses.head import refuse_packing
 from fcsd.training.losses.hidden_terms import StreamDistance, captured_streams
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig, ObjectiveConfig
@@ -43,6 +49,9 @@ class StepLoss:
         if isinstance(objective, KLWithL2ObjectiveConfig):
             self.distance = StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
+        self._may_leak: bool | None = (
+            None  # as `refuse_packing` asks, once per training
+        )
         # of the distance between the streams in the step that is under way
         self._coefficient = 0.0
 
@@ -69,18 +78,13 @@ class StepLoss:
         # also returns the hidden states.
         if self.distance is not None:
             self._coefficient = self.distance.coefficient(step)
-        for batch in batches:
+        if self._may_leak is None:
+            self._may_leak = packing_of(unwrapped(model).config) == "leaks"
+        for batch in batches if self._may_leak else ():
             refuse_packing(model, batch["labels"], batch["position_ids"])
         if self.teacher is not None and not self._coefficient and batches:
             in_step()
             self.teacher.prepare(batches)
-
-    def forget(self, batches: list[Batch]) -> None:
-        """Release the teacher's hidden states of a step: the loader holds its last batch
-        until it has given the next one.
-        """
-        for batch in batches:
-            batch.pop("teacher_hidden", None)
 
     def num_kept(self, batches: list[Batch], device: torch.device) -> Tensor | None:
         """Count the kept tokens of the optimiser step, over all ranks."""

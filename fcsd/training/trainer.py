@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import skip_first_batches
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.optimization import GreedyLR
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from fcsd.base.errors import UserError
 from fcsd.model.autocast import autocast_experts
@@ -193,7 +192,7 @@ class DistillTrainer(ResumableTrainer):
             # The score before the first step may have ended the run.
             if self.control.should_training_stop:
                 break
-            batches = self._batches_of(loader, epoch, first_step, resumes=resumes)
+            batches = self.batches_of(loader, epoch, first_step, resumes=resumes)
             for step in range(first_step, epoch_steps):
                 # Skipping batches has drawn random numbers, too.
                 restores = resumes and step == first_step > 0
@@ -249,7 +248,6 @@ class DistillTrainer(ResumableTrainer):
 
         # Forward and backward, micro-batch by micro-batch.
         logged_loss, logged_meters = self._tr_loss.clone(), self.meters.kept()
-        guarded.begin()
         self._tell("on_step_begin")
         for number, inputs in enumerate(micro_batches, start=1):
             in_step()
@@ -262,7 +260,9 @@ class DistillTrainer(ResumableTrainer):
                 self._tell("on_substep_end")
                 if self.control.should_epoch_stop or self.control.should_training_stop:
                     return None
-        step_loss.forget(micro_batches)
+        # The loader holds its last batch until it has given the next one.
+        for inputs in micro_batches:
+            inputs.pop("teacher_hidden", None)
 
         # Clip, and decide with all ranks. DeepSpeed has taken its step within the
         # backward pass; it skips a step by itself if the norm is not finite.
@@ -287,7 +287,8 @@ class DistillTrainer(ResumableTrainer):
         model.zero_grad()
         in_step(False)
         if goes:
-            step_loss.end_step()
+            if step_loss.balance is not None:
+                step_loss.end_step()
             if self.average is not None:
                 self.average.update(step + 1, self.plain_model, optimizer)
         else:
@@ -301,9 +302,8 @@ class DistillTrainer(ResumableTrainer):
 
     def _tell(self, event: str) -> None:
         """Call all callbacks."""
-        self.control = getattr(self.callback_handler, event)(
-            self.args, self.state, self.control
-        )
+        call = getattr(self.callback_handler, event)
+        self.control = call(self.args, self.state, self.control)
 
     def _reducing_gradients(
         self, model: nn.Module, is_last: bool
@@ -311,19 +311,22 @@ class DistillTrainer(ResumableTrainer):
         """Reduce gradients over the ranks after the last micro-batch of a step alone,
         where the engine can wait so long.
         """
-        accelerator = self.accelerator
-        accelerator.gradient_state._set_sync_gradients(is_last)
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
         if is_last or self.engine.has_dtensors or self.is_deepspeed_enabled:
             return nullcontext()
-        context: AbstractContextManager[None] = accelerator.no_sync(model)
-        return context
+        waiting: AbstractContextManager[None] = self.accelerator.no_sync(model)
+        return waiting
 
     def _settle_control(self) -> None:
-        """Log the last step whatever `logging_steps` is, also that which a signal has
-        made the last.
+        """Log the last step whatever `logging_steps` is, and end the training with a
+        checkpoint where a signal asks for the end.
         """
-        self.control.should_log |= self.control.should_training_stop
-        self.guarded.heed_signals(self.control, self.args)
+        control, guarded = self.control, self.guarded
+        control.should_log |= control.should_training_stop
+        if guarded.received and not control.should_training_stop:
+            guarded.interrupted_by = guarded.received
+            control.should_training_stop = True
+            control.should_save = self.args.save_strategy != SaveStrategy.NO
 
     def _stopped(self, step: int) -> UserError:
         # The message names the last checkpoint, which may still be in the making.
@@ -428,23 +431,6 @@ class DistillTrainer(ResumableTrainer):
             return len(self.row_order)
         return super().num_examples(dataloader)
 
-    def _batches_of(
-        self, loader: Any, epoch: int, first_step: int, *, resumes: bool
-    ) -> Iterator[Any]:
-        """Return the micro-batches of an epoch from a step on."""
-        if first_step > 0:
-            done = first_step * self.args.gradient_accumulation_steps
-            loader = skip_first_batches(loader, done)
-        elif resumes:
-            self._load_rng_state(str(self.continued_from))
-        # accelerate (1.15) does not reach the sampler behind the batches that a rank of
-        # several skips.
-        if self.row_order is not None:
-            self.row_order.set_epoch(epoch)
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
-        return iter(loader)
-
     # ---- optimiser
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -452,9 +438,8 @@ class DistillTrainer(ResumableTrainer):
         groups decay.
         """
         optimizer = super().create_optimizer(model)
-        # Parameters on different meshes are in different groups. A checkpoint stores
-        # the two groups of one process, so each group notes which of them it belongs
-        # to.
+        # A checkpoint stores the two groups of one process; those of different meshes
+        # note which of the two they belong to.
         if self.engine.spreads_experts:
             trained: Any = self.model if model is None else model
             note_parts(optimizer, trained, self.get_decay_parameter_names(trained))
@@ -463,10 +448,8 @@ class DistillTrainer(ResumableTrainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             steered: Any = optimizer or self.optimizer
-            self.lr_scheduler = learning_rate_schedule(
-                self.args, steered, num_training_steps
-            )
-            self._created_lr_scheduler = True
+            schedule = learning_rate_schedule(self.args, steered, num_training_steps)
+            self.lr_scheduler, self._created_lr_scheduler = schedule, True
         return self.lr_scheduler
 
 

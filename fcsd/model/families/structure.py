@@ -4,6 +4,7 @@ scaled.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Literal
 
 from torch import nn
@@ -23,7 +24,12 @@ def packing_of(config: Any) -> Literal["position_ids", "given_masks", "leaks"]:
     """Return how a model with this config keeps the examples of a packed row apart; see
     `Family.packing`.
     """
-    row = FAMILIES.get(base_model_type(config.model_type))
+    return _packing(config.model_type)
+
+
+@cache
+def _packing(model_type: str) -> Literal["position_ids", "given_masks", "leaks"]:
+    row = FAMILIES.get(base_model_type(model_type))
     return "position_ids" if row is None else row.packing
 
 

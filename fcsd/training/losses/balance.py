@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fcsd.base.errors import UserError
-from fcsd.data.batches import NO_LOSS, Batch
+from fcsd.data.batches import Batch, counted_tokens
 from fcsd.model.families.choices import Recording, Routed, recording
 from fcsd.model.families.routers import find_routers
 from fcsd.model.families.structure import unwrapped
@@ -71,14 +71,6 @@ def balance_loss(
         / (top_k * lengths[:, None])
     )
     return (probabilities * example_shares[examples]).sum()
-
-
-def counted_tokens(batch: Batch) -> Tensor:
-    """Return a mask (B, T) of the tokens that count: in each row all up to the last one
-    with loss.
-    """
-    with_loss = batch["labels"] != NO_LOSS
-    return with_loss.flip(1).cumsum(1).flip(1) > 0
 
 
 def refuse_loss_of_the_model(config: Any, train: UpdateConfig) -> None:

@@ -219,11 +219,14 @@ def _training_forward(
     **target: Any,
 ) -> LossOutput:
     compared = Target(objective, **target) if objective != "hidden" else None
-    hidden = body_hidden(model, input_ids, position_ids, attention_mask, keep)
+    head, body = head_and_body(model)
+    hidden = body_hidden(
+        model, input_ids, position_ids, attention_mask, keep, body=body
+    )
     if compared is None:
         return LossOutput(hidden=hidden)
     # Called as a module, so that the head's own hooks run.
-    loss, statistics = head_and_body(model)[0](hidden, compared)
+    loss, statistics = head(hidden, compared)
     return LossOutput(
         loss=loss, **(statistics._asdict() if statistics is not None else {})
     )
@@ -235,9 +238,11 @@ def body_hidden(
     position_ids: Tensor | None,
     attention_mask: Tensor | None,
     keep: Tensor | None,
+    *,
+    body: nn.Module | None = None,
 ) -> Tensor:
     """Compute the (N, D) hidden states of the kept positions after the final norm,
-    bypassing the model's own forward.
+    bypassing the model's own forward. body: of the model; None: it is looked up.
     """
     config = model.config
     may_be_packed = attention_mask is None and position_ids is not None
@@ -256,7 +261,8 @@ def body_hidden(
             *input_ids.shape, 1, dtype=model.dtype, device=input_ids.device
         )
         masks = create_masks_for_generate(config, shape, None, None, position_ids)
-    outputs = head_and_body(model)[1](
+    body = head_and_body(model)[1] if body is None else body
+    outputs = body(
         input_ids=input_ids,
         attention_mask=masks,
         position_ids=position_ids,

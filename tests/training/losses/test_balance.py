@@ -16,14 +16,14 @@ from fcsd.api.trainer import FCSDTrainer
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
-from fcsd.data.batches import NO_LOSS
+from fcsd.data.batches import NO_LOSS, counted_tokens
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.routers import find_routers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.losses.balance import Balance, counted_tokens
+from fcsd.training.losses.balance import Balance
 from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
