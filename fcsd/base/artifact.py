@@ -340,13 +340,13 @@ def _changed_outputs(
         # The weights may be large: they are read only where they are compared.
         current |= model_outputs(model_folder, None if "model" in model else "")
     recorded: dict[str, Any] = json.loads(json.dumps(expected))
-    for name, noted in recorded.items():
+    for name, record in recorded.items():
         # Changed fields say more than the hash; a former fcsd noted no hash.
         fields = without_hash(current.get(name))
-        if isinstance(noted, dict) and (
-            "sha256" not in noted or fields != without_hash(noted)
+        if isinstance(record, dict) and (
+            "sha256" not in record or fields != without_hash(record)
         ):
-            recorded[name], current[name] = without_hash(noted), fields
+            recorded[name], current[name] = without_hash(record), fields
     return differences(recorded, {name: current.get(name) for name in recorded})
 
 

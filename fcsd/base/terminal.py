@@ -79,8 +79,8 @@ def _table(lines: Sequence[str], columns: int) -> str:
     header, rule, *rows = (
         [cell.strip() for cell in line[1:-1].split("|")] for line in lines
     )
-    whole = max(map(len, lines)) <= columns
-    if whole or any(len(row) != len(header) for row in (rule, *rows)):
+    fits = max(map(len, lines)) <= columns
+    if fits or any(len(row) != len(header) for row in (rule, *rows)):
         return "\n".join(lines)
     table = [header, *rows]
     left = [not cell.endswith(":") for cell in rule]

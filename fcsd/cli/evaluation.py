@@ -163,8 +163,8 @@ def _grade_samples(arguments: Namespace) -> None:
     """Grade a file of samples that another program generated."""
     parser = ArgumentParser()
     _evaluate_options(parser)
-    others = vars(arguments).keys() - _FOR_SAMPLES - _SAMPLES_ONLY
-    defaults = {name: parser.get_default(name) for name in others}
+    foreign = vars(arguments).keys() - _FOR_SAMPLES - _SAMPLES_ONLY
+    defaults = {name: parser.get_default(name) for name in foreign}
     reason = "has no meaning with --samples, which runs no model"
     _refuse_given(arguments, defaults, reason)
     from fcsd.evaluation.config import Scoring

@@ -55,13 +55,15 @@ def test_experts_in_order_and_by_load_are_as_many_on_every_endpoint() -> None:
     ]
 
 
-def test_swaps_bring_each_sources_experts_home() -> None:
+@pytest.mark.parametrize("collective", ["p2p", "all_to_all_single"])
+def test_swaps_bring_each_sources_experts_home(collective: str) -> None:
+    """Also where both directions of a pair take turns, as in fcsd's profiles of gloo."""
     # source 0 uses experts 1, 4 and 5 only, source 1 uses 0, 2 and 3: nothing has to
     # travel
     counts = np.zeros((1, 2, 6))
     for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
         counts[0, source, experts] = 100
-    links = made_links([[0, 1e-6], [1e-6, 0]])
+    links = made_links([[0, 1e-6], [1e-6, 0]], collective)
     assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
 
 
@@ -97,17 +99,6 @@ def test_a_placement_of_each_kind_is_made_for_every_layer() -> None:
         == topology_aware(counts, links, PAYLOAD).tolist()
         != by_load.tolist()
     )
-
-
-def test_experts_are_placed_by_links_on_which_both_directions_take_turns() -> None:
-    """fcsd profiles gloo in this way by default: only the sum of both directions of a
-    pair counts.
-    """
-    counts = np.zeros((1, 2, 6))
-    for source, experts in enumerate(([1, 4, 5], [0, 2, 3])):
-        counts[0, source, experts] = 100
-    links = made_links([[0, 1e-6], [1e-6, 0]], "all_to_all_single")
-    assert topology_aware(counts, links, PAYLOAD).tolist() == [[1, 0, 1, 1, 0, 0]]
 
 
 def test_swaps_come_close_to_the_best_placement_and_never_behind_their_start() -> None:

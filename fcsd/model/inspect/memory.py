@@ -29,7 +29,7 @@ def cache_bytes(config: Any, num_tokens: int = CACHE_TOKENS) -> int | None:
 
 def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
     """Compute `cache_bytes` layer by layer."""
-    each = []
+    by_layer = []
     windows = attention_windows(config)
     layers = zip(_kinds(config), _layers(config), windows, strict=False)
     for kind, layer, window in layers:
@@ -37,9 +37,9 @@ def layer_cache_bytes(config: Any, num_tokens: int) -> list[int] | None:
         if per_token is None:
             return None
         # A window bounds the cache; without one it grows with the text.
-        kept = min(num_tokens, window or num_tokens)
-        each.append(BYTES["bfloat16"] * per_token * kept)
-    return each
+        num_kept = min(num_tokens, window or num_tokens)
+        by_layer.append(BYTES["bfloat16"] * per_token * num_kept)
+    return by_layer
 
 
 def attention_windows(config: Any) -> list[int | None]:

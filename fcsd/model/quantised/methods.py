@@ -82,8 +82,8 @@ def model_quantisation(model: Any) -> Quantisation | None:
     A config says nothing of weights that transformers has dequantised while it loaded
     them; the conversions with which it would save them do.
     """
-    if (said := said_quantisation(model.config.to_dict())) is not None:
-        return said
+    if (quantisation := said_quantisation(model.config.to_dict())) is not None:
+        return quantisation
     for conversion in getattr(model, "_weight_conversions", None) or ():
         for operation in getattr(conversion, "operations", ()):
             if (quantizer := getattr(operation, "hf_quantizer", None)) is not None:

@@ -41,14 +41,14 @@ class Table:
         """
         kib = num_bytes / 1024
         sizes = [row[0] for row in self.rows]
-        after = bisect_left(sizes, kib)
-        if after == 0:
+        index = bisect_left(sizes, kib)
+        if index == 0:
             return self.rows[0][1:]
-        if after == len(sizes):
+        if index == len(sizes):
             more = beyond(num_bytes - sizes[-1] * 1024)
             low, typical, high = self.rows[-1][1:]
             return low + more, typical + more, high + more
-        (first, *before), (second, *behind) = self.rows[after - 1 : after + 1]
+        (first, *before), (second, *behind) = self.rows[index - 1 : index + 1]
         share = math.log(kib / first) / math.log(second / first)
         low, typical, high = (
             a + share * (b - a) for a, b in zip(before, behind, strict=True)

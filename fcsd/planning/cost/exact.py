@@ -430,7 +430,7 @@ def _tensor_parallel(planned: Planned) -> tuple[list[Priced], list[str]]:
     chain = passed(work, side_s)
     compute = _computed(chain) + outside_s
     # Each sum runs beside the half of a layer behind it; the engine sends the last.
-    hidden = sum(min(sent, after) for (_, sent), (after, _) in pairwise(chain))
+    hidden = sum(min(sent, following) for (_, sent), (following, _) in pairwise(chain))
     sums = -(-len(work.layers) // TRACK_LAYERS)
     sent_s = _sent(chain) - side_s + line_s
     ladder, tracks = rival(LADDER, "tp"), rival(TRACKS, "tp")

@@ -160,11 +160,13 @@ def _seconds(
     cases = []
     for values, host_us in zip(assumed_values(job.hardware.mfu), HOST_US, strict=True):
         roofline = roofline_of(job, dtype).assuming(values)
-        one = sum(map(total, roofline.layers(decoding, 1))) + roofline.head(decoding)
+        token_s = sum(map(total, roofline.layers(decoding, 1))) + roofline.head(
+            decoding
+        )
         # The host launches kernels while the GPU computes: the longer of both counts.
         host = host_us / 1e6 * len(decoding.layers)
         read = prompts * sum(map(total, roofline.layers(job.work, 1)))
-        cases.append(passes * max(one, host) + read + gathers)
+        cases.append(passes * max(token_s, host) + read + gathers)
     return cases
 
 

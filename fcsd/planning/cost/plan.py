@@ -59,8 +59,8 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
     advise: if the plan does not fit, search for settings that do; this traces the model
     several times.
     """
-    kept = kept_memory(planned)
-    times = compared(planned, kept)
+    kept_bytes = kept_memory(planned)
+    times = compared(planned, kept_bytes)
     machine, rows = planned.machine, []
     # One assumption at a time, at both ends of its range.
     for name, assumption in ASSUMPTIONS.items():
@@ -72,9 +72,9 @@ def plan(planned: Planned, *, advise: bool = True) -> dict[str, Any]:
             continue
         # A given value may lie outside the table's range, which then extends to it.
         ends = [min(low, value), max(high, value)]
-        at = [compared(planned.assuming(**{name: end}), kept) for end in ends]
+        at = [compared(planned.assuming(**{name: end}), kept_bytes) for end in ends]
         gains = {
-            key: reach(times[key], (one[key] for one in at))
+            key: reach(times[key], (case[key] for case in at))
             for key in ("speed_up", "over_exact")
         }
         facts = {"what": assumption.what, "source": assumption.source}
@@ -328,15 +328,15 @@ def _megatron_memory(planned: Planned, trace: Trace) -> dict[str, int]:
         experts = work.num_expert_parameters
         return experts / ep, (work.num_parameters - experts) / tp
 
-    experts, others = max(map(of_a_rank, works), key=sum)
-    kept = min(number, planned.micro_batches) / number / tp
+    experts, other_parameters = max(map(of_a_rank, works), key=sum)
+    share_kept = min(number, planned.micro_batches) / number / tp
     moving = trace.transient
     parts = {
-        "weights": int(2 * (experts + others)),
-        "gradients": int(4 * (experts + others)),
-        "optimizer states": int(12 * (experts * ep + others * tp) / ranks),
+        "weights": int(2 * (experts + other_parameters)),
+        "gradients": int(4 * (experts + other_parameters)),
+        "optimizer states": int(12 * (experts * ep + other_parameters * tp) / ranks),
         "activations": int(
-            kept * sum(size for kind, size in moving.items() if kind != "loss")
+            share_kept * sum(size for kind, size in moving.items() if kind != "loss")
         ),
         "loss": moving.get("loss", 0) // tp,
     }
@@ -351,12 +351,13 @@ def _serving_memory(planned: Planned) -> dict[str, int]:
     work, tp = planned.work, planned.tensor_parallel
     # A rank of a wide server has all but the other ranks' experts.
     experts: float = work.num_expert_parameters
-    others = work.num_parameters - experts
+    other_parameters = work.num_parameters - experts
     if planned.wide:
         experts /= planned.expert_parallel
     stored = planned.stored
     return {
-        "weights": int(experts * stored.experts + others * stored.others) // tp,
+        "weights": int(experts * stored.experts + other_parameters * stored.others)
+        // tp,
         "keys and values": int(planned.cached),
         # Serving keeps no activations for a backward pass.
         "activations": work.tokens * work.hidden_size * 2 * 4,

@@ -555,8 +555,8 @@ def _cached(settings: PlanSettings, config: Any, tp: int) -> list[float]:
     # With more ranks than heads, several ranks hold the same head.
     shared = min(tp, heads or tp)
     ranks = settings.data_parallel or shared
-    each = layer_cache_bytes(config, settings.length) or []
-    return [layer * settings.batch / ranks for layer in each]
+    by_layer = layer_cache_bytes(config, settings.length) or []
+    return [layer * settings.batch / ranks for layer in by_layer]
 
 
 def _decoding(
@@ -572,13 +572,13 @@ def _decoding(
     num_layers = len(work.layers)
     facts = zip_longest(work.layers, cached[:num_layers], windows[:num_layers])
     for layer, layer_cached, window in facts:
-        seen = min(length, window or length)
+        num_seen = min(length, window or length)
         layers.append(
             replace(
                 layer,
-                core=layer.core * seen,
+                core=layer.core * num_seen,
                 causal=False,
-                scores=layer.scores * seen,
+                scores=layer.scores * num_seen,
                 cache_bytes=layer_cached or 0.0,
             )
         )

@@ -99,5 +99,5 @@ RIVALS = (
 
 def rival(name: str, where: Where) -> Rival:
     """Return the row of a name."""
-    (found,) = (one for one in RIVALS if (one.name, one.where) == (name, where))
+    (found,) = (row for row in RIVALS if (row.name, row.where) == (name, where))
     return found

@@ -329,11 +329,11 @@ class Roofline:
         # charged to all.
         pairs = tokens * experts * uneven
 
-        def rows_to(places: int) -> float:
+        def rows_to(num_places: int) -> float:
             return tokens * rows_per_token(
                 model.num_experts,
                 experts,
-                places,
+                num_places,
                 groups=model.expert_groups,
                 imbalance=uneven,
             )
@@ -349,8 +349,8 @@ class Roofline:
             times = [simulate(links, counts, payload) for payload in payloads]
             return float(times[0].metadata + times[0].dispatch), float(times[1].combine)
         far_rows = None
-        nodes, rest = divmod(ranks, self.machine.gpus_per_node)
-        if self.rows == "node" and nodes > 1 and not rest:
+        nodes, remainder = divmod(ranks, self.machine.gpus_per_node)
+        if self.rows == "node" and nodes > 1 and not remainder:
             far_rows = rows_to(nodes) * (1 - 1 / nodes)
         ahead, back = (
             _all_to_all(
@@ -441,13 +441,13 @@ class Roofline:
             return 2e6 * self.ring(num_bytes, ranks, latency_us=latency_us)
 
         # A training's are NCCL's of large tensors, which take as long as their bytes.
-        known = self.served and is_near
-        table = published(way, machine.gpu, ranks) if known else None
+        is_published = self.served and is_near
+        table = published(way, machine.gpu, ranks) if is_published else None
         if table:
-            return table.at(num_bytes, lambda more: sent_us(more, 0.0))
+            return table.at(num_bytes, lambda size: sent_us(size, 0.0))
         fixed_us = latency_us if is_near else self.values["node_us"] / 4
         # An engine may have a kernel that is as fast as the published ones.
-        known_us = ASSUMPTIONS["all_reduce_us"].low / 2 if known else fixed_us
+        known_us = ASSUMPTIONS["all_reduce_us"].low / 2 if is_published else fixed_us
         least_us = min(fixed_us, known_us) if way == "engine" else fixed_us
         both_us = sent_us(num_bytes, fixed_us)
         return sent_us(num_bytes, least_us), both_us, both_us
@@ -471,15 +471,15 @@ def _least_s(
     """Return the least seconds of a step of a server: of its matmuls, and of its other
     kernels. fp8: the matmuls are in FP8.
     """
-    matmuls, others = KERNELS[name]
+    matmuls, other_kernels = KERNELS[name]
     if layer.work("attention a" + WHOLE).weights:
-        more = LATENT.get(name, (0, 0))
-        matmuls, others = matmuls + more[0], others + more[1]
+        latent = LATENT.get(name, (0, 0))
+        matmuls, other_kernels = matmuls + latent[0], other_kernels + latent[1]
     if fp8:
-        others += QUANTISED.get(name, 0)
+        other_kernels += QUANTISED.get(name, 0)
     return (
         matmuls * values["matmul_us"] / 1e6,
-        others * values["kernel_us"] / 1e6,
+        other_kernels * values["kernel_us"] / 1e6,
     )
 
 

@@ -24,8 +24,8 @@ Stage = tuple[int, int]
 
 def stages_of(num_layers: int, number: int) -> list[Stage]:
     """Return the stages, as equal as possible; earlier ones have one layer more."""
-    least, more = divmod(num_layers, number)
-    sizes = [least + (k < more) for k in range(number)]
+    least, remainder = divmod(num_layers, number)
+    sizes = [least + (k < remainder) for k in range(number)]
     return list(pairwise(accumulate(sizes, initial=0)))
 
 

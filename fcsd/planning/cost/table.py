@@ -350,15 +350,15 @@ def _plan_parts(facts: Mapping[str, Any]) -> Iterator[list[str]]:
 
 def _does_not_fit(memory: Mapping[str, Any]) -> str:
     needs = memory["needs_gpus"]
-    more = f"without changes it needs {needs} GPUs"
+    need = f"without changes it needs {needs} GPUs"
     if needs is None:
-        more = (
+        need = (
             "more GPUs alone do not make it fit (tried: up to"
             f" {MORE_GPUS[-1]} times as many)"
         )
     changes = " or ".join(memory["changes"])
-    others = f"; one of these makes it fit: {changes}" if changes else ""
-    return f"DOES NOT FIT: {more}{others}"
+    alternatives = f"; one of these makes it fit: {changes}" if changes else ""
+    return f"DOES NOT FIT: {need}{alternatives}"
 
 
 def _plan_head(facts: Mapping[str, Any]) -> list[str]:
@@ -507,19 +507,19 @@ def _all_reduces(facts: Mapping[str, Any], ideal: float) -> str:
     )
     published = any(row["name"] == "side_us" for row in facts["sensitivity"])
     if engine == side and not published:
-        taken = (
+        duration_text = (
             f"{engine} µs, from latency and rates: nobody published times of these"
             " GPUs, or between nodes. If the engine's own kernel is faster than NCCL's,"
             " the gain is smaller"
         )
     else:
-        taken = (
+        duration_text = (
             f"the engine's own in line {engine} µs, NCCL's on a side stream {side}. If"
             f" the engine's own ran beside computation (AMD's fork): {ideal:.3f} times"
             " as fast as regular blocks"
         )
     return (
-        f"ALL-REDUCES: {taken}. Measure yours first: `assumptions: {{all_reduce_us: …,"
+        f"ALL-REDUCES: {duration_text}. Measure yours first: `assumptions: {{all_reduce_us: …,"
         " side_us: …}` in the file of --cluster"
     )
 
@@ -671,10 +671,10 @@ def _study(rows: Sequence[Mapping[str, Any]]) -> str:
 def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
     # Measured times have no exact schedule beside them.
     kinds = {"over_exact": "as the best exact", "speed_up": "as regular blocks"}
-    shown = [key for key in kinds if key in rows[0]]
+    columns = [key for key in kinds if key in rows[0]]
 
     def reach(row: Mapping[str, Any]) -> float:
-        return float(max(abs(row[key][1] - row[key][0]) for key in shown))
+        return float(max(abs(row[key][1] - row[key][0]) for key in columns))
 
     # Assumptions that move the result by less than its last printed digit are only
     # listed, but for those that the cluster's file gives.
@@ -688,7 +688,7 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
             row["name"],
             _value(row["value"]),
             "given" if _is_given(row) else " to ".join(map(_value, row["range"])),
-            *(f"{row[key][0]:.3f} to {row[key][1]:.3f}" for key in shown),
+            *(f"{row[key][0]:.3f} to {row[key][1]:.3f}" for key in columns),
         ]
         for row in ordered
     ]
@@ -696,7 +696,7 @@ def _sensitivity(rows: Sequence[Mapping[str, Any]]) -> str:
         "assumption",
         "value",
         "range",
-        *(f"times as fast {kinds[key]}" for key in shown),
+        *(f"times as fast {kinds[key]}" for key in columns),
     ]
     table = f"{markdown(header, cells)}\n" if cells else ""
     none = f"no effect on it: {without}\n" if without else ""

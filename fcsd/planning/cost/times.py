@@ -347,9 +347,9 @@ def _pipeline(
     works.
     """
     slowest = max(range(len(steps)), key=lambda k: float(stages[k]["regular_s"]))
-    step, place = steps[slowest]
+    step, index = steps[slowest]
     working = replace(step, micro_batches=planned.micro_batches)
-    busy = _stage_times(planned, working, place)
+    busy = _stage_times(planned, working, index)
     regular_s, overlapped_s = (
         max(stage[name] for stage in stages) for name in ("regular_s", "overlapped_s")
     )
@@ -437,14 +437,15 @@ def _serving_times(planned: Planned, side: Way = "side") -> dict[str, Any]:
     communication = 2 * len(work.layers) * all_reduce_s
     # What nothing hides, the engine sends itself, in line. One all-reduce less in a
     # dense layer, one more where shared experts have their own.
-    beside = [window_s for layer in windows for window_s in layer]
-    sent = sum(side_s if window_s else all_reduce_s for window_s in beside)
+    windows_s = [window_s for layer in windows for window_s in layer]
+    sent = sum(side_s if window_s else all_reduce_s for window_s in windows_s)
     remaining = sum(
-        exposed(side_s, window_s) if window_s else all_reduce_s for window_s in beside
+        exposed(side_s, window_s) if window_s else all_reduce_s
+        for window_s in windows_s
     )
     # A regular layer has two norms, each behind an all-reduce; one behind an all-reduce
     # on the side cannot be fused with it.
-    norms, in_line = 2 * len(work.layers), sum(not window_s for window_s in beside)
+    norms, in_line = 2 * len(work.layers), sum(not window_s for window_s in windows_s)
     saved_s = fused_norm(roofline, work)
     lost_s = saved_s * max(0, norms - in_line)
     # Without a combine there are no returned rows to sum.

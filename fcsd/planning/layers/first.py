@@ -138,10 +138,12 @@ def special_text(facts: dict[str, Any]) -> list[str]:
         for k, loss in zip(special["layers"], special["alone"], strict=True)
     ]
     number, plural = len(costs), "s" if len(costs) > 1 else ""
-    one = "" if plural else "s"
-    costly, with_all = f"cost{one} far more alone than", "and all layers"
+    ending = "" if plural else "s"
+    costly, with_all = f"cost{ending} far more alone than", "and all layers"
     if without["option"] == "mlp":
-        costly = f"add{one} far more to attention alone ({nats(special['base'])}) than"
+        costly = (
+            f"add{ending} far more to attention alone ({nats(special['base'])}) than"
+        )
         with_all = "and all layers cost with attention"
     all_layers_text = (
         "" if special["all"] is None else f", {with_all} {nats(special['all'])}"

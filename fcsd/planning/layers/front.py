@@ -274,11 +274,11 @@ def front(
         chosen, losses = Halves(), nothing
         loss_of = partial(sum_of, name=metric)
         for added in greedy(halves, seconds_of, loss_of):
-            before = {name: sum_of(chosen, name) for name in names}
+            sums_before = {name: sum_of(chosen, name) for name in names}
             chosen |= set(added)
             spec = halves_connectivity(study, chosen)
             losses = {
-                name: _loss(loss["value"] + sum_of(chosen, name) - before[name])
+                name: _loss(loss["value"] + sum_of(chosen, name) - sums_before[name])
                 for name, loss in losses.items()
             }
             if (key := _model_key(spec, mask)) in points:
@@ -498,8 +498,8 @@ def _front_tables(facts: Mapping[str, Any]) -> list[str]:
     tables = []
     if steps > 1:
         path = [[*cells(rows[0]), ""]]
-        for before, row in pairwise(rows[:steps]):
-            saved, lost = (row[key] - before[key] for key in ("saved_s", "loss"))
+        for previous, row in pairwise(rows[:steps]):
+            saved, lost = (row[key] - previous[key] for key in ("saved_s", "loss"))
             path.append(
                 [*cells(row), f"{1000000.0 * saved / lost:,.0f}" if lost > 0 else ""]
             )
