@@ -140,12 +140,10 @@ class Program:
         except BrokenPipeError:
             return 0
         except Exception as error:
-            if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(
-                error
-            ):
-                reason = (" ".join(str(error).split()) or "the host's memory is full")[
-                    :200
-                ]
+            is_memory = isinstance(error, RuntimeError | MemoryError)
+            if is_memory and is_out_of_memory(error):
+                reason = " ".join(str(error).split()) or "the host's memory is full"
+                reason = reason[:200]
                 text = (
                     f"{prefix}: error: out of memory: {reason}; run `fcsd estimate"
                     " RECIPE` to see the memory of a training, or `fcsd inspect MODEL`"

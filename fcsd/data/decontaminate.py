@@ -161,16 +161,12 @@ class ItemIndex:
         is_in_vocabulary = _windows(numbers == 0, self.first) == 0
         for begin in np.flatnonzero(is_in_vocabulary & (rows < ends)):
             for row in range(rows[begin], ends[begin]):
-                ngram_words = self._words[
-                    self._starts[row] : self._starts[row] + self._lengths[row]
-                ]
+                start, length = self._starts[row], self._lengths[row]
+                ngram_words = self._words[start : start + length]
                 # Hashes may collide, and only the first words were looked up.
-                if np.array_equal(
-                    ngram_words, numbers[begin : begin + len(ngram_words)]
-                ):
-                    return *self.items[self._items[row]], " ".join(
-                        self._names[word] for word in ngram_words
-                    )
+                if np.array_equal(ngram_words, numbers[begin : begin + length]):
+                    ngram = " ".join(self._names[word] for word in ngram_words)
+                    return *self.items[self._items[row]], ngram
         return None
 
 

@@ -202,9 +202,8 @@ def write_rows(
     # The name identifies everything that the rows depend on, so an existing file is
     # used as it is.
     parts = [[name, source.weight] for source, name in sources]
-    key = hashlib.sha256(
-        json.dumps([_FORMAT, parts, asdict(layout)]).encode()
-    ).hexdigest()[:16]
+    identity = json.dumps([_FORMAT, parts, asdict(layout)]).encode()
+    key = hashlib.sha256(identity).hexdigest()[:16]
     path = folder / f"rows-{key}.safetensors"
     if _rows_are_intact(path):
         # The limit on bad rows is this run's, and may be lower than the writer's.

@@ -266,9 +266,8 @@ class Shard:
     def record(self) -> dict[str, Any]:
         """The record that was written with the arrays."""
         try:
-            record: dict[str, Any] = json.loads(self._file.metadata()[_RECORD])[
-                "record"
-            ]
+            metadata = json.loads(self._file.metadata()[_RECORD])
+            record: dict[str, Any] = metadata["record"]
         except (KeyError, TypeError, ValueError):
             raise UserError(
                 f"{self.path}: holds no tokens of fcsd; remove it, and run again"

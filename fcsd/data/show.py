@@ -98,9 +98,8 @@ def _marked(
             ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         pairs = zip(earlier_text, so_far, strict=False)
-        new = so_far[
-            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :
-        ]
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        new = so_far[num_equal:]
         earlier_text = so_far
         # Control characters would change the terminal, so they are written as escapes.
         visible = "".join(

@@ -114,10 +114,8 @@ def message_form_of(
     # not read, would change nothing.
     for name, value in options.items():
         # These are set by fcsd in each call, so a value from the data would conflict.
-        if name in {*inspect.signature(tokenizer.apply_chat_template).parameters} - {
-            "documents",
-            "kwargs",
-        }:
+        parameters = {*inspect.signature(tokenizer.apply_chat_template).parameters}
+        if name in parameters - {"documents", "kwargs"}:
             return f"is given {name!r} by fcsd; take it out of chat_template_kwargs"
         if value not in (None, "", [], {}) and not re.search(
             rf"\b{re.escape(name)}\b", template

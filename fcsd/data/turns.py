@@ -102,10 +102,8 @@ def read_form(render: Render, tokens: Collection[str]) -> TurnForm:
     """
     # Longer tokens first: a regular expression takes the first alternative that
     # matches.
-    longest_first = sorted(
-        (token for token in tokens if token.strip() and not TAG.fullmatch(token)),
-        key=len,
-    )[::-1]
+    shown_tokens = (t for t in tokens if t.strip() and not TAG.fullmatch(t))
+    longest_first = sorted(shown_tokens, key=len)[::-1]
     pattern = re.compile("|".join([*map(re.escape, longest_first), TAG.pattern]))
     user, assistant, follow_up = PRIVATE[-3:]
     # Some templates accept contents only as lists of parts.

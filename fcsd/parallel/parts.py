@@ -38,9 +38,8 @@ class Part:
     def of(self, tensor: Any) -> Tensor:
         """Return a view of this run in the slot, or in a state that is laid out like it."""
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        return local.detach().view(-1)[
-            self.offset : self.offset + self.stop - self.start
-        ]
+        end = self.offset + self.stop - self.start
+        return local.detach().view(-1)[self.offset : end]
 
 
 def inner_optimizer(optimizer: Any) -> Any:

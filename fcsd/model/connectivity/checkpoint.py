@@ -444,11 +444,8 @@ def read_config(
         family = family_of(config)
     except UserError as error:
         hint = ""
-        if "auto_map" in config and base_model_type(model_type) not in {
-            *FAMILIES,
-            *UNAVAILABLE,
-            *REFUSED,
-        }:
+        named = {*FAMILIES, *UNAVAILABLE, *REFUSED}
+        if "auto_map" in config and base_model_type(model_type) not in named:
             hint = (
                 "; the checkpoint has its own code: trust_remote_code=True (in a"
                 " recipe: model.trust_remote_code: true) loads it, but fcsd cannot"

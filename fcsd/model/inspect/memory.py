@@ -57,9 +57,8 @@ def attention_windows(config: Any) -> list[int | None]:
 
 def _kinds(config: Any) -> list[str]:
     kinds = getattr(config, "layer_types", None)
-    return list(kinds or ["full_attention"] * config.num_hidden_layers)[
-        : config.num_hidden_layers
-    ]
+    num_layers = config.num_hidden_layers
+    return list(kinds or ["full_attention"] * num_layers)[:num_layers]
 
 
 def _layers(config: Any) -> list[Any]:

@@ -243,9 +243,8 @@ def _reason(error: UserError) -> str:
     """Return the error's reason without its long list of the families that can be
     converted.
     """
-    text = re.split(
-        r"; (?:the nearest|choose an MoE model|`fcsd families`)", str(error)
-    )[0]
+    list_begin = r"; (?:the nearest|choose an MoE model|`fcsd families`)"
+    text = re.split(list_begin, str(error))[0]
     return f"{text} (`fcsd families` lists what can)" if text != str(error) else text
 
 

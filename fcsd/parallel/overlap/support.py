@@ -34,10 +34,8 @@ def refusal(family: Family, config: Any = None) -> str | None:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     for name in _JITTER:
         # PhiMoE's routers sample inside a module, which is called once.
-        if (getattr(config, name, 0) or 0) > 0 and (family.model_type, name) != (
-            "phimoe",
-            _JITTER[0],
-        ):
+        once = family.model_type == "phimoe" and name == _JITTER[0]
+        if (getattr(config, name, 0) or 0) > 0 and not once:
             return (
                 f"{name} {getattr(config, name)}: recomputation would draw other"
                 " random numbers; set it to 0"

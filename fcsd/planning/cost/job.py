@@ -222,10 +222,11 @@ def gather_s(job: Job) -> float:
     """Return the seconds that a rank takes to receive all weights once, in the dtype of
     the computation.
     """
-    roofline = roofline_of(job, compute_dtype(job.setting))
-    return roofline.sharding(
-        job.work, job.layout.num_shards, job.layout.expert_parallel
-    )[0]
+    roofline, layout = roofline_of(job, compute_dtype(job.setting)), job.layout
+    forward_s, _, _ = roofline.sharding(
+        job.work, layout.num_shards, layout.expert_parallel
+    )
+    return forward_s
 
 
 def roofline_of(job: Job, dtype: torch.dtype) -> Roofline:

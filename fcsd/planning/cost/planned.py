@@ -469,10 +469,8 @@ def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
             f"--dp {dp}: only for a server; in training every rank already has its own"
             " rows, leave it out"
         )
-    if settings.tensor_parallel not in (None, 1) or settings.expert_parallel not in (
-        None,
-        dp,
-    ):
+    tp, ep = settings.tensor_parallel, settings.expert_parallel
+    if tp not in (None, 1) or ep not in (None, dp):
         raise UserError(
             f"--dp {dp}: implies --tp 1 --ep {dp}, since every rank has the whole"
             " attention and a share of the experts; leave both out"

@@ -212,13 +212,8 @@ def _written(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _time(facts: Mapping[str, Any]) -> list[str]:
     time, flops = facts["time"], facts["flops"]
-    step, rate = (
-        _expected(time[name], time[many])
-        for name, many in (
-            ("expected_s", "step_s"),
-            ("expected_tokens_per_second", "tokens_per_second"),
-        )
-    )
+    step = _expected(time["expected_s"], time["step_s"])
+    rate = _expected(time["expected_tokens_per_second"], time["tokens_per_second"])
     # The parts of a step whose exchanges block; they add up to the step.
     parts = {
         "compute": time["compute_s"],

@@ -88,9 +88,8 @@ class Tracker:
 
     def add_flops(self, dtype: torch.dtype, number: int) -> None:
         """Count operations of the current kind."""
-        self.flops.setdefault(self.kind, Counter())[
-            str(dtype).removeprefix("torch.")
-        ] += number
+        flops_by_dtype = self.flops.setdefault(self.kind, Counter())
+        flops_by_dtype[str(dtype).removeprefix("torch.")] += number
 
     def add_attention(
         self, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor | None = None
