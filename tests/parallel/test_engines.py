@@ -227,15 +227,16 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, 1))
+@pytest.mark.parametrize("engine", few([*ENGINES, "ep"], 1))
 def test_a_run_that_was_ended_continues_to_the_last_bit_on_as_many_ranks(
     bench: Bench, engine: str
 ) -> None:
-    config = f"cpu_2_{engine}"
-    command = ["distill", str(bench.recipe("ended"))]
-    assert launch(
-        config, command, command, ["distill", str(bench.recipe("whole"))], ends_at=6
-    ) == [130, 0, 0]
+    options = EP if engine == "ep" else []
+    ended, whole = (
+        ["distill", str(bench.recipe(name)), *options] for name in ("ended", "whole")
+    )
+    codes = launch(f"cpu_2_{engine}", ended, ended, whole, ends_at=6)
+    assert codes == [130, 0, 0]
     one, other = (
         weights_fingerprint(bench.folder / n / "distill" / "model")
         for n in ("whole", "ended")
@@ -886,24 +887,6 @@ def test_expert_parallel_ranks_train_what_one_process_trains(bench: Bench) -> No
     assert files(bench.folder / "two" / "distill") == files(
         bench.folder / "one" / "distill"
     )
-
-
-@pytest.mark.breadth
-def test_an_expert_parallel_run_that_was_ended_continues_to_the_last_bit(
-    bench: Bench,
-) -> None:
-    first, second = (
-        ["distill", str(bench.recipe(name)), *EP] for name in ("ended", "whole")
-    )
-    assert launch("cpu_2_ep", first, first, second, ends_at=6) == [130, 0, 0]
-    one, other = (
-        weights_fingerprint(bench.folder / n / "distill" / "model")
-        for n in ("whole", "ended")
-    )
-    assert one == other
-    assert [p["loss"] for p in history(bench, "whole")] == [
-        p["loss"] for p in history(bench, "ended")
-    ]
 
 
 @pytest.mark.breadth
