@@ -200,6 +200,12 @@ class OwnTextTaskConfig(TaskBase):
 
     num_fewshot: ClassVar[int] = 0
 
+    @field_validator("limit", mode="before")
+    @classmethod
+    def _has_a_number_of_prompts(cls, value: Any) -> None:
+        if value is not None:
+            raise ValueError("a row of own_text has num_prompts; set that")
+
     @model_validator(mode="after")
     def _columns_make_a_prompt(self) -> "OwnTextTaskConfig":
         if self.columns is not None:

@@ -371,6 +371,8 @@ def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(UserError, match=key):
             load(**{key: value})
+    with pytest.raises(UserError, match="limit: a row of own_text has num_prompts"):
+        load(limit=2)
     path = str(tmp_path / "s.yaml")
     load()
     assert named_tasks(path, ["own"]).tasks[0].headline is False
