@@ -4,7 +4,7 @@ their place. Each rank averages its shard of each parameter, under every engine
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -82,3 +82,14 @@ class WeightAverage:
 
     def load(self, folder: Path, model: nn.Module, optimizer: Any) -> None:
         self.average = read_average(folder, model, optimizer, self.ranks)
+
+
+def scored(
+    average: WeightAverage | None, model: nn.Module, optimizer: Any
+) -> AbstractContextManager[None]:
+    """Give the model, within the block, the weights that are scored and saved: with
+    ema_decay their average.
+    """
+    if average is None or not average.average:
+        return nullcontext()
+    return average.applied(model, optimizer)

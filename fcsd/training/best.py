@@ -5,18 +5,23 @@ weights in a folder beside the checkpoints.
 import math
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import SaveStrategy
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import writing
 from fcsd.base.temporary import replace_folder
-from fcsd.parallel.ranks import known_to_all
+from fcsd.parallel.launch import Launch
+from fcsd.parallel.ranks import Ranks, known_to_all
 from fcsd.parallel.state import check_state, write_weights
-from fcsd.training.arguments import Job, ScoreFailure, Scorer
+from fcsd.training.arguments import Job, ScoreFailure
+from fcsd.training.averaging import WeightAverage, scored
+from fcsd.training.checkpoint_writer import CheckpointWriter
 from fcsd.training.checkpoints import (
     best_step_of,
     checkpoints,
@@ -24,8 +29,8 @@ from fcsd.training.checkpoints import (
     note_files,
     set_aside,
 )
-from fcsd.training.early_stopping import EarlyStopper, Score
-from fcsd.training.fcsd_trainer import ReadyTrainer
+from fcsd.training.early_stopping import Score
+from fcsd.training.guarded import GuardedSteps
 
 # folders in `best/` that a training has made: complete, damaged or half-written weights
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")
@@ -42,42 +47,36 @@ def _owner(job: Job, step: int) -> Any:
     return [job.owner, step]
 
 
-def keep_best(trainer: ReadyTrainer, job: Job, step: int) -> None:
+def keep_best(
+    job: Job, launch: Launch, step: int, model: nn.Module, optimizer: Any
+) -> None:
     """Write the weights as the best so far: all ranks write their shards to a temporary
     folder, which the first rank renames.
-
-    Before that a checkpoint that is still being written is finished, and weights that
-    no checkpoint names are removed, since the run cannot go back to them.
     """
-    # The checkpoint that is still being written may name weights, so it comes first.
-    trainer.checkpoint_writer.close()
-    _keep_only(trainer, job, [])
     best = best_folder(job, step)
     temporary_folder = best.with_name(f".{best.name}.tmp")
-    first = trainer.is_world_process_zero()
-    if first:
+    if launch.first:
         shutil.rmtree(temporary_folder, ignore_errors=True)
-    trainer.accelerator.wait_for_everyone()
-    with writing(best), trainer.scored_weights():
-        write_weights(
-            temporary_folder,
-            trainer.plain_model,
-            trainer.optimizer,
-            trainer.launch.ranks,
-        )
+    launch.wait()
+    with writing(best):
+        write_weights(temporary_folder, model, optimizer, launch.ranks)
     # All shards are written: check them, hash them, and only then give the name.
-    trainer.accelerator.wait_for_everyone()
-    if first:
+    launch.wait()
+    if launch.first:
         check_state(temporary_folder)
     with writing(best):
-        note_files(temporary_folder, trainer.launch.ranks, owner=_owner(job, step))
-    if first:
+        note_files(temporary_folder, launch.ranks, owner=_owner(job, step))
+    if launch.first:
         replace_folder(temporary_folder, best)
-    trainer.accelerator.wait_for_everyone()
+    launch.wait()
 
 
 def settle_best(
-    trainer: ReadyTrainer, job: Job, *, last_step: int | None = None
+    job: Job,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    *,
+    last_step: int | None = None,
 ) -> None:
     """Make the stopper choose other weights where the best ones are damaged. All ranks
     call this.
@@ -85,7 +84,7 @@ def settle_best(
     The damaged ones are set aside as `damaged-step-N`. last_step: the step of the
     weights in the model, which are a candidate, too.
     """
-    stopper, ranks = job.stopper, trainer.launch.ranks
+    stopper = job.stopper
     if stopper is None or stopper.best_step is None or not job.keeps_best:
         return
     damaged_folder = best_folder(job, stopper.best_step)
@@ -113,23 +112,21 @@ def settle_best(
             f"taking those of step {stopper.best_step}, {stopper.name}"
             f" {stopper.best_score:.4g}"
         )
-    trainer.guarded.say(
-        f"{damaged_folder}: the best weights are damaged ({reason}); {replacement}"
-    )
+    say(f"{damaged_folder}: the best weights are damaged ({reason}); {replacement}")
     ranks.from_first(
         lambda: set_aside(damaged_folder) if damaged_folder.is_dir() else None
     )
 
 
-def drop_others(trainer: ReadyTrainer, job: Job, step: int) -> None:
+def drop_others(job: Job, step: int, say: Callable[[str], None]) -> None:
     """Remove all weights except this step's and those that a checkpoint names, since
-    the run may go back to it.
+    the run may go back to it; the first rank alone calls this.
     """
-    _keep_only(trainer, job, [step])
+    _keep_only(job, [step], say)
 
 
-def _keep_only(trainer: ReadyTrainer, job: Job, steps: list[int]) -> None:
-    if not trainer.is_world_process_zero() or not (job.folder / "best").is_dir():
+def _keep_only(job: Job, steps: list[int], say: Callable[[str], None]) -> None:
+    if not (job.folder / "best").is_dir():
         return
     needed_folders = {best_folder(job, step) for step in steps}
     for checkpoint in checkpoints(job.folder / "checkpoints"):
@@ -138,7 +135,7 @@ def _keep_only(trainer: ReadyTrainer, job: Job, steps: list[int]) -> None:
         except UserError as error:
             # A run goes back to intact checkpoints only, so the weights that a damaged
             # one names are not needed.
-            trainer.guarded.say(
+            say(
                 f"{checkpoint}: is damaged ({error}); fcsd sets it aside and continues"
                 " the training"
             )
@@ -159,20 +156,36 @@ class StopWhenScoreStalls(TrainerCallback):
     The step that a signal has made the last one (`guarded.ending`) is not scored, and a
     failed score ends the training. Both leave a checkpoint, and the run that continues
     from it starts with that score. `failure` is the error.
+
+    job: with its stopper and its score. writer: of the checkpoints, which name the best
+    weights. average: of the weights, which is scored in their place. log: of the
+    trainer.
     """
 
     def __init__(
         self,
-        trainer: ReadyTrainer,
         job: Job,
-        stopper: EarlyStopper,
-        score: Scorer,
+        launch: Launch,
+        guarded: GuardedSteps,
+        writer: CheckpointWriter,
+        average: WeightAverage | None,
+        log: Callable[[dict[str, float]], None],
     ):
-        self.trainer, self.job, self.stopper, self.score = trainer, job, stopper, score
+        self.job, self.launch, self.guarded = job, launch, guarded
+        self.writer, self.average, self.log = writer, average, log
+        self.stopper: Any = job.stopper
+        self.score: Any = job.score
         self.failure: ScoreFailure | None = None
 
     def on_train_begin(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         """Score the model before the first step, as the first one to beat.
 
@@ -180,13 +193,13 @@ class StopWhenScoreStalls(TrainerCallback):
         """
         self.stopper.time.start()
         if state.global_step == 0:
-            self._evaluate(0)
+            self._evaluate(0, model, optimizer, control)
         else:
-            settle_best(self.trainer, self.job)
+            settle_best(self.job, self.launch.ranks, self.guarded.say)
         if state.global_step and self.stopper.is_due(
             state.global_step, state.max_steps
         ):
-            self._evaluate(state.global_step)
+            self._evaluate(state.global_step, model, optimizer, control)
             # This score belongs to the last step of the earlier process, so that
             # `on_step_end` will not look at it.
             control.should_training_stop = (
@@ -194,15 +207,22 @@ class StopWhenScoreStalls(TrainerCallback):
             )
 
     def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
     ) -> None:
         # A signal leaves little time, and a score may take long: it is made when the
         # run continues. After the last step there is no such run.
         step = state.global_step
-        is_postponed = self.trainer.guarded.ending and step < state.max_steps
+        is_postponed = self.guarded.ending and step < state.max_steps
         if self.stopper.is_due(step, state.max_steps) and not is_postponed:
             try:
-                self._evaluate(step)
+                self._evaluate(step, model, optimizer, control)
             except ScoreFailure as error:
                 self.failure = error
                 control.should_training_stop = True
@@ -211,52 +231,61 @@ class StopWhenScoreStalls(TrainerCallback):
             control.should_training_stop = True
             control.should_save = True
 
-    def _evaluate(self, step: int) -> None:
-        is_best = self.stopper.update(step, self._score())
-        self.trainer.guarded.say(self.stopper.line())
+    def _evaluate(
+        self, step: int, model: Any, optimizer: Any, control: TrainerControl
+    ) -> None:
+        score = self._score(model, optimizer, control)
+        is_best = self.stopper.update(step, score)
+        self.guarded.say(self.stopper.line())
         if (warning := self.stopper.noise()) is not None:
-            self.trainer.guarded.say(warning)
+            self.guarded.say(warning)
         if is_best and self.job.keeps_best:
-            keep_best(self.trainer, self.job, step)
+            # The checkpoint that is still being written may name weights. Weights that
+            # none names are removed, since the run cannot go back to them.
+            self.writer.close()
+            if self.launch.first:
+                _keep_only(self.job, [], self.guarded.say)
+            with scored(self.average, model, optimizer):
+                keep_best(self.job, self.launch, step, model, optimizer)
 
-    def _score(self) -> Score:
+    def _score(self, model: Any, optimizer: Any, control: TrainerControl) -> Score:
         """Score the present weights; all ranks get the same score, or the same failure
         (`ScoreFailure`).
 
         An error on one rank, while the others wait in a pass, is raised unchanged: it
         ends the launch.
         """
-        trainer, stopper = self.trainer, self.stopper
+        stopper = self.stopper
         try:
-            with stopper.time.scoring(), trainer.scored_weights():
-                own_score = self.score(trainer.plain_model)
+            with stopper.time.scoring(), scored(self.average, model, optimizer):
+                own_score = self.score(model)
             if not math.isfinite(own_score.value):
                 raise UserError(
                     f"the score is {own_score.value}: the model's outputs are not"
                     " finite"
                 )
         except Exception as error:
-            if trainer.launch.engine.shards and not known_to_all(error):
+            if self.launch.engine.shards and not known_to_all(error):
                 raise
             raise ScoreFailure(str(error)) from error
-        score: Score = trainer.launch.ranks.from_first(lambda: own_score)
-        trainer.guarded.listen()
+        score: Score = self.launch.ranks.from_first(lambda: own_score)
+        self.guarded.listen()
         # `log` clears the flag, but the loss of this step still has to be logged.
-        log_is_due = trainer.control.should_log
+        log_is_due = control.should_log
         name = stopper.name
         errors = {f"{name}_stderr": score.stderr} if score.stderr is not None else {}
-        trainer.log(
+        self.log(
             {name: score.value, **errors, "scoring_share": round(stopper.time.share, 6)}
         )
-        trainer.control.should_log = log_is_due
+        control.should_log = log_is_due
         return score
 
     def on_save(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Drop all other weights: the checkpoint that names the best ones is on disk."""
-        if self.stopper.best_step is not None:
-            drop_others(self.trainer, self.job, self.stopper.best_step)
+        if self.stopper.best_step is not None and self.launch.first:
+            drop_others(self.job, self.stopper.best_step, self.guarded.say)
 
     def on_train_end(
         self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -6,7 +6,7 @@ engine and on any number of ranks.
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fcsd.base.files import read_json, write_json
 from fcsd.model.connectivity.marks import TRAINED
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.state import load_schedule, read_state
-from fcsd.training.averaging import WeightAverage
+from fcsd.training.averaging import WeightAverage, scored
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, TrainingState
 from fcsd.training.checkpoints import BALANCE_FILE, GUARD_FILE, STOPPER_FILE
 from fcsd.training.config import UpdateConfig
@@ -65,9 +65,7 @@ class ResumableTrainer(Trainer):
         """Give the model, within the block, the weights that are scored and saved: with
         ema_decay their average.
         """
-        if self.average is None or not self.average.average:
-            return nullcontext()
-        return self.average.applied(self.plain_model, self.optimizer)
+        return scored(self.average, self.plain_model, self.optimizer)
 
     def note_training(self) -> None:
         """Mark the config of a rewired model: its weights are no longer the original's.

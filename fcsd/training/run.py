@@ -111,7 +111,14 @@ def _train(
         if job.stopper is not None and job.score is not None:
             from fcsd.training.best import StopWhenScoreStalls
 
-            stopping = StopWhenScoreStalls(trainer, job, job.stopper, job.score)
+            stopping = StopWhenScoreStalls(
+                job,
+                launch,
+                trainer.guarded,
+                trainer.checkpoint_writer,
+                trainer.average,
+                trainer.log,
+            )
             trainer.add_callback(stopping)
         checkpoint = newest_usable(job.folder / "checkpoints", launch.ranks, job.owner)
         if checkpoint is not None:
@@ -138,7 +145,9 @@ def _train(
 
         # Damage is found before results name a best step. The last weights are in
         # memory.
-        settle_best(trainer, job, last_step=trainer.state.global_step)
+        settle_best(
+            job, launch.ranks, trainer.guarded.say, last_step=trainer.state.global_step
+        )
     results = _results(trainer, job)
     if trainer.is_world_process_zero():
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
