@@ -208,10 +208,8 @@ def compare(
             tasks[task] |= _own_text(original_samples, converted_samples)
         tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
         # Answers that were cut, or have thoughts, may explain a lower score.
-        for side, result in (
-            ("original", original_result),
-            ("converted", converted_result),
-        ):
+        results = {"original": original_result, "converted": converted_result}
+        for side, result in results.items():
             for kind in ("at_limit", "with_thoughts"):
                 if count := result["tasks"][task].get(f"answers_{kind}"):
                     tasks[task][f"{side}_{kind}"] = count
@@ -353,14 +351,10 @@ def _require_same(
             " with --tasks (in Python: tasks=[…])"
         )
     # A setting that only one of the results records cannot be compared, and passes.
-    for original_row, converted_row, keys in (
-        (original_result["tasks"][task], converted_result["tasks"][task], _SAME_ROW),
-        (
-            _suite_row(original_result, task),
-            _suite_row(converted_result, task),
-            _SAME_SUITE_ROW,
-        ),
-    ):
+    scored = original_result["tasks"][task], converted_result["tasks"][task]
+    listed = _suite_row(original_result, task), _suite_row(converted_result, task)
+    pairs = ((*scored, _SAME_ROW), (*listed, _SAME_SUITE_ROW))
+    for original_row, converted_row, keys in pairs:
         for key in keys:
             original_value = original_row.get(key)
             converted_value = converted_row.get(key)

@@ -327,11 +327,9 @@ class Server:
     def _checked(self, response: httpx2.Response, path: str) -> Body:
         status = response.status_code
         if status in (401, 403):
-            reason = (
-                f"rejects the key in {API_KEY}"
-                if self._headers
-                else f"requires a key; set {API_KEY}"
-            )
+            reason = f"requires a key; set {API_KEY}"
+            if self._headers:
+                reason = f"rejects the key in {API_KEY}"
             raise self.error(f"{reason} (HTTP {status})")
         # Overload and outages pass, so the caller asks again.
         if status in _RETRIED:

@@ -185,11 +185,8 @@ def _imbalance(folder: Path, planned: Planned) -> float:
     try:
         facts = study["models"][0]
         # A file with other content raises one of the errors below.
-        layers, num_experts, top_k = (
-            facts["layers"],
-            facts["num_experts"],
-            facts["top_k"],
-        )
+        layers, num_experts = facts["layers"], facts["num_experts"]
+        top_k = facts["top_k"]
         # [L, N, E], summed over the locations of the tokens
         loads = np.asarray(facts["counts"]).sum(1)
     except (LookupError, TypeError, ValueError):

@@ -12,13 +12,12 @@ from fcsd.pipeline.context import Run
 from fcsd.recipe.layout import MAIN
 from fcsd.training.checkpoints import checkpoints, step_of
 
-PRETRAINING, CONVERSION, CALIBRATION, SWEEP = (
-    "pre-training",
-    "conversion",
-    "calibration",
-    "sweep",
-)
-LAYERS, PUBLICATION = "layer study", "report and folder for the Hub"
+PRETRAINING = "pre-training"
+CONVERSION = "conversion"
+CALIBRATION = "calibration"
+SWEEP = "sweep"
+LAYERS = "layer study"
+PUBLICATION = "report and folder for the Hub"
 
 
 def pretraining(name: str | None) -> str:
@@ -100,16 +99,13 @@ def _add_distillations(run: Run, add: Callable[[str, Path, str, float], None]) -
     for name in (None, *recipe.variants):
         variant_recipe, folder = run.variant(name).recipe, layout.stage(name or MAIN)
         changes = recipe.variants.get(name or "", {})
-        tokens = (
-            variant_recipe.train.batch_size_tokens
-            if "train.batch_size_tokens" in changes
-            else batch
-        )
-        steps = (
-            variant_recipe.train.max_steps
-            if "train.max_steps" in changes
-            else recipe.steps_with(round(tokens))
-        )
+        tokens = batch
+        if "train.batch_size_tokens" in changes:
+            tokens = variant_recipe.train.batch_size_tokens
+        if "train.max_steps" in changes:
+            steps = variant_recipe.train.max_steps
+        else:
+            steps = recipe.steps_with(round(tokens))
         add(
             distillation(name),
             folder,

@@ -201,11 +201,9 @@ def recipe_file(name: str | Path) -> Path:
     (`recipes/tiny/demo.yaml`). Raises UserError where there is neither.
     """
     path = Path(name)
-    shipped = (
-        str(path.with_suffix("")).removeprefix("recipes/")
-        if path.parts[:1] == ("recipes",)
-        else str(name)
-    )
+    shipped = str(name)
+    if path.parts[:1] == ("recipes",):
+        shipped = str(path.with_suffix("")).removeprefix("recipes/")
     # A file of this name comes first. A YAML path outside recipes/ never means a
     # shipped recipe: reading it gives the plain error 'no such file', unless it differs
     # from the name of one by its ending only.
@@ -244,11 +242,9 @@ def refuse_graded(recipe: Recipe, where: str) -> None:
         UserError: a source is a split of the recipe's suite, its early stopping, or its
             list of test sets; or there is no such suite.
     """
-    root = (
-        Path(recipe.evaluation.data_root)
-        if recipe.evaluation.data_root is not None
-        else None
-    )
+    root = None
+    if recipe.evaluation.data_root is not None:
+        root = Path(recipe.evaluation.data_root)
     # All variants name the same few suites.
     read_suite = functools.cache(load_suite)
     for section, data in recipe.data_sections.items():

@@ -84,10 +84,8 @@ def plot_scores(
     )
     scale, lowest = 100.0 if shares else 1.0, 0.0
     for name, points in curves.items():
-        tokens, scores = (
-            [point["tokens"] for point in points],
-            [scale * point["score"] for point in points],
-        )
+        tokens = [point["tokens"] for point in points]
+        scores = [scale * point["score"] for point in points]
         errors = [scale * (point["stderr"] or 0.0) for point in points]
         axis.plot(
             tokens, scores, marker="o", markersize=3, color=colours[name], label=name
@@ -349,11 +347,9 @@ def _intervals(
         for tick, row in enumerate(rows):
             delta, (low, high) = row["delta"], _bounds(row)
             # Members have no verdict, only the interval.
-            noise = (
-                row["verdict"] in ("within noise", "at the floor")
-                if "verdict" in row
-                else low <= 0 <= high
-            )
+            noise = low <= 0 <= high
+            if "verdict" in row:
+                noise = row["verdict"] in ("within noise", "at the floor")
             axis.errorbar(
                 [100 * delta], [tick + space * ((index + 0.5) / len(models) - 0.5)],
                 xerr=[[100 * (delta - low)], [100 * (high - delta)]], linestyle="none", marker="o", color=colour,
@@ -377,23 +373,18 @@ def plot_sweep(result: Mapping[str, Any], folder: Path) -> None:
     # one.
     rate, batch = "learning_rate", "batch_size_tokens"
     first_rate = next((row[rate] for row in tried(result, batch)), 0)
-    for axis, key, name, where in (
+    panels = [
         (axes[0], batch, "Batch size", f"learning rate {first_rate:g}"),
         (axes[1], rate, "Learning rate", f"{result[batch]:,} tokens per batch"),
-    ):
+    ]
+    for axis, key, name, where in panels:
         rows = tried(result, key)
         done = [row for row in rows if row["loss"] is not None]
-        chosen, failed = (
-            [row for row in done if row[key] == result[key]],
-            [row for row in rows if row not in done],
-        )
-        for points, style in (
-            (done, {"marker": "o", "markerfacecolor": "white"}),
-            (
-                chosen,
-                {"marker": "*", "linestyle": "", "markersize": 14, "label": "chosen"},
-            ),
-        ):
+        chosen = [row for row in done if row[key] == result[key]]
+        failed = [row for row in rows if row not in done]
+        circle = {"marker": "o", "markerfacecolor": "white"}
+        star = {"marker": "*", "linestyle": "", "markersize": 14, "label": "chosen"}
+        for points, style in ((done, circle), (chosen, star)):
             axis.plot(
                 [row[key] for row in points],
                 [figure_of(row) for row in points],

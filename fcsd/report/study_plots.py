@@ -79,10 +79,11 @@ def _plot_ends(
     result: Mapping[str, Any],
 ) -> None:
     num_layers = result["num_hidden_layers"]
-    for selection, label, colour, marker in (
+    curves = [
         ("last", "last N layers", "black", "o"),
         ("first", "first N layers", GREY, "s"),
-    ):
+    ]
+    for selection, label, colour, marker in curves:
         if by_side[selection]:
             # The point at 0 layers is the cost of attention alone, or the original's
             # score; the original's KL is 0, which a logarithmic axis cannot show.
@@ -117,10 +118,8 @@ def _plot_single(
     result: Mapping[str, Any],
 ) -> None:
     moe_layers = result["moe_layers"]
-    for is_moe, colour, label in (
-        (True, "black", "MoE layer"),
-        (False, GREY, "dense layer"),
-    ):
+    kinds = [(True, "black", "MoE layer"), (False, GREY, "dense layer")]
+    for is_moe, colour, label in kinds:
         if points := [
             candidate
             for candidate in by_side["single"]
@@ -179,10 +178,8 @@ def _values(
     """Return values and standard errors of a metric; scores are shares, shown in per
     cent.
     """
-    values, scale = (
-        [point[weights][metric["name"]] for point in points],
-        100 if metric["better"] == "higher" else 1,
-    )
+    values = [point[weights][metric["name"]] for point in points]
+    scale = 100 if metric["better"] == "higher" else 1
     return [scale * value["value"] for value in values], [
         scale * (value["stderr"] or 0.0) for value in values
     ]
@@ -302,12 +299,13 @@ def plot_sweep(facts: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in facts["rows"] if "times" in row]
     ticks = range(len(rows))
     figure, (gains, rates) = plt.subplots(1, 2, figsize=(2 * SIZE[0], SIZE[1]))
-    for axis, facts_of, key, label, colour in (
+    curves = [
         (gains, "times", "speed_up", "over regular blocks", "black"),
         (gains, "times", "over_exact", "over the best exact schedule", GREY),
         (rates, "tokens_per_second_per_gpu", "overlapped", "overlapped", "black"),
         (rates, "tokens_per_second_per_gpu", "regular", "regular", GREY),
-    ):
+    ]
+    for axis, facts_of, key, label, colour in curves:
         values = [row[facts_of][key] for row in rows]
         axis.plot(ticks, values, color=colour, marker="o", markersize=4, label=label)
     gains.axhline(1, color=GREY, linewidth=0.8, linestyle=":")

@@ -314,11 +314,9 @@ def score_table(result: Mapping[str, Any]) -> str:
     rows = []
     for task, row in result["tasks"].items():
         total = row.get("num_items_total", row["num_items"])
-        items = (
-            str(row["num_items"])
-            if total == row["num_items"]
-            else f"{row['num_items']} of {total}"
-        )
+        items = str(row["num_items"])
+        if total != row["num_items"]:
+            items = f"{items} of {total}"
         score = figure_text(row)
         rows.append([task, row["metric"], str(row["num_fewshot"]), items, score])
         if "base" in row:

@@ -148,21 +148,17 @@ def _sentences(tasks: Mapping[str, Any], mean: Mapping[str, Any] | None) -> str:
         # Losses are always mentioned, even to say that there is none; gains only where
         # there are some.
         if names or adds_up or word == "lost":
-            none = (
-                "no single task shows it, but together they do"
-                if adds_up
-                else "no task"
-            )
+            none = "no task"
+            if adds_up:
+                none = "no single task shows it, but together they do"
             sentences.append(
                 f"{word.capitalize()} beyond noise: {_named(tested, names) or none}."
             )
     noise = [task for task, row in tested.items() if row["verdict"] == "within noise"]
     if changed and noise:
-        named = (
-            f"all {len(tested)} tasks"
-            if len(noise) == len(tested) > 3
-            else ", ".join(noise)
-        )
+        named = ", ".join(noise)
+        if len(noise) == len(tested) > 3:
+            named = f"all {len(tested)} tasks"
         sentences.append(f"Within noise: {named}{_hidden(tested, noise)}.")
     return " ".join([*sentences, *filter(None, [floors, written])])
 
@@ -211,10 +207,8 @@ def members_line(row: Mapping[str, Any]) -> str:
     intervals = [
         member["interval"] for member in row["members"].values() if member["interval"]
     ]
-    below, above = (
-        sum(high < 0 for _, high in intervals),
-        sum(low > 0 for low, _ in intervals),
-    )
+    below = sum(high < 0 for _, high in intervals)
+    above = sum(low > 0 for low, _ in intervals)
     return (
         f"of {len(intervals)} intervals {below} lie below 0 and {above} above; chance"
         f" alone would give at most about {0.025 * len(intervals):.1f} of each."
@@ -260,11 +254,9 @@ def _mean_verdict(tasks: Mapping[str, Any], mean: Mapping[str, Any]) -> str:
 
 
 def _mean(mean: Mapping[str, Any], verdict: str) -> str:
-    over = (
-        f"the mean over {mean['num_tasks']} tasks"
-        if mean["num_tasks"] > 1
-        else "the one task that counts"
-    )
+    over = "the one task that counts"
+    if mean["num_tasks"] > 1:
+        over = f"the mean over {mean['num_tasks']} tasks"
     text = (
         f"{over} changed by {PER_CENT.signed(mean['delta'])} points (95 % interval"
         f" {PER_CENT.interval(mean['interval'])})"

@@ -188,11 +188,9 @@ def _code_row(
     if split_of(_combination(steps, (frame, join))) != split:
         return None
     texts = [step.text(argument) for step in steps]
-    task = (
-        texts[0]
-        if len(texts) == 1
-        else STEP_FRAMES[join].format(first=texts[0], second=texts[1])
-    )
+    task = texts[0]
+    if len(texts) > 1:
+        task = STEP_FRAMES[join].format(first=texts[0], second=texts[1])
     name = rng.choice(WORDS)
     prompt = CODE_FRAMES[frame].format(call=f"{name}({argument})", task=task)
     docstring = None

@@ -26,13 +26,8 @@ from fcsd.pipeline.tiny.rows import write_data_set, write_rows
 FORMAT_VERSION = 3
 _SETTINGS = "settings.json"
 
-PAD, BOS, EOS, USER, ASSISTANT = (
-    "<|pad|>",
-    "<|bos|>",
-    "<|eos|>",
-    "<|user|>",
-    "<|assistant|>",
-)
+PAD, BOS, EOS = "<|pad|>", "<|bos|>", "<|eos|>"
+USER, ASSISTANT = "<|user|>", "<|assistant|>"
 
 # `{% generation %}` marks the tokens that the model itself writes; they end with the
 # end-of-turn token.

@@ -66,10 +66,8 @@ def _check_existing(api: Any, repo_id: str, new: Path, private: bool) -> None:
         repository = api.model_info(repo_id)
     except RepositoryNotFoundError:
         return
-    existing_type, model_type = (
-        (repository.config or {}).get("model_type"),
-        read_json(new / CONFIG)["model_type"],
-    )
+    existing_type = (repository.config or {}).get("model_type")
+    model_type = read_json(new / CONFIG)["model_type"]
     if existing_type not in (None, model_type):
         raise UserError(
             f"{repo_id}: exists and holds a model of type '{existing_type}', not"
@@ -130,10 +128,8 @@ def _refusals(repo_id: str, endpoint: str) -> Iterator[None]:
             ) from None
         status, server = None, ""
         if isinstance(error, HfHubHTTPError):
-            status, server = (
-                error.response.status_code,
-                excerpt(error.server_message or ""),
-            )
+            status = error.response.status_code
+            server = excerpt(error.server_message or "")
         if status in reasons:
             raise UserError(
                 f"{repo_id}: {reasons[status]} ({status}{server and f': {server}'})"

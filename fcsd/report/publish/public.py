@@ -54,11 +54,9 @@ def _public(value: Any) -> Any:
         return [_public(item) for item in value]
     if not isinstance(value, str):
         return value
-    return (
-        PurePath(value).name
-        if re.match(r"~?/[^\n]*$", value)
-        else without_places(value)
-    )
+    if re.match(r"~?/[^\n]*$", value):
+        return PurePath(value).name
+    return without_places(value)
 
 
 @cache

@@ -143,11 +143,9 @@ def find_checkpoint(folder: Path) -> Path:
         if (folder / name / "model" / CONFIG).is_file()
     ]
     if stages or (folder / "stage.json").is_file() or any(folder.glob("*/stage.json")):
-        has = (
-            f"; you can also push {folder / stages[0]} without a report"
-            if stages
-            else ""
-        )
+        has = ""
+        if stages:
+            has = f"; you can also push {folder / stages[0]} without a report"
         raise UserError(
             f"{folder}: the run has no publish folder yet; continue it with `fcsd run"
             f" RECIPE`{has}"

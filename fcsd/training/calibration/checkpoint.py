@@ -335,11 +335,9 @@ def _read_state(
     damaged = damage_of_copies(work / "model", source, files, state["written"])
     if damaged is None and _files_beside(work / "model") != state["files"]:
         damaged = "a file next to the weights"
-    return (
-        state
-        if damaged is None
-        else {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
-    )
+    if damaged is None:
+        return state
+    return {"damage": f"{work / 'model'}: is damaged: {damaged}; {_AGAIN}"}
 
 
 def _whole_streams(file: Path, written: str | None) -> dict[str, Tensor] | None:

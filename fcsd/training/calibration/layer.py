@@ -273,9 +273,8 @@ def walk(
     """
     masks = [real_tokens(batch).flatten() for batch in text.batches]
     end = max(layers) + 1
-    for index in range(
-        state.next_layer, end if left_out is None else len(models.student.layers)
-    ):
+    last = end if left_out is None else len(models.student.layers)
+    for index in range(state.next_layer, last):
         result = None
         with models.layer(index):
             if left_out is not None:

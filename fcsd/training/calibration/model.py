@@ -83,9 +83,8 @@ def calibrate_model(
             bar_format=STEPS_BAR,
             shown=progress and ranks.first,
         ) as bar:
-            for result in walk(
-                models, state, text, layers=layers, ridge=ridge, ranks=ranks
-            ):
+            results = walk(models, state, text, layers=layers, ridge=ridge, ranks=ranks)
+            for result in results:
                 bar.update()
                 if result is not None:
                     bar.set_postfix_str(shown(result))

@@ -103,9 +103,8 @@ class Text:
                 )
             )
             for ids, positions, is_text in rows:
-                for end, (position, counts) in enumerate(
-                    zip(positions, is_text, strict=True), 1
-                ):
+                tokens = zip(positions, is_text, strict=True)
+                for end, (position, counts) in enumerate(tokens, 1):
                     # Positions restart with each example: no n-gram spans two of them.
                     if counts and position + 1 >= _SEEN:
                         ngrams.add(tuple(ids[end - _SEEN : end]))

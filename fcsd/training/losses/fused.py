@@ -369,10 +369,9 @@ class _Sums:
             )
             if statistics:
                 assert entropy is not None and agreement is not None
-                for buffer, figures in zip(
-                    self.per_token, (value, entropy, agreement), strict=True
-                ):
-                    buffer[begin:end] = figures
+                figures = value, entropy, agreement
+                for buffer, figure in zip(self.per_token, figures, strict=True):
+                    buffer[begin:end] = figure
         self.loss += value.sum()
         return d
 
