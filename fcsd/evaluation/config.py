@@ -208,9 +208,14 @@ class OwnTextTaskConfig(TaskBase):
 
     @model_validator(mode="after")
     def _columns_make_a_prompt(self) -> "OwnTextTaskConfig":
-        if self.columns is not None:
+        if self.columns is not None and not self.has_prompts_alone:
             check_meanings(self.columns)
         return self
+
+    @property
+    def has_prompts_alone(self) -> bool:
+        """Whether the data set has prompts without answers, which need none here."""
+        return self.columns is not None and self.columns.keys() == {"prompt"}
 
 
 # One row of a suite.

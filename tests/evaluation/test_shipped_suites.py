@@ -111,6 +111,16 @@ def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
         )
 
 
+def test_the_suite_of_what_a_model_writes_asks_ifeval_as_the_suite_for_chat_models() -> (
+    None
+):
+    own, ifeval = load_suite("written").tasks
+    (same,) = (row for row in load_suite("instruct").tasks if row.task == "ifeval")
+    assert ifeval == same
+    assert own.kind == "own_text" and own.dataset == ifeval.dataset
+    assert (own.num_prompts, own.max_new_tokens, own.temperature) == (256, 256, 1)
+
+
 def test_help_names_every_suite(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["evaluate", "--help"])

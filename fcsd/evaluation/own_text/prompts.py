@@ -53,12 +53,15 @@ def load_prompts(
     """
     require_chat_template(tokenizer, row)
     location = dataset_location(row, data_root)
+    columns = row.columns
+    if row.has_prompts_alone and columns is not None:
+        columns = {"text": columns["prompt"]}
     source = SourceConfig(
         path=location,
         name=row.dataset_name,
         split=row.split,
         revision=None if Path(location).exists() else row.revision,
-        columns=row.columns,
+        columns=columns,
     )
     try:
         opened = open_source(source)
@@ -114,6 +117,8 @@ def _prompt(
 
     Raises: BadExample where it makes none.
     """
+    if row.has_prompts_alone and isinstance(read, str):
+        read = Completion(read, "")
     if isinstance(read, Conversation) or (
         row.chat_template and isinstance(read, Completion)
     ):

@@ -416,6 +416,7 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
     invented.
     """
     by_dataset: dict[str, dict[str, Benchmark]] = {}
+    unknown = set[str]()
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
         for row in suite.tasks:
             known: Any = columns_of(row.task, suite)
@@ -427,7 +428,15 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
                 by_dataset.setdefault(row.dataset, {}).setdefault(
                     row.task, (row, suite)
                 )
-    return {path: list(rows.values()) for path, rows in by_dataset.items()}
+            else:
+                unknown.add(row.dataset)
+    found = {path: list(rows.values()) for path, rows in by_dataset.items()}
+    # Prompts alone would be no rows for another task of the data set.
+    return {
+        path: rows
+        for path, rows in found.items()
+        if path not in unknown or any(row.kind != "own_text" for row, _ in rows)
+    }
 
 
 def _leads_out(path: str) -> bool:

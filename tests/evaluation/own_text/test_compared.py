@@ -285,6 +285,22 @@ def own_prompts(folder: Path, example: dict[str, Any], **keys: Any) -> Any:
     return load_prompts(row, None, ending_tokenizer())
 
 
+def test_prompts_without_answers_are_questions_or_beginnings(tmp_path: Path) -> None:
+    question = "Why is the sky blue?"
+    write_rows(tmp_path / "rows.jsonl", [{"key": 3, "question": question}])
+    turns = [{"role": "user", "content": question}]
+    through = tiny_tokenizer().apply_chat_template(
+        turns, tokenize=False, add_generation_prompt=True
+    )
+    for chat_template, expected in ((True, through), (False, question)):
+        row = OwnTextTaskConfig(
+            task="own", kind="own_text", dataset=str(tmp_path / "rows.jsonl"),
+            columns={"prompt": "question"}, chat_template=chat_template,
+        )  # fmt: skip
+        (prompt,) = load_prompts(row, None, tiny_tokenizer())
+        assert prompt.text == expected
+
+
 def ending_tokenizer() -> Any:
     """Return a tokenizer that puts a token before and one behind each text."""
     tokenizer = tiny_tokenizer()
@@ -367,7 +383,7 @@ def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
     assert load().headline is False
     for key, value in (
         ("headline", True), ("metric", "acc,none"), ("num_fewshot", 2), ("stop", ["x"]), ("num_prompts", 0),
-        ("columns", {"prompt": "q"}),
+        ("columns", {"response": "q"}),
     ):  # fmt: skip
         with pytest.raises(UserError, match=key):
             load(**{key: value})
