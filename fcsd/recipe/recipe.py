@@ -137,7 +137,7 @@ class PretrainConfig(Strict):
 
     @field_validator("train")
     @classmethod
-    def _something_is_trained(cls, value: TrainConfig) -> TrainConfig:
+    def _check_trained(cls, value: TrainConfig) -> TrainConfig:
         if not value.max_steps:
             raise ValueError(
                 "max_steps must be at least 1: otherwise the model would be random"
@@ -146,14 +146,14 @@ class PretrainConfig(Strict):
 
     @field_validator("config")
     @classmethod
-    def _config_names_its_family(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_family_named(cls, value: dict[str, Any]) -> dict[str, Any]:
         if "model_type" not in value:
             raise ValueError("model_type is required (for example 'qwen3_moe')")
         return value
 
     @field_validator("config")
     @classmethod
-    def _no_loss_of_the_routers_is_set(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_router_loss(cls, value: dict[str, Any]) -> dict[str, Any]:
         if keys := router_loss_keys(value):
             raise ValueError(
                 f"{', '.join(keys)}: pre-training does not use the model's own"
@@ -212,7 +212,7 @@ class PublicationConfig(Strict):
 
     @field_validator("repo_id", "base_model")
     @classmethod
-    def _is_no_address(cls, name: str | None) -> str | None:
+    def _check_not_an_address(cls, name: str | None) -> str | None:
         # It is published as it is, and an address may hold a password.
         if name is not None and "://" in name:
             raise ValueError("owner/name on the Hub is needed, not an address")
@@ -265,7 +265,7 @@ class TaskStoppingConfig(StoppingBase):
         return value
 
     @model_validator(mode="after")
-    def _the_suite_has_it(self) -> "TaskStoppingConfig":
+    def _check_task_in_suite(self) -> "TaskStoppingConfig":
         try:
             self._scored = named_tasks(self.suite, [self.task])
         except UserError as error:
@@ -446,7 +446,7 @@ class Recipe(Strict):
 
     @field_validator("variants")
     @classmethod
-    def _variants_have_names_of_their_own(
+    def _check_variant_names(
         cls, value: dict[str, dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
         if reserved := sorted(value.keys() & RESERVED):
@@ -475,7 +475,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _every_choice_of_the_sweep_can_be_trained(self) -> "Recipe":
+    def _check_sweep_choices(self) -> "Recipe":
         if (plan := self.sweep) is None:
             return self
         for batch in plan.batch_size_tokens:

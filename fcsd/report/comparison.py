@@ -123,8 +123,10 @@ def written_lines(evaluated: Evaluated) -> list[str]:
     """Show, for each task of own text, the first prompt's end and the first line that
     each model writes after it, greedily; as lists of Markdown.
     """
-    first, parts = next(iter(evaluated.values()), None), []
-    for task, row in first["result"]["tasks"].items() if first else ():
+    if not evaluated:
+        return []
+    first, parts = next(iter(evaluated.values())), list[str]()
+    for task, row in first["result"]["tasks"].items():
         if not is_own_text(row):
             continue
         lines = {

@@ -80,7 +80,7 @@ class ScheduleConfig(Strict):
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
-    def _settings_are_those_of_the_schedule(
+    def _check_schedule_settings(
         cls, value: dict[str, Any] | None, info: ValidationInfo
     ) -> dict[str, Any] | None:
         # The name is absent if it failed its own validation.
@@ -205,7 +205,7 @@ class TrainConfig(UpdateConfig, ScheduleConfig):
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _one_reporter_is_a_list_of_one(cls, value: Any) -> Any:
+    def _as_list_of_reporters(cls, value: Any) -> Any:
         """Also accept transformers' forms: one name, or "none"."""
         if value == "none":
             return []
@@ -379,7 +379,7 @@ class SweepConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_fit_short_runs(cls, value: Any) -> Any:
+    def _fit_defaults_to_short_runs(cls, value: Any) -> Any:
         # A short sweep need not set warmup_steps and last_steps. Steps of a wrong kind
         # are left to their own validation.
         steps = value.get("steps") if isinstance(value, dict) else None
