@@ -74,7 +74,7 @@ def ranks(rank: int, command: list[str], spoil: str) -> tuple[int, str]:
 
             raise UserError("the sandbox is gone")
 
-        fcsd.evaluation.backend.InMemoryBackend.complete = broken  # type: ignore[method-assign]
+        fcsd.evaluation.backend.InMemoryBackend.in_batches = broken  # type: ignore[method-assign]
     if spoil == "nan":
 
         class Spoil(TrainerCallback):

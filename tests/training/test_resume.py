@@ -25,6 +25,7 @@ from fcsd.model import load
 from fcsd.parallel import stages
 from fcsd.training import best as best_module
 from fcsd.training import checkpoint_writer as writer_module
+from fcsd.training import resumable as resumable_module
 from fcsd.training import run as run_module
 from fcsd.training import trainer as trainer_module
 from fcsd.training.sweep import read_history
@@ -116,7 +117,7 @@ def die(*args: Any, **kwargs: Any) -> None:
             (best_module, "drop_others"),
             (run_module, "_leave_model"),  # after the last step
             # weights and optimiser written, the stopper's state not
-            (writer_module, "write_json"),
+            (resumable_module, "write_json"),
             (trainer_module.DistillTrainer, "_save_rng_state"),
             (run_module, "write_text"),
         ],
@@ -194,17 +195,14 @@ def on_two_ranks(
     """
 
     def one(mine: int) -> int:
-        holder = (
-            writer_module
-            if hasattr(writer_module, place)
-            else trainer_module.DistillTrainer
-        )
-        original = getattr(holder, place, None)
+        holder: Any = trainer_module.DistillTrainer
+        if place == "_old_checkpoints":
+            holder = writer_module.CheckpointWriter
+        original = getattr(holder, place or "compute_loss")
 
         def signalled(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.state.global_step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
-            assert original is not None
             return original(self, *args, **kwargs)
 
         if rank in (mine, -1):
@@ -275,13 +273,13 @@ def test_a_run_continues_at_its_row_and_reads_nothing_before_it(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     read: list[int] = []
-    get = rows_module.PackedRows.__getitem__
+    get = rows_module.PackedRows.__getitems__
 
-    def counted(self: Any, index: int) -> Any:
-        read.append(index)
-        return get(self, index)
+    def counted(self: Any, indices: list[int]) -> Any:
+        read.extend(indices)
+        return get(self, indices)
 
-    monkeypatch.setattr(rows_module.PackedRows, "__getitem__", counted)
+    monkeypatch.setattr(rows_module.PackedRows, "__getitems__", counted)
     sources: list[dict[str, Any]] = [{"path": str(bench.rows)}]
     if case == "a mixture":
         short = tmp_path / "short.jsonl"
@@ -323,7 +321,9 @@ def test_a_run_is_gone_on_with_by_another_number_of_ranks(
 ) -> None:
     assert main(["distill", str(bench.recipe("whole"))]) == 0
     command = ["distill", str(bench.recipe("killed"))]
-    statuses = [status for status, _ in on_two_ranks(command, tmp_path, -1, "_old")]
+    statuses = [
+        status for status, _ in on_two_ranks(command, tmp_path, -1, "_old_checkpoints")
+    ]
     assert -signal.SIGKILL in statuses
     assert (
         bench.folder / "killed" / "distill" / "checkpoints" / "checkpoint-4"

@@ -99,13 +99,13 @@ def trained(original: Any, tmp_path: Path) -> Trained:
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the indices of the rows that are read from now on."""
     numbers: list[int] = []
-    get = rows_module.PackedRows.__getitem__
+    get = rows_module.PackedRows.__getitems__
 
-    def noted(self: Any, index: int) -> Any:
-        numbers.append(index)
-        return get(self, index)
+    def noted(self: Any, indices: list[int]) -> Any:
+        numbers.extend(indices)
+        return get(self, indices)
 
-    monkeypatch.setattr(rows_module.PackedRows, "__getitem__", noted)
+    monkeypatch.setattr(rows_module.PackedRows, "__getitems__", noted)
     return numbers
 
 

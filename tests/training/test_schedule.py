@@ -13,7 +13,7 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.join import join_launch
 from fcsd.recipe.load_recipe import load_recipe
-from fcsd.training import checkpoint_writer as writer_module
+from fcsd.training import resumable as resumable_module
 from fcsd.training.arguments import Job, RecipeArguments
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.optimizer import learning_rate_schedule
@@ -84,13 +84,13 @@ def test_a_run_with_steps_that_was_killed_continues_to_the_same_weights(
     assert main(["distill", str(bench.recipe("whole")), *more]) == 0
     command = ["distill", str(bench.recipe("killed")), *more]
 
-    write = writer_module.write_json
+    write = resumable_module.write_json
 
     def write_or_die(place: Path, value: Any) -> None:
         die() if place.parent.name == "checkpoint-8" else write(place, value)
 
     def killed() -> int:
-        monkeypatch.setattr(writer_module, "write_json", write_or_die)
+        monkeypatch.setattr(resumable_module, "write_json", write_or_die)
         return main(command)
 
     assert in_a_fork(killed, tmp_path / "output") < 0, (tmp_path / "output").read_text()

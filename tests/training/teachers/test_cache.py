@@ -186,16 +186,17 @@ def test_a_training_on_a_cache_has_the_curve_of_one_with_the_teacher(
 def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fcsd.pipeline import distill as stages
+    from fcsd.pipeline.distill import distill
+    from fcsd.pipeline.sweep import sweep
 
-    sweep = {
+    plan = {
         "batch_size_tokens": [64, 128], "learning_rate": [1e-3], "steps": 2, "warmup_steps": 0, "last_steps": 1,
     }  # fmt: skip
     variants = {
         "half": {"connectivity.layers": {"last": "50%"}},
         "sft": {"objective.name": "sft"},
     }
-    run = run_of(cached(bench, sweep=sweep, variants=variants))
+    run = run_of(cached(bench, sweep=plan, variants=variants))
     assert run.recipe.variant("sft").teacher is None
     calls = []
     compute = cache_stage._compute
@@ -204,9 +205,9 @@ def test_a_sweep_and_variants_share_one_cache_and_run_fills_it_by_itself(
         "_compute",
         lambda *args, **kwargs: (calls.append(args[3]), compute(*args, **kwargs)),
     )
-    stages.sweep(run, fill_cache=True)
-    stages.distill(run, fill_cache=True)
-    stages.distill(run, "half", fill_cache=True)
+    sweep(run, fill_cache=True)
+    distill(run, fill_cache=True)
+    distill(run, "half", fill_cache=True)
     assert calls == [60]
     assert (bench.folder / "r" / "variants" / "half" / "model").is_dir()
 
