@@ -225,7 +225,7 @@ OPEN = {
     ],
     "data": ["batches", "dataset", "local"],
     "parallel": ["join", "launch", "overlap.measure", "overlap.transport", "place", "ranks", "stages"],
-    "training": ["calibration.checkpoint", "calibration.shards", "losses.kl"],
+    "training": ["calibration.checkpoint", "calibration.shards", "losses.heldout_kl"],
     "evaluation": ["backend", "config", "items", "results", "store", "study", "suites"],
     "recipe": ["layout", "load_recipe"],
     "planning": ["cost.measured", "cost.times", "cost.windows", "network.links", "network.simulate"],

@@ -4,5 +4,5 @@ evaluation and recipes.
 Each function does what a command does, with values instead of files. `fcsd/__init__.py`
 lists them and imports them on first use.
 
-Not covered: the trainer (`fcsd.training.fcsd_trainer`).
+Not covered: the trainer (`fcsd.training.ready_trainer`).
 """

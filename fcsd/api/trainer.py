@@ -1,7 +1,7 @@
 """`FCSDTrainer`: distillation of a model on a data set, in the style of
 `transformers.Trainer`.
 
-`fcsd.training.fcsd_trainer` trains; this module does what a recipe's stages do before
+`fcsd.training.ready_trainer` trains; this module does what a recipe's stages do before
 and after training: models, rows, held-out loss, saving.
 
 Not covered: other adapters than LoRA, `model_init` and hyperparameter search,
@@ -44,11 +44,11 @@ from fcsd.training.card.trainer import TAGS, write_trainer_card
 from fcsd.training.checkpoints import chosen_checkpoint, damage
 from fcsd.training.export import replace_model
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import ReadyTrainer, begin
 from fcsd.training.heldout import HeldoutLosses
 from fcsd.training.losses.head import head_logits
 from fcsd.training.optimizer import refuse_factored_states
 from fcsd.training.python_words import with_known_names
+from fcsd.training.ready_trainer import ReadyTrainer, begin
 from fcsd.training.teachers.base import Teacher
 from fcsd.training.teachers.lora import merged_copy
 

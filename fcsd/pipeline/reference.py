@@ -1,7 +1,7 @@
 """The original, against which the models of a recipe are measured on held-out text,
 beside their scores.
 
-Not covered: the divergence itself (`fcsd.training.losses.kl`).
+Not covered: the divergence itself (`fcsd.training.losses.heldout_kl`).
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from fcsd.evaluation.stage import Measure
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.training.losses.kl import Original, mean_kl, read_original
+from fcsd.training.losses.heldout_kl import Original, mean_kl, read_original
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from fcsd.data.batches import Batch, next_token_targets
 from fcsd.model.preserve import preserved
 from fcsd.parallel.launch import Launch
 from fcsd.training.early_stopping import Score
-from fcsd.training.losses.kl import read_rows, sums_by_row
+from fcsd.training.losses.heldout_kl import read_rows, sums_by_row
 from fcsd.training.losses.objectives import (
     CrossEntropyObjectiveConfig,
     KLObjectiveConfig,

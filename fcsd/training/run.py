@@ -50,9 +50,9 @@ from fcsd.training.checkpoints import checkpoints, newest_usable
 from fcsd.training.config import Sections, TrainConfig, micro_batches
 from fcsd.training.disk import check_disk, disk_need, trained_and_all
 from fcsd.training.export import write_model
-from fcsd.training.fcsd_trainer import ReadyTrainer, begin
 from fcsd.training.losses.objectives import MEASURES
 from fcsd.training.prepare import TrainingInputs
+from fcsd.training.ready_trainer import ReadyTrainer, begin
 
 
 def train(

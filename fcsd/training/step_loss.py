@@ -49,9 +49,8 @@ class StepLoss:
         if isinstance(objective, KLWithL2ObjectiveConfig):
             self.distance = StreamDistance(objective, 1)
         self.meters = Meters(accelerator, objective.logged)
-        self._may_leak: bool | None = (
-            None  # as `refuse_packing` asks, once per training
-        )
+        # whether packed examples would see each other; known once a step has begun
+        self._may_leak: bool | None = None
         # of the distance between the streams in the step that is under way
         self._coefficient = 0.0
 
@@ -72,22 +71,20 @@ class StepLoss:
             finally:
                 self.dropping = None
 
-    def prepare(self, model: nn.Module, batches: list[Batch], step: int) -> None:
-        """Put the teacher's hidden states into all micro-batches of a step."""
-        # The distance needs a teacher pass for each micro-batch anyway (`__call__`), which
-        # also returns the hidden states.
+    def begin_step(
+        self, model: nn.Module, batches: list[Batch], step: int, device: torch.device
+    ) -> Tensor | None:
+        """Begin an optimiser step: add its tokens to the meters and the balance, and set
+        the coefficient of the distance. All ranks call this.
+
+        Returns:
+            The kept tokens of the step over all ranks; None without micro-batches.
+
+        Raises:
+            UserError: examples packed for a family in which they would see each other.
+        """
         if self.distance is not None:
             self._coefficient = self.distance.coefficient(step)
-        if self._may_leak is None:
-            self._may_leak = packing_of(unwrapped(model).config) == "leaks"
-        for batch in batches if self._may_leak else ():
-            refuse_packing(model, batch["labels"], batch["position_ids"])
-        if self.teacher is not None and not self._coefficient and batches:
-            in_step()
-            self.teacher.prepare(batches)
-
-    def num_kept(self, batches: list[Batch], device: torch.device) -> Tensor | None:
-        """Count the kept tokens of the optimiser step, over all ranks."""
         if not batches:
             return None
         count = sum(
@@ -103,7 +100,22 @@ class StepLoss:
         self.meters.num_tokens += int(counts[1])
         if self.balance is not None:
             self.balance.begin_step(int(counts[2]))
+        self._refuse_leaks(model, batches)
         return counts[0]
+
+    def _refuse_leaks(self, model: nn.Module, batches: list[Batch]) -> None:
+        if self._may_leak is None:
+            self._may_leak = packing_of(unwrapped(model).config) == "leaks"
+        for batch in batches if self._may_leak else ():
+            refuse_packing(model, batch["labels"], batch["position_ids"])
+
+    def ask_teacher(self, batches: list[Batch]) -> None:
+        """Put the teacher's hidden states into all micro-batches of a step."""
+        # The distance needs a teacher pass for each micro-batch anyway (`__call__`), which
+        # also returns the hidden states.
+        if self.teacher is not None and not self._coefficient and batches:
+            in_step()
+            self.teacher.prepare(batches)
 
     def __call__(
         self, model: nn.Module, inputs: Batch, num_kept: Tensor | int

@@ -240,9 +240,9 @@ class DistillTrainer(ResumableTrainer):
         if self.own_text is not None:
             self.own_text.write(self.plain_model, micro_batches, step)
         # Count the kept tokens of all ranks: the loss is their mean.
-        num_kept = step_loss.num_kept(micro_batches, args.device)
+        num_kept = step_loss.begin_step(student, micro_batches, step, args.device)
         # Let the teacher see all of them before the student's first pass.
-        step_loss.prepare(student, micro_batches, step)
+        step_loss.ask_teacher(micro_batches)
         if restores_random:
             self._load_rng_state(str(self.continued_from))
 

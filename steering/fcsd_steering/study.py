@@ -30,7 +30,7 @@ from fcsd.planning.network.links import LinkModel, read_links
 from fcsd.planning.network.simulate import Payload
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.calibration.checkpoint import take_rows
-from fcsd.training.losses.kl import Original
+from fcsd.training.losses.heldout_kl import Original
 from fcsd_steering.config import SteeringStudy
 from fcsd_steering.evaluate import SteeredEvaluation, model_inputs
 from fcsd_steering.report import evaluation_folder, tables_folder, write_report

@@ -27,7 +27,7 @@ from fcsd.planning.network.simulate import (
     exchange_times,
     time_summary,
 )
-from fcsd.training.losses.kl import Original, mean_kl, read_original
+from fcsd.training.losses.heldout_kl import Original, mean_kl, read_original
 from fcsd_steering.evaluate import biased_routers
 from fcsd_steering.routing.bias import BiasTables
 from fcsd_steering.routing.metrics import (

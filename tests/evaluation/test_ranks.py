@@ -26,7 +26,7 @@ from fcsd.parallel.join import join_launch
 from fcsd.parallel.place import load_for_evaluation
 from fcsd.parallel.ranks import Ranks, is_sharded
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from fcsd.training.losses.kl import mean_kl, read_original
+from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.evaluation.test_runner import TASKS, write_rows
 from tests.parallel.test_engines import environment
 from tests.reference.ranks import run_ranks

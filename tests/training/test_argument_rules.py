@@ -18,7 +18,7 @@ from fcsd.parallel.join import join_launch
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
-from fcsd.training.fcsd_trainer import fit_to_engine
+from fcsd.training.ready_trainer import fit_to_engine
 from tests.reference.tiny import tiny_model
 
 

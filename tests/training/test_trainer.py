@@ -512,14 +512,14 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
 ) -> None:
     run = make(tmp_path, teacher, rows=Rows(6), per_device_train_batch_size=1)
     tokens: list[int] = []
-    count = StepLoss.num_kept
+    begin_step = StepLoss.begin_step
 
-    def look(self: StepLoss, batches: list, device: Any) -> Any:
+    def look(self: StepLoss, model: Any, batches: list, *rest: Any) -> Any:
         tokens.append(sum(batch["input_ids"].numel() for batch in batches))
-        return count(self, batches, device)
+        return begin_step(self, model, batches, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepLoss, "num_kept", look)
+        patch.setattr(StepLoss, "begin_step", look)
         assert train(*run)["steps"] == 3
     assert tokens == [4 * LENGTH] * 3
     assert [point["step"] for point in read_history(tmp_path)] == [1, 2, 3]

@@ -48,7 +48,7 @@ from fcsd.parallel.shard import whole_head
 from fcsd.training.generation import OVERFLOW, Decoding, Sampling, up_to_end
 from fcsd.training.losses.fused import Head, fused_linear_loss
 from fcsd.training.losses.head import batch_hidden, head_logits
-from fcsd.training.losses.kl import evaluating, read_rows
+from fcsd.training.losses.heldout_kl import evaluating, read_rows
 from fcsd.training.losses.objectives import (
     CrossEntropyObjectiveConfig,
     KLObjectiveConfig,

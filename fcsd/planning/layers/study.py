@@ -70,7 +70,7 @@ from fcsd.planning.layers.settings import (
 )
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
-from fcsd.training.losses.kl import kl_by_row, read_original
+from fcsd.training.losses.heldout_kl import kl_by_row, read_original
 
 SCHEMA_VERSION = 1
 

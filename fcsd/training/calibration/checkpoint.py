@@ -56,7 +56,7 @@ from fcsd.training.calibration.shards import (
 )
 from fcsd.training.calibration.state import State, batches_of, first_stream
 from fcsd.training.calibration.steps import Stream
-from fcsd.training.losses.kl import row_parts
+from fcsd.training.losses.heldout_kl import row_parts
 
 _STATE = "state.json"
 _AGAIN = "fcsd calibrates it again from the first layer"

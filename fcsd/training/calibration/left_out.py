@@ -25,7 +25,7 @@ from fcsd.data.batches import NO_LOSS, Batch, next_token_targets, real_tokens
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.calibration.state import Models, batches_of, first_stream, to
 from fcsd.training.calibration.steps import Stream
-from fcsd.training.losses.kl import kl_sum
+from fcsd.training.losses.heldout_kl import kl_sum
 
 NAMES = ORIGINAL, COPIED, CALIBRATED = "original", "copied", "calibrated"
 

@@ -37,7 +37,7 @@ from fcsd.planning.layers.front import (
 )
 from fcsd.planning.layers.points import number_text
 from fcsd.planning.layers.study import read_study
-from fcsd.training.losses.kl import mean_kl, read_original
+from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.cost.test_plan import lite
 from tests.planning.layers.test_kinds import ATTENTION, KINDS, written
 from tests.planning.layers.test_study import ROWS, command

@@ -55,7 +55,7 @@ from fcsd.planning.layers.study import Measured, difference, read_study
 from fcsd.report.study_plots import plot_layers
 from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
-from fcsd.training.losses.kl import mean_kl, read_original
+from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 

@@ -1,8 +1,9 @@
 """The training of models and rows that are ready: the same steps for a recipe's run and
 for `fcsd.FCSDTrainer`.
 
-`fcsd.training.trainer` has the loss, the content of a checkpoint and the handling of
-failing steps.
+Its bases: `DistillTrainer` (`fcsd.training.trainer`) has the loop, `ResumableTrainer`
+(`fcsd.training.resumable`) the content of a checkpoint. The loss is
+`fcsd.training.step_loss`; `fcsd.training.guarded` handles failing steps.
 
 Not covered: loading models, tokenizing data, and saving the trained model
 (`fcsd.training.run` for a recipe, `fcsd.api.trainer` for a script).

@@ -14,7 +14,12 @@ from fcsd.data.dataset import heldout_rows
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.planning.layers.study import read_study
-from fcsd.training.losses.kl import PART_TOKENS, mean_kl, read_original, row_parts
+from fcsd.training.losses.heldout_kl import (
+    PART_TOKENS,
+    mean_kl,
+    read_original,
+    row_parts,
+)
 from tests.reference.tiny import tiny_model
 
 NUM_EXAMPLES = 6
