@@ -140,7 +140,7 @@ def test_readme_says_of_real_weights_what_their_table_says() -> None:
     short = demo_table("README.md", "## A first result", "## In Python")
     assert [*short] == [*real]
     own = demo_table("docs/real.md", "<!-- own-table -->", "<!-- /own-table -->")
-    for name, (_, *scores) in short.items():
+    for name, (_, *scores, _) in short.items():
         assert scores == [*real[name][6:8], own[name][1].partition(" ")[0]]
     assert "for 48 steps" in PAGES["README.md"] and "48 steps" in real["fcsd"][2]
     original, fcsd = (float(real[name][6]) for name in ("original", "fcsd"))
