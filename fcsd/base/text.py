@@ -158,6 +158,13 @@ def table_rule(widths: Sequence[int], left: int) -> str:
     return f"|{rule}|"
 
 
+def named(name: str, text: str, width: int = 13) -> str:
+    """Format one line of a list of facts, `name          text`: the texts of all lines
+    with this width of names begin in one column.
+    """
+    return f"{name:<{width}} {text}"
+
+
 def fold(summary: str, text: str) -> str:
     """Fold a part of a Markdown page under a summary line that opens it."""
     return f"<details><summary>{summary}</summary>\n\n{text}\n\n</details>"

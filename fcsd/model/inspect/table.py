@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fcsd.base.repository import plugin_install
-from fcsd.base.text import markdown, size
+from fcsd.base.text import markdown, named, size
 from fcsd.model.connectivity.spec import ranges
 
 PARTS = {
@@ -103,7 +103,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
             " weights, which `fcsd-bench serve` times"
         )
         rows.append(("weights", text))
-    return [f"{name:<13} {text}" for name, text in rows]
+    return [named(*row) for row in rows]
 
 
 def _family(facts: Mapping[str, Any]) -> str:
@@ -182,10 +182,11 @@ def _tables(facts: Mapping[str, Any]) -> Iterator[list[str]]:
         yield [markdown(["parameters", "total", "one text token uses"], rows)]
     # transformers cannot build its model, so its memory is unknown too.
     else:
-        yield [
-            "parameters    unknown: transformers has no class for this model type, and"
-            " no remote code is run"
-        ]
+        text = (
+            "unknown: transformers has no class for this model type, and no remote code"
+            " is run"
+        )
+        yield [named("parameters", text)]
     if parameters is not None:
         yield _memory(facts["memory"])
 
@@ -199,17 +200,17 @@ def _memory(memory: Mapping[str, Any]) -> list[str]:
     if convert is not None:
         # Both are unknown where the Hub did not tell the sizes of files.
         shard, copies = convert["at_most_bytes"], convert["disk_without_links_bytes"]
-        lines.append(
-            "convert          below one weight"
-            f" file{f' ({size(shard)})' if shard else ''}, whose bytes are linked;"
-            f" {size(copies) if copies else 'their size'} of disk where the file system"
-            " cannot link"
+        text = (
+            f"below one weight file{f' ({size(shard)})' if shard else ''}, whose bytes"
+            f" are linked; {size(copies) if copies else 'their size'} of disk where the"
+            " file system cannot link"
         )
-    weights = size(serve["weights_bytes"])
-    return [
-        *lines,
-        f"serve            {weights} of weights in bfloat16, {_cache(serve['cache'])}",
-    ]
+        lines.append(named("convert", text, 16))
+    text = (
+        f"{size(serve['weights_bytes'])} of weights in bfloat16,"
+        f" {_cache(serve['cache'])}"
+    )
+    return [*lines, named("serve", text, 16)]
 
 
 def _cache(cache: Mapping[str, Any] | None) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from fcsd.base.text import markdown, nats, size
+from fcsd.base.text import markdown, named, nats, size
 from fcsd.model.inspect.table import ranges
 from fcsd.planning.cost.assumptions import ALL_REDUCES, WITHOUT_AITER
 from fcsd.planning.cost.plan import MORE_GPUS, PRINTED
@@ -13,10 +13,6 @@ from fcsd.planning.layers.front import chosen_text, front_text
 
 def _joined(parts: Iterable[list[str]]) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
-
-
-def _named(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
-    return [f"{name:<{width}} {text}" for name, text in rows]
 
 
 def _memory(memory: Mapping[str, Any], available: str = "") -> str:
@@ -110,7 +106,7 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
     if settings["teacher"]:
         rows.append(("teacher", settings["teacher"] + _cache(facts["cache"])))
-    return _named(rows, 13)
+    return [named(*row) for row in rows]
 
 
 def _cache(cache: Mapping[str, int] | None) -> str:
@@ -127,31 +123,27 @@ def _fits(facts: Mapping[str, Any]) -> str:
     memory = facts["memory"]
     room = f"{size(memory['total_bytes'])} of {size(memory['gpu_bytes'])}"
     if memory["fits"]:
-        return f"fits          {room}"
+        return named("fits", room)
+    advice = "with the changes below it would"
     if not facts["changes"] or not facts["changes"][-1]["fits"]:
-        return (
-            f"DOES NOT FIT  {room}; no change below suffices: use a larger GPU or a"
-            " smaller model"
-        )
-    return f"DOES NOT FIT  {room}; with the changes below it would"
+        advice = "no change below suffices: use a larger GPU or a smaller model"
+    return named("DOES NOT FIT", f"{room}; {advice}")
 
 
 def _activations(values: Mapping[str, int | None]) -> Iterator[str]:
     without = values["without_checkpointing_bytes"]
     checkpointed = values["with_checkpointing_bytes"]
-    text = f"activations   {size(without or 0)} without activation checkpointing, "
+    text = f"{size(without or 0)} without activation checkpointing, "
     if checkpointed is None:
-        yield text + "which this family does not support"
+        yield named("activations", text + "which this family does not support")
         return
-    yield text + f"{size(checkpointed)} with it"
+    yield named("activations", text + f"{size(checkpointed)} with it")
     inputs, second = values["layer_inputs_bytes"], values["second_inputs_bytes"]
     second_inputs = (
         f", and {size(second)} for the second one of FarSkip layers" if second else ""
     )
-    yield (
-        "              checkpointed inputs of the layers"
-        f" {size(inputs or 0)}{second_inputs}"
-    )
+    text = f"checkpointed inputs of the layers {size(inputs or 0)}{second_inputs}"
+    yield named("", text)
 
 
 def _disk(disk: Mapping[str, int]) -> Iterator[str]:
@@ -164,50 +156,53 @@ def _disk(disk: Mapping[str, int]) -> Iterator[str]:
             " being written"
         )
     parts.append(f"{size(disk['model_bytes'])} for the model")
-    yield f"disk          {size(disk['total_bytes'])}: {', '.join(parts)}"
+    yield named("disk", f"{size(disk['total_bytes'])}: {', '.join(parts)}")
     if copy := disk["host_copy_bytes"]:
-        yield (
-            f"host memory   {size(copy)} on each machine that writes: a copy of the"
-            " checkpoint that is being written"
+        text = (
+            f"{size(copy)} on each machine that writes: a copy of the checkpoint that is"
+            " being written"
         )
+        yield named("host memory", text)
 
 
 def _scoring(scoring: Mapping[str, Any] | None) -> Iterator[str]:
     if scoring is None:
         return
     when = "once for a score" if scoring["once"] else "for every token"
-    yield (
-        f"scoring       gathers {size(scoring['gathered_bytes'])} of weights {when}, in"
+    text = (
+        f"gathers {size(scoring['gathered_bytes'])} of weights {when}, in"
         f" {scoring['seconds']:.2g} s; this leaves {size(scoring['free_bytes'])} of a"
         " GPU free"
     )
+    yield named("scoring", text)
 
 
 def _own_text(own: Mapping[str, Any] | None) -> Iterator[str]:
     if own is None:
         return
     fast, expected, slow = own["seconds"]
-    yield (
-        f"own text      {own['texts']:.3g} texts of {own['tokens']:,} tokens per rank and"
-        f" step, in {own['passes']:,} passes: {_expected(expected, [fast, slow])} s"
+    text = (
+        f"{own['texts']:.3g} texts of {own['tokens']:,} tokens per rank and step, in"
+        f" {own['passes']:,} passes: {_expected(expected, [fast, slow])} s"
     )
+    yield named("own text", text)
 
 
 def _written(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for source in sources:
         text = (
-            f"written       {source['source']}: the original writes {source['texts']:,}"
-            f" texts of at most {source['tokens']:,} tokens, {size(source['num_bytes'])}"
-            " on disk (twice while they are joined)"
+            f"{source['source']}: the original writes {source['texts']:,} texts of at"
+            f" most {source['tokens']:,} tokens, {size(source['num_bytes'])} on disk"
+            " (twice while they are joined)"
         )
-        if source["seconds"] is None:
-            yield f"{text}, behind its server, in a time that is not estimated"
-            continue
-        fast, expected, slow = source["seconds"]
-        yield (
-            f"{text}, in {source['passes']:,} passes per rank:"
-            f" {_expected(expected, [fast, slow])} s"
-        )
+        time = "behind its server, in a time that is not estimated"
+        if source["seconds"] is not None:
+            fast, expected, slow = source["seconds"]
+            time = (
+                f"in {source['passes']:,} passes per rank:"
+                f" {_expected(expected, [fast, slow])} s"
+            )
+        yield named("written", f"{text}, {time}")
 
 
 def _time(facts: Mapping[str, Any]) -> list[str]:
@@ -221,29 +216,22 @@ def _time(facts: Mapping[str, Any]) -> list[str]:
         "weights and gradients that nothing hides": time["sharding_s"],
         "own text": facts["own_text"]["seconds"][1] if facts["own_text"] else 0.0,
     }
-    lines = [
-        (
-            f"step          {flops['per_step'] / 1e15:.3g} x 10^15 operations, {step}"
-            f" s, {rate} tokens/s"
-        ),
-        (
-            "of that      "
-            f" {', '.join(f'{name} {seconds:.2g} s' for name, seconds in parts.items() if seconds)}"
-        ),
+    shares = [f"{name} {seconds:.2g} s" for name, seconds in parts.items() if seconds]
+    operations = f"{flops['per_step'] / 1e15:.3g} x 10^15 operations"
+    rows = [
+        ("step", f"{operations}, {step} s, {rate} tokens/s"),
+        ("of that", ", ".join(shares)),
     ]
-    if flops["float32_share"] > 0:
-        lines.append(
-            f"float32       {flops['float32_share']:.0%} of the operations run in"
-            " float32"
-        )
+    if (share := flops["float32_share"]) > 0:
+        rows.append(("float32", f"{share:.0%} of the operations run in float32"))
     tokens = facts["tokens"]
     minutes, minutes_alone = (f"{seconds / 60:,.2g}" for seconds in tokens["seconds"])
-    lines.append(
-        f"tokens        {tokens['num_tokens']:,} once for all trainings:"
-        f" {size(tokens['bytes'])} on disk, {minutes} min with {tokens['processes']}"
-        f" processes, {minutes_alone} with one"
+    text = (
+        f"{tokens['num_tokens']:,} once for all trainings: {size(tokens['bytes'])} on"
+        f" disk, {minutes} min with {tokens['processes']} processes, {minutes_alone}"
+        " with one"
     )
-    return lines
+    return [named(*row) for row in [*rows, ("tokens", text)]]
 
 
 def _expected(value: float, values: list[float]) -> str:
@@ -395,7 +383,7 @@ def _plan_head(facts: Mapping[str, Any]) -> list[str]:
         ("phase", f"{settings['phase']}, {ranks}, {batch}"),
         ("weights", settings["weights"]["name"]),
     ]
-    return _named(rows, 10)
+    return [named(*row, width=10) for row in rows]
 
 
 def _result(times: Mapping[str, Any], phase: str) -> str:
