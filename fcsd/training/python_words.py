@@ -17,9 +17,6 @@ from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES
 
 _RESPONSE = "`FCSDConfig(loss_on='response')`, the default"
-_PACKING = "`FCSDConfig(packing=…)`"
-_TEACHER = "`FCSDTrainer(teacher=…)`, a model or path"
-_LORA = "`FCSDTrainer(peft_config=…)`"
 
 OTHER_NAMES = {
     # TRL: SFTConfig, GKDConfig and their trainers
@@ -27,49 +24,27 @@ OTHER_NAMES = {
     "completion_only_loss": _RESPONSE,
     "dataset_text_field": "`FCSDConfig(columns={'text': NAME})`",
     "max_seq_length": "`FCSDConfig(max_length=…)`",
-    "eval_packing": _PACKING,
-    "padding_free": _PACKING,
-    "packing_strategy": _PACKING,
     "formatting_func": "not supported: map the data set",
     "data_collator": "not supported: fcsd packs and collates rows itself",
     "tokenizer": "`FCSDTrainer(processing_class=…)`",
+    "teacher_model": "`FCSDTrainer(teacher=…)`, a model or path",
+    "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
+    "lmbda": "`FCSDConfig(own_text=…)`, the share of rows",
+    "seq_kd": "not supported: give text of the teacher as `train_dataset`",
+    "max_new_tokens": "`FCSDConfig(own_text_tokens=…)`",
     # transformers
     "logging_dir": "the environment variable `TENSORBOARD_LOGGING_DIR`",
-    "model_init": "not supported: give `model`; `fcsd sweep` tries learning rates",
     "no_cuda": "`FCSDConfig(use_cpu=True)`",
     "overwrite_output_dir": "not supported: give a new `output_dir`",
     "save_safetensors": "not supported: weights are always saved as safetensors",
     "group_by_length": "not supported: all rows have the same length",
-    "chat_template_path": "the `chat_template` of `processing_class`",
-    "teacher_model": _TEACHER,
-    "teacher_model_name_or_path": _TEACHER,
-    "beta": "`FCSDConfig(objective='jsd', jsd_beta=…)`",
-    "loss_type": "`FCSDConfig(objective=…)`",
-    "lmbda": "`FCSDConfig(own_text=…)`, the share of rows",
-    "seq_kd": "not supported: give text of the teacher as `train_dataset`",
-    "max_new_tokens": "`FCSDConfig(own_text_tokens=…)`",
     # axolotl
     "base_model": "`FCSDTrainer(model=…)`, a model or path",
     "sequence_len": "`FCSDConfig(max_length=…)`",
-    "sample_packing": _PACKING,
-    "eval_sample_packing": _PACKING,
-    "train_on_inputs": "`FCSDConfig(loss_on='all')`; false is the default",
     "micro_batch_size": "`FCSDConfig(per_device_train_batch_size=…)`",
-    "num_epochs": "`FCSDConfig(num_train_epochs=…)`",
-    "lr_scheduler": "`FCSDConfig(lr_scheduler_type=…)`",
-    "datasets": "`FCSDTrainer(train_dataset=…)`",
-    "test_datasets": "`FCSDTrainer(eval_dataset=…)`",
-    "val_set_size": (
-        "`FCSDTrainer(eval_dataset=…)`: `datasets.Dataset.train_test_split`"
-    ),
-    "chat_template": "the `chat_template` of `processing_class`",
-    "adapter": _LORA,
-    "lora_r": _LORA,
-    "kd_temperature": "`FCSDConfig(temperature=…)`",
-    "flash_attention": "`FCSDConfig(model_init_kwargs={'attn_implementation': …})`",
 }
-"""Arguments of TRL, axolotl and transformers with another name here: name -> its counterpart, as in
-the table of docs/python.md.
+"""The arguments of TRL, transformers and axolotl that people type most and that have
+another name here: name -> its counterpart, as in the table of docs/python.md.
 """
 
 _SECTIONS: dict[str, list[type[Strict]]] = {
