@@ -53,7 +53,7 @@ def _plan(arguments: Namespace) -> None:
     from fcsd.planning.cost.table import plan_table
     from fcsd.planning.cost.windows import write_windows
 
-    names = ("links", "measured", "routing", "study", "metric", "figure")
+    names = ("links", "measured", "routing", "study", "figure")
     facts = plan_from_files(
         settings, **{name: getattr(arguments, name) for name in names}
     )
@@ -83,7 +83,7 @@ def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
     from fcsd.planning.cost.planned import PlanSettings
     from fcsd.planning.cost.table import sweep_table
 
-    for name in ("windows", "study", "metric", "measured", "links"):
+    for name in ("windows", "study", "measured", "links"):
         if getattr(arguments, name) is not None:
             raise UserError(
                 f"--sweep and --{name} are both given; plan one value with --{name}"
@@ -223,11 +223,6 @@ def _plan_options(parser: ArgumentParser) -> None:
         ),
     )
     parser.add_argument(
-        "--metric",
-        metavar="NAME",
-        help="metric of the study to show (default: its first)",
-    )
-    parser.add_argument(
         "--figure",
         type=Path,
         metavar="FILE",
@@ -279,9 +274,7 @@ def _plan_layers(arguments: Namespace) -> None:
                 " weights; --verify, --calibrated and --model belong to --budget, or to"
                 " --gpu and --cluster"
             )
-        counts = layers_within(
-            arguments.study, arguments.max_loss, metric=arguments.metric
-        )
+        counts = layers_within(arguments.study, arguments.max_loss)
         print_result(arguments, counts, within_text)
         return
     if not has_machine and arguments.budget is None:
@@ -301,12 +294,7 @@ def _plan_layers(arguments: Namespace) -> None:
         result = choose_halves(
             vars(arguments) | _cluster(arguments),
             arguments.study,
-            Goal(
-                arguments.metric,
-                arguments.calibrated,
-                arguments.budget,
-                arguments.max_loss,
-            ),
+            Goal(arguments.calibrated, arguments.budget, arguments.max_loss),
             links=arguments.links,
             routing=arguments.routing,
             model=arguments.model,
@@ -318,7 +306,6 @@ def _plan_layers(arguments: Namespace) -> None:
     plan = plan_layers(
         arguments.study,
         arguments.budget,
-        metric=arguments.metric,
         calibrated=arguments.calibrated,
         model=arguments.model,
         verify=launch,
@@ -370,12 +357,6 @@ def _layers_options(parser: ArgumentParser) -> None:
             " this text, in the format of --text; it must differ from the measured text"
         ),
     )
-    field_options(
-        parser,
-        Study,
-        "calibration_tokens",
-        help="with --calibrated: tokens to calibrate on",
-    )
     task_arguments(parser, "measure this task")
     field_options(
         parser,
@@ -393,13 +374,7 @@ def _layers_options(parser: ArgumentParser) -> None:
             " one layer alone, for plan-layers with --gpu"
         ),
     )
-    numbers = parser.add_mutually_exclusive_group()
-    field_options(numbers, Study, "every")
-    numbers.add_argument(
-        "--counts",
-        help="for first and last: measure these numbers of layers, for example 1,2,4,8",
-    )
-    field_options(parser, Study, "attention", "mlp")
+    field_options(parser, Study, "every", "attention", "mlp")
     field_options(parser, ModelConfig, "dtype")
     field_options(parser, Study)
     json_argument(parser)
@@ -423,12 +398,6 @@ def _plan_layers_options(parser: ArgumentParser) -> None:
             "instead, print how many layers from either end can be rewired without"
             " training at this KL, or at this loss of a task's score; with a machine,"
             " choose what saves most time at this loss"
-        ),
-    )
-    parser.add_argument(
-        "--metric",
-        help=(
-            "kl or a task of the study (default: the first one, kl if it was measured)"
         ),
     )
     parser.add_argument(

@@ -25,7 +25,7 @@ from fcsd.planning.layers.front import (
     recipe_section,
     section_options,
 )
-from fcsd.planning.layers.points import loss_text, number_text, study_metric
+from fcsd.planning.layers.points import deciding_metric, loss_text, number_text
 from fcsd.planning.layers.proposal import (
     check_calibrated,
     check_max_loss,
@@ -42,12 +42,11 @@ from fcsd.planning.layers.study import difference, read_study
 class Goal:
     """What to choose from a front.
 
-    metric, calibrated: as in `plan_layers`. budget: the last step with at most so many
-    layers (`parse_budget`). max_loss: the fastest row that loses at most so much.
-    Neither: as `choose` decides.
+    calibrated: as in `plan_layers`. budget: the last step with at most so many layers
+    (`parse_budget`). max_loss: the fastest row that loses at most so much. Neither: as
+    `choose` decides.
     """
 
-    metric: str | None = None
     calibrated: bool = False
     budget: str | None = None
     max_loss: float | None = None
@@ -76,7 +75,6 @@ def choose_halves(
         UserError: as `plan_layers` and `plan_from_files`.
     """
     study = read_study(folder)
-    metric = study_metric(study, goal.metric)
     check_calibrated(folder, study, goal.calibrated)
     budget, max_loss = goal.budget, goal.max_loss
     num = None
@@ -94,6 +92,7 @@ def choose_halves(
     planned = prepare_with_files(plan_settings, links, routing)
     checked_study(planned, folder)
     seconds = study_seconds(planned, None, folder)
+    metric = deciding_metric(study)["name"]
     facts = front(study, metric, goal.calibrated, seconds)
     chosen = choose(facts, num, max_loss)
     compared = [

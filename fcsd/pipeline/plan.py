@@ -28,12 +28,12 @@ from fcsd.planning.layers.front import (
     section_options,
 )
 from fcsd.planning.layers.points import (
+    deciding_metric,
     has_calibrated,
     loss_text,
     point_loss,
     selection_facts,
     study_connectivity,
-    study_metric,
 )
 from fcsd.planning.layers.study import read_study
 from fcsd.planning.network.links import read_links
@@ -48,7 +48,6 @@ def plan_from_files(
     measured: Path | None = None,
     routing: Path | None = None,
     study: Path | None = None,
-    metric: str | None = None,
     figure: Path | None = None,
     advise: bool = True,
 ) -> dict[str, Any]:
@@ -61,12 +60,11 @@ def plan_from_files(
             layers.
     """
     # Options that would have no effect, or contradict each other, are refused.
-    for name, value in (("figure", figure), ("metric", metric)):
-        if value is not None and study is None:
-            raise UserError(
-                f"--{name}: plots speed-up against quality, so it needs --study (a"
-                " folder of `fcsd layers`)"
-            )
+    if figure is not None and study is None:
+        raise UserError(
+            "--figure: plots speed-up against quality, so it needs --study (a folder of"
+            " `fcsd layers`)"
+        )
     if links is not None and measured is not None:
         raise UserError(
             "--links and --measured are both given; measured times already include the"
@@ -80,16 +78,16 @@ def plan_from_files(
     times = None if measured is None else read_times(measured)
     if study is not None:
         # What is wrong with it is said before the planning.
-        study_metric(read_study(study), metric)
+        read_study(study)
     planned = prepare_with_files(settings, links, routing)
     if times is None:
         facts = plan(planned, advise=advise)
     else:
         facts = _measured(times, planned)
     if study is not None:
-        facts["study"] = _against_quality(planned, times, study, metric)
+        facts["study"] = _against_quality(planned, times, study)
         facts["fronts"] = [
-            _front(planned, times, study, metric, calibrated)
+            _front(planned, times, study, calibrated)
             for calibrated in _weights(read_study(study))
         ]
         if figure is not None:
@@ -276,21 +274,20 @@ def study_seconds(planned: Planned, times: Times | None, folder: Path) -> Second
 
 
 def _against_quality(
-    planned: Planned, times: Times | None, folder: Path, metric: str | None
+    planned: Planned, times: Times | None, folder: Path
 ) -> list[dict[str, Any]]:
     """Return, for each selection of a study, its loss of quality and the speed-up of
     the connectivity that was measured, whatever the plan's own is.
     """
     study = checked_study(planned, folder)
-    chosen, rows = study_metric(study, metric), []
-    (facts_of_metric,) = (row for row in study["metrics"] if row["name"] == chosen)
+    metric, rows = deciding_metric(study), []
     # A study may have scored each selection with copied and with calibrated weights.
     for calibrated in _weights(study):
         for point in study["points"]:
             # Nobody would convert a single layer, and nothing is converted in `none`.
             if point["side"] in ("single", "none"):
                 continue
-            loss, error = point_loss(study, point, chosen, calibrated)
+            loss, error = point_loss(study, point, metric["name"], calibrated)
             facts = selection_facts(study, point["layers"])
             try:
                 speed_up = _speed_up(
@@ -306,7 +303,7 @@ def _against_quality(
                     **{name: facts[name] for name in ("selection", "options")},
                     "num_layers": point["num_layers"],
                     "weights": "calibrated" if calibrated else "copied",
-                    "metric": loss_text(facts_of_metric),
+                    "metric": loss_text(metric),
                     "loss": loss,
                     "stderr": error,
                     "speed_up": speed_up,
@@ -324,13 +321,13 @@ def _front(
     planned: Planned,
     times: Times | None,
     folder: Path,
-    metric: str | None,
     calibrated: bool,
 ) -> dict[str, Any]:
     """Return the front of a study's losses and its chosen row."""
     study = checked_study(planned, folder)
     seconds = study_seconds(planned, times, folder)
-    facts = front(study, study_metric(study, metric), calibrated, seconds)
+    metric = deciding_metric(study)["name"]
+    facts = front(study, metric, calibrated, seconds)
     return facts | {"chosen": choose(facts)}
 
 

@@ -14,7 +14,7 @@ from fcsd.planning.layers.proposal import study_table
 from fcsd.planning.layers.study import read_study
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
 from tests.planning.cost.plans import lite
-from tests.planning.layers.test_kinds import KINDS, written
+from tests.planning.layers.test_kinds import KINDS, without_kl, written
 from tests.real_configs import CONFIGS, real_folder
 from tests.report.test_comparison import scored
 from tests.terminal import assert_readable, tables_of
@@ -75,13 +75,15 @@ def test_a_layer_study_and_its_readers(kind: str, tmp_path: Path, shown: Shown) 
     study = written(tmp_path / "s", kind, calibrated=True, task=True)
     shown("plan", lite(tmp_path), "--length", "512", "--study", study)
     shown("plan-layers", study, "--max-loss", "0.1")
-    shown("plan-layers", study, "--max-loss", "0.1", "--metric", "quiz")
     machine = ("--model", tmp_path / "lite", "--gpu", "h200", "--length", "512")
     shown("plan-layers", study, *machine)
-    shown("plan-layers", study, *machine, "--metric", "quiz", "--calibrated")
+    shown("plan-layers", study, *machine, "--calibrated")
     if kind != "attention":
         shown("plan-layers", study, "--budget", "2", "--calibrated")
     assert_readable(fit(study_table(read_study(study)), 80))
+    without_kl(study)
+    shown("plan-layers", study, "--max-loss", "0.1")
+    shown("plan-layers", study, *machine, "--calibrated")
 
 
 def test_scores_and_comparisons() -> None:

@@ -115,10 +115,6 @@ class PlanSettings(Cluster):
         "train without activation checkpointing: keep activations for the backward pass"
         " instead of recomputing each layer",
     )
-    unfused_attention: bool = option(
-        False,
-        "compute attention with its scores in memory instead of in one fused kernel",
-    )
     without_aiter: bool = option(
         False,
         "time a prefill in FP8 on AMD GPUs with vLLM's own kernels, its default, instead"
@@ -126,6 +122,8 @@ class PlanSettings(Cluster):
         " attention 14 times as long",
     )
     connectivity: Connectivity | None = None
+    # Attention with its scores in memory instead of one fused kernel.
+    unfused_attention: bool = False
     sharding: Literal["fsdp2", "optimizer"] = "fsdp2"
     rows_once: bool = True
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fcsd.base.errors import UserError
-from fcsd.base.strict import did_you_mean
 from fcsd.base.text import nats
 from fcsd.model.connectivity.spec import Connectivity, selection_text
 from fcsd.model.families import FAMILIES
@@ -15,16 +14,12 @@ from fcsd.parallel.overlap.support import kept_inside
 from fcsd.planning.layers.settings import KL, measured_connectivity
 
 
-def study_metric(study: dict[str, Any], metric: str | None) -> str:
-    """Return the requested metric, or the study's first one; raise UserError for a
-    metric that the study lacks.
+def deciding_metric(study: dict[str, Any]) -> dict[str, str]:
+    """Return the metric of a study by which layers are chosen: the KL, or, where none
+    was measured, the first task.
     """
-    names = [row["name"] for row in study["metrics"]]
-    if metric is not None and metric not in names:
-        raise UserError(
-            f"metric {metric!r}: not in this study{did_you_mean(metric, names)}"
-        )
-    return metric or str(names[0])
+    row: dict[str, str] = study["metrics"][0]
+    return row
 
 
 def loss_text(metric: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ from fcsd.planning.layers.front import section_text
 from fcsd.planning.layers.points import (
     base_loss,
     connectivity_overlap,
+    deciding_metric,
     error_text,
     has_calibrated,
     loss_text,
@@ -41,7 +42,6 @@ from fcsd.planning.layers.points import (
     selecting_option,
     selection_facts,
     study_connectivity,
-    study_metric,
     study_overlap,
     values_of,
 )
@@ -61,7 +61,6 @@ def plan_layers(
     folder: Path,
     budget: str,
     *,
-    metric: str | None = None,
     calibrated: bool = False,
     model: str | None = None,
     verify: Launch | None = None,
@@ -70,20 +69,20 @@ def plan_layers(
     `folder`, as JSON data.
 
     Args:
-        metric: of the study; None: the KL, or else the first task.
         calibrated: rank the layers by their cost with calibrated weights.
         verify: measure the proposal and the last N layers on the study's own model and
             data, paired, in this launch.
         model: the current path of the study's model.
 
     Raises:
-        UserError: no finished study with sides 'single', budget out of range, unknown
-            metric, another model than the study's, a study without calibrated weights.
+        UserError: no finished study with sides 'single', budget out of range,
+            another model than the study's, a study without calibrated weights.
     """
     study = read_study(folder)
     num_layers = study["num_hidden_layers"]
     count = parse_budget(budget, num_layers)
-    chosen = study_metric(study, metric)
+    metric = deciding_metric(study)
+    chosen = metric["name"]
     check_calibrated(folder, study, calibrated)
     # The greedy proposal ranks layers by their cost alone, so it needs the single
     # points.
@@ -99,7 +98,7 @@ def plan_layers(
     has_base = selecting == "mlp"
     result: dict[str, Any] = {
         "study": str(folder),
-        "metric": next(row for row in study["metrics"] if row["name"] == chosen),
+        "metric": metric,
         "calibrated": calibrated,
         "budget": budget,
         "num_layers": count,
@@ -216,9 +215,7 @@ def least_sensitive(sensitivities: Sequence[float], count: int) -> list[int]:
     return sorted(ranked[:count])
 
 
-def layers_within(
-    folder: Path, max_loss: float, *, metric: str | None = None
-) -> dict[str, Any]:
+def layers_within(folder: Path, max_loss: float) -> dict[str, Any]:
     """Return how many layers from either end can be rewired without any training,
     according to the study in `folder`.
 
@@ -229,11 +226,12 @@ def layers_within(
     KL, or in lost score of the task against the original.
 
     Raises:
-        UserError: a negative loss, unknown metric, a study of single layers only.
+        UserError: a negative loss, a study of single layers only.
     """
     study = read_study(folder)
     check_max_loss(max_loss)
-    chosen, rows = study_metric(study, metric), []
+    metric, rows = deciding_metric(study), []
+    chosen = metric["name"]
     ends = [
         end
         for end in ("first", "last")
@@ -267,7 +265,7 @@ def layers_within(
             rows.append(row | selection_facts(study, layers))
     return {
         "study": str(folder),
-        "metric": next(row for row in study["metrics"] if row["name"] == chosen),
+        "metric": metric,
         "max_loss": max_loss,
         "num_hidden_layers": study["num_hidden_layers"],
         "within": rows,
@@ -467,15 +465,15 @@ def study_table(study: dict[str, Any]) -> str:
     """Format the table of `fcsd layers`: a row for each number of layers or single
     layer, with every metric.
     """
-    names = [row["name"] for row in study["metrics"]]
+    metric, names = deciding_metric(study), [row["name"] for row in study["metrics"]]
     # Calibrated values, if any, are columns beside the copied ones.
     weight_kinds = [False, True] if has_calibrated(study) else [False]
 
     def cells(name: str, point: dict[str, Any], overlap: tuple[int, int]) -> list[str]:
         values = [
-            number_text(values_of(point, calibrated)[metric])
+            number_text(values_of(point, calibrated)[metric_name])
             for calibrated in weight_kinds
-            for metric in names
+            for metric_name in names
         ]
         return [name, *values, "{} of {}".format(*overlap)]
 
@@ -497,7 +495,7 @@ def study_table(study: dict[str, Any]) -> str:
         selected = "layers with an outdated MLP side (--mlp)"
     table = markdown([selected, *heads, OVERLAPPED], rows)
     facts = {
-        "metric": study["metrics"][0],
-        "special_layers": special_layers(study, names[0]),
+        "metric": metric,
+        "special_layers": special_layers(study, metric["name"]),
     }
     return "\n".join([table, *special_text(facts)])

@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import Rule, like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
@@ -42,23 +41,20 @@ class Study(ModelStudy):
         " can be outdated",
     )
     sides: list[Side] = Field(["first", "last", "single"], min_length=1)
-    # Numbers of layers to rewire from the start and from the end: these, or every Nth
-    # and all.
+    # Of an option that no longer exists; finished studies have it in their fingerprint.
     counts: list[int] | None = None
     every: int = like(LayerStudyConfig, "every")
     packing: bool = DataConfig.model_fields["packing"].default  # has no option
     loss_on: Literal["response", "all"] = like(DataConfig, "loss_on")
-    # Also measure every selection with weights calibrated on this many tokens of this
-    # text.
+    # Also measure every selection with weights calibrated on this text.
     calibrated: SourceConfig | None = None
-    calibration_tokens: int = like(CalibrationConfig, "tokens")
+    calibration_tokens: int = CalibrationConfig.model_fields["tokens"].default
     batch_size: int = Field(EvaluationConfig.model_fields["batch_size"].default, gt=0)
     allow_weak_sandbox: bool = like(EvaluationConfig, "allow_weak_sandbox")
 
     needed: ClassVar[dict[str, str]] = ModelStudy.needed | {
         "batch_size": "task",
         "allow_weak_sandbox": "task",
-        "calibration_tokens": "calibrated",
     }
 
     rules: ClassVar[tuple[Rule, ...]] = (
@@ -109,21 +105,12 @@ class Study(ModelStudy):
                     f"{name}: {', '.join(_twice(study, name))} is given twice"
                 ),
             )
-            for name in ("sides", "tasks", "counts")
+            for name in ("sides", "tasks")
         ),
         (
-            lambda study: (
-                study.counts == [] or (study.counts is not None and study.every != 1)
-            ),
-            "counts: give at least one number, and leave `every` out",
-        ),
-        (
-            lambda study: (
-                not {"first", "last"} & {*study.sides}
-                and (study.counts is not None or study.every != 1)
-            ),
-            "counts and every: apply to the sides first and last only; leave them out,"
-            " or add a side",
+            lambda study: not {"first", "last"} & {*study.sides} and study.every != 1,
+            "every: applies to the sides first and last only; leave it out, or add a"
+            " side",
         ),
     )
 
@@ -151,19 +138,8 @@ def study_from_options(options: Mapping[str, Any]) -> Study:
         # Single layers with `mlp: full` are refused.
         if options["mlp"] != "full":
             side_names.append("single")
-    counts = None
-    if options["counts"] is not None:
-        words = options["counts"].split(",")
-        if wrong := [word for word in words if not word.strip().isdigit()]:
-            raise UserError(
-                f"--counts: {wrong[0]!r} is not a number of layers; write for example"
-                " 1,2,4,8"
-            )
-        counts = [int(word) for word in words]
     calibrated = source_option(options["calibrated"], "--calibrated")
-    return Study.from_options(
-        options, sides=side_names, counts=counts, calibrated=calibrated
-    )
+    return Study.from_options(options, sides=side_names, calibrated=calibrated)
 
 
 def suite_of(study: Study) -> SuiteConfig | None:
@@ -199,14 +175,7 @@ def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
     selection of all but the first layer is always among the last ones, whatever `every`
     is.
     """
-    counts = study.counts
-    if counts is None:
-        counts = sorted({*range(study.every, num_layers + 1, study.every), num_layers})
-    if wrong := [count for count in counts if not 1 <= count <= num_layers]:
-        raise UserError(
-            f"counts: {wrong[0]}: the model has {num_layers} decoder layers; allowed: 1"
-            f" to {num_layers}"
-        )
+    counts = {*range(study.every, num_layers + 1, study.every), num_layers}
     points: list[tuple[str, list[int]]] = []
     if study.mlp == "selected":
         points.append(("attention", []))
@@ -218,15 +187,11 @@ def selections(study: Study, num_layers: int) -> list[tuple[str, list[int]]]:
         else:
             # See above: without single layers, all but the first layer is the candidate
             # worth a point.
-            unknown = (
-                side_name == "last"
-                and study.counts is None
-                and "single" not in study.sides
-            )
+            unknown = side_name == "last" and "single" not in study.sides
             all_but_first = {num_layers - 1} - {0} if unknown else set()
             points += [
                 (side_name, resolve_layers({side_name: count}, [True] * num_layers))
-                for count in sorted({*counts, *all_but_first})
+                for count in sorted(counts | all_but_first)
             ]
     return points
 

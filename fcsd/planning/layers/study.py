@@ -59,6 +59,7 @@ from fcsd.parallel.launch import Launch
 from fcsd.parallel.ranks import Ranks
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.planning.layers.first import special_layers
+from fcsd.planning.layers.points import deciding_metric
 from fcsd.planning.layers.settings import (
     KL,
     Study,
@@ -290,11 +291,11 @@ def _all_but_special(
 ) -> tuple[str, list[int], int] | None:
     """Return the side, the layers and the index of the point that remains to be
     measured: all layers but those that cost far more than a typical one. None where it
-    was measured already, or the study has explicit counts.
+    was measured already.
     """
     points = result["points"]
-    special = special_layers(result, result["metrics"][0]["name"])
-    if special is None or study.counts is not None:
+    special = special_layers(result, deciding_metric(result)["name"])
+    if special is None:
         return None
     layers, num_first = special["without"]["layers"], special["num_first"]
     if any(point["layers"] == layers for point in points):

@@ -39,7 +39,7 @@ from fcsd.planning.layers.points import number_text
 from fcsd.planning.layers.study import read_study
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.cost.test_plan import lite
-from tests.planning.layers.test_kinds import ATTENTION, KINDS, written
+from tests.planning.layers.test_kinds import ATTENTION, KINDS, without_kl, written
 from tests.planning.layers.test_study import ROWS, command
 from tests.planning.layers.test_study import model as model
 from tests.planning.layers.test_study import text as text
@@ -398,7 +398,8 @@ def test_a_plan_shows_the_front_of_a_study_for_each_kind_of_weights(
     assert fronts[1]["chosen"]["loss"] == pytest.approx(
         0.7 * fronts[0]["chosen"]["loss"]
     )
-    text = run(*plan, "--metric", "quiz")
+    without_kl(study)
+    text = run(*plan)
     assert "HALVES by time saved per loss, calibrated weights:" in text
     assert "quiz lost" in text and text.count("\nconnectivity:\n") == 2
 
@@ -461,7 +462,6 @@ def test_without_a_machine_the_proposal_counts_collectives_and_says_what_is_bett
         (["--gpu", "h99"], r"h99"),
         (["--gpu", "h100", "--max-loss", "-1"], r"--max-loss -1: needs a number from 0"),
         (["--gpu", "h100", "--budget", "9"], r"budget '9': must be a share"),
-        (["--gpu", "h100", "--metric", "qui"], r"metric 'qui': not in this study"),
         (["--gpu", "h100", "--calibrated"], r"copied weights only"),
         (["--gpu", "h100", "--cluster", "x.yaml"], r"--cluster and --gpu are both given"),
         (["--gpu", "h100", "--model", "/nowhere"], r"/nowhere"),
@@ -546,7 +546,10 @@ def test_a_study_measures_attention_ahead_in_one_layer_and_continues(
             ["--sides", "single,attention", "--attention", "full"],
             r"attention: full would measure nothing: attention is ahead in no layer",
         ),
-        (["--sides", "single,attention", "--every", "2"], r"apply to the sides first"),
+        (
+            ["--sides", "single,attention", "--every", "2"],
+            r"applies to the sides first",
+        ),
     ],
 )
 def test_attention_alone_that_cannot_be_measured_is_refused(
@@ -627,10 +630,16 @@ def test_a_study_measures_own_text_and_its_front_has_it_beside_the_kl(
         measured = result["tasks"]["own"]["value"]
         assert value["value"] == pytest.approx(measured, rel=1e-4), side
     words = ["plan-layers", tmp_path / "s", "--gpu", "h100", "--phase", "decode"]
-    words += ["--tp", "2", "--batch", "64", "--metric", "own"]
+    words += ["--tp", "2", "--batch", "64"]
     facts = run(*words, "--json")
-    assert facts["metric"]["name"] == "own" and facts["steps"] > 1
+    assert facts["metric"]["name"] == "kl" and facts["steps"] > 1
     first = facts["rows"][1]["losses"]
     assert first["own"]["value"] > 0 and set(first) == {"kl", "own"}
     header = run(*words)
     assert "own added" in header and "KL" in header
+    # Without the KL, own text chooses.
+    without_kl(tmp_path / "s")
+    facts = run(*words, "--json")
+    assert facts["metric"]["name"] == "own" and facts["steps"] > 1
+    assert facts["rows"][1]["losses"].keys() == {"own"}
+    assert "own added" in run(*words)

@@ -53,9 +53,9 @@ from fcsd.planning.layers.proposal import (
 from fcsd.planning.layers.settings import Study, selections
 from fcsd.planning.layers.study import Measured, difference, read_study
 from fcsd.report.study_plots import plot_layers
-from fcsd.training.calibration.checkpoint import take_rows
 from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
+from tests.planning.layers.test_kinds import without_kl
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 
@@ -141,13 +141,10 @@ def other_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chooser = random.Random(0)
     lines = (
         {"text": "".join(chooser.choices(string.ascii_letters, k=40))}
-        for _ in range(60)
+        for _ in range(13)
     )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
-
-
-CALIBRATION_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
@@ -163,15 +160,8 @@ def calibrated_command(
     model: Path, text: Path, other_text: Path, folder: Path
 ) -> list[str]:
     source = f"{{path: {other_text}, columns: {{text: text}}}}"
-    sizes = (
-        "--calibration-tokens",
-        str(CALIBRATION_TOKENS),
-        "--counts",
-        "2",
-        "--sides",
-        "last,single",
-    )
-    return command(model, text, folder, "--calibrated", source, *sizes)
+    selections = ("--every", "2", "--sides", "last,single")
+    return command(model, text, folder, "--calibrated", source, *selections)
 
 
 Refused = Callable[..., None]
@@ -224,12 +214,11 @@ def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
     tokenizer, study = load_tokenizer(model), read_study(calibrated)
     rows = heldout_rows(SourceConfig(path=str(text)), tokenizer, **ROWS)  # type: ignore[arg-type]
     source = SourceConfig(path=str(other_text), columns={"text": "text"})
-    solved_on = take_rows(
-        build_dataset(
+    solved_on = [
+        *build_dataset(
             [source], tokenizer, max_length=ROWS["max_length"], shuffle=False
-        ),
-        CALIBRATION_TOKENS,
-    )
+        )
+    ]
     assert 400 <= sum(len(row["input_ids"]) for row in solved_on) < 400 + 2 * 32
     copied = {
         tuple(point["layers"]): point["values"]
@@ -237,6 +226,8 @@ def test_calibrated_points_are_those_of_a_model_calibrated_by_itself(
     }
     assert [point["layers"] for point in study["points"]] == [
         [2, 3],
+        [1, 2, 3],
+        [0, 1, 2, 3],
         [0],
         [1],
         [2],
@@ -293,7 +284,7 @@ def test_verify_measures_calibrated_weights(
             *more,
         ]
         assert main(words) == 0
-        (last,) = (p for p in read_study(calibrated)["points"] if p["side"] == "last")
+        (last,) = (p for p in read_study(calibrated)["points"] if p["layers"] == [2, 3])
         selection = json.loads(capsys.readouterr().out)["selections"][1]
         assert selection["layers"] == [2, 3]
         assert selection["measured"]["value"] == pytest.approx(
@@ -304,14 +295,12 @@ def test_verify_measures_calibrated_weights(
 def test_one_side_of_the_connectivity_is_studied_alone(
     model: Path, text: Path, tmp_path: Path
 ) -> None:
-    assert (
-        main(command(model, text, tmp_path / "s", "--mlp", "full", "--counts", "2,3"))
-        == 0
-    )
+    words = ("--mlp", "full", "--every", "2")
+    assert main(command(model, text, tmp_path / "s", *words)) == 0
     rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     points = read_study(tmp_path / "s")["points"]
     assert [(point["side"], point["num_layers"]) for point in points] == [
-        ("first", 2), ("first", 3), ("last", 2), ("last", 3),
+        ("first", 2), ("first", 4), ("last", 2), ("last", 3), ("last", 4),
     ]  # fmt: skip
     wired = Connectivity({"last": 2}, mlp="full")
     direct = mean_kl(
@@ -325,16 +314,16 @@ def test_one_side_of_the_connectivity_is_studied_alone(
 def test_the_mlp_side_is_studied_where_attention_is_partial_in_all_layers(
     model: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--mlp", "selected", "--counts", "1,2", "--sides", "last,single")
+    words = ("--mlp", "selected", "--every", "2", "--sides", "last,single")
     assert main(command(model, text, tmp_path / "s", *words)) == 0
     points = read_study(tmp_path / "s")["points"]
     assert [(point["side"], point["layers"]) for point in points] == [
-        ("attention", []), ("last", [3]), ("last", [2, 3]),
+        ("attention", []), ("last", [2, 3]), ("last", [0, 1, 2, 3]),
         *(("single", [layer]) for layer in range(4)),
     ]  # fmt: skip
     rows = heldout_rows(SourceConfig(path=str(text)), load_tokenizer(model), **ROWS)  # type: ignore[arg-type]
     original = read_original(load_model(model), rows)
-    for point, mlp in ((points[0], "full"), (points[2], [2, 3]), (points[4], [1])):
+    for point, mlp in ((points[0], "full"), (points[1], [2, 3]), (points[4], [1])):
         converted = load_model(model, connectivity=Connectivity("all", mlp=mlp))
         direct = mean_kl(original, converted, rows)
         assert point["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-5)
@@ -486,12 +475,6 @@ def test_a_changed_study_is_refused_with_the_difference(
             r"task 'tiny_choise': not in suite tiny; did you mean 'tiny_choice'\?",
         ),
         (["--task", "tiny_choice", "--suite", "tyni"], r"suite 'tyni': no such suite"),
-        (
-            ["--counts", "2,9"],
-            r"counts: 9: the model has 4 decoder layers; allowed: 1 to 4",
-        ),
-        (["--counts", "two"], r"--counts: 'two' is not a number"),
-        (["--counts", "2,2"], r"counts: 2 is given twice"),
         (["--every", "0"], r"every: .*greater than 0"),
         (
             ["--sides", "first,middle"],
@@ -516,12 +499,12 @@ def test_a_changed_study_is_refused_with_the_difference(
         (["--limit", "3"], r"--limit has no meaning without --task; add that option"),
         (["--data-root", "x"], r"--data-root has no meaning without --task"),
         (["--suite", "paper11"], r"--suite has no meaning without --task"),
-        (["--calibration-tokens", "9"], r"-tokens has no meaning without --calibrated"),
         (
             ["--sides", ""],
             r"--sides: .*'first', 'last', 'single' or 'attention'.*got ''",
         ),
-        (["--sides", "single", "--counts", "1"], r"apply to the sides first and last"),
+        (["--sides", "single", "--every", "2"], r"applies to the sides first and last"),
+        (["--sides", "single,single"], r"sides: single is given twice"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused(
@@ -644,8 +627,8 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
         "6",
         "--sides",
         "single,last",
-        "--counts",
-        "1",
+        "--every",
+        "4",
     ]
     assert main(command(model, text, folder, *words)) == 0
     assert "± –" not in capsys.readouterr().out
@@ -706,8 +689,8 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
         "12",
         "--sides",
         "single,last",
-        "--counts",
-        "2",
+        "--every",
+        "4",
     ]
     assert main(command(model, text, folder, *words)) == 0
     table, error = capsys.readouterr()
@@ -715,8 +698,9 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
         "--text: 1 example read: 1 cut, 0 without loss, 0 left out\n--text: warning: 1"
         " of 1" in error
     )
+    # All layers, all but the first, which costs far more, and each one alone.
     assert (
-        len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 1 + NUM_LAYERS
+        len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 2 + NUM_LAYERS
         and "± 0" not in table
     )
     assert {p["values"]["kl"]["stderr"] for p in read_study(folder)["points"]} == {None}
@@ -888,12 +872,13 @@ def test_the_printed_plan_can_be_used(tmp_path: Path) -> None:
 
 def test_a_tasks_sensitivity_is_what_its_score_loses(tmp_path: Path) -> None:
     hand_made([0.5, 0.1, 0.2], tmp_path, task=True)
-    plan = plan_layers(tmp_path, "1", metric="quiz")
+    assert plan_layers(tmp_path, "1")["metric"]["name"] == "kl"
+    plan = plan_layers(without_kl(tmp_path), "1")
+    assert plan["metric"]["name"] == "quiz"
     assert [row["value"] for row in plan["sensitivities"]] == pytest.approx(
         [0.5, 0.1, 0.2]
     )
     assert plan["layers"] == [1]
-    assert plan_layers(tmp_path, "1")["metric"]["name"] == "kl"
 
 
 def test_a_plan_goes_by_sensitivities_after_calibration(tmp_path: Path) -> None:
@@ -934,15 +919,8 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     ) == ("none", 0.0)
     # The loss of a task is the loss of its score: 0.5 for the first layer, not 0.9 -
     # 0.5.
-    words = [
-        "plan-layers",
-        str(tmp_path / "a"),
-        "--max-loss",
-        "0.55",
-        "--metric",
-        "quiz",
-    ]
-    assert main(words) == 0
+    study = str(without_kl(tmp_path / "a"))
+    assert main(["plan-layers", study, "--max-loss", "0.55"]) == 0
     table = capsys.readouterr().out
     assert (
         re.search(r"copied +\| +first 1 of 3 ", table)
@@ -1093,9 +1071,6 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
         if r["name"] == "all but layer 1"
     )
     assert row["measured"]["value"] == pytest.approx(0.12)
-    # Of the ends, only the requested counts are measured.
-    assert main(command(model, text, tmp_path / "u", "--counts", "1")) == 0
-    assert len(read_study(tmp_path / "u")["points"]) == 2 + 4
 
 
 def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(
@@ -1258,10 +1233,6 @@ def test_plans_that_cannot_be_made_are_refused(
     refused(
         ["plan-layers", str(tmp_path / "a"), "--budget", "120%"],
         r"budget '120%': must be a share .* or a number from 1 to 3",
-    )
-    refused(
-        ["plan-layers", str(tmp_path / "a"), "--budget", "2", "--metric", "quiz"],
-        r"metric 'quiz': not in this study",
     )
     refused(
         ["plan-layers", str(tmp_path / "none"), "--budget", "2"],

@@ -174,12 +174,13 @@ def test_the_layer_study_of_such_a_family_has_one_example_in_a_row(
     original.save_pretrained(tmp_path / "model")
     tiny_tokenizer(300).save_pretrained(tmp_path / "model")
     options = (
-        f"--text {text} --max-length 48 --sides last --counts 4 --output"
+        f"--text {text} --max-length 48 --sides last --every 4 --output"
         f" {tmp_path / 'study'}".split()
     )
     assert main(["layers", str(tmp_path / "model"), *options]) == 0
     convert_model(model, Connectivity("all"))
     rows = rows_of(text, packing=False)
     direct = mean_kl(read_original(original, rows), model, rows)
-    [point] = read_study(tmp_path / "study")["points"]
+    *_, point = read_study(tmp_path / "study")["points"]
+    assert point["num_layers"] == 4
     assert point["values"]["kl"]["value"] == pytest.approx(direct["kl"], rel=1e-4)
