@@ -4,30 +4,43 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fcsd.base.strict import validate
 from fcsd.training.losses.fused import Head, TokenStatistics, fused_linear_loss
 from fcsd.training.losses.objectives import MEASURES, OBJECTIVES, ObjectiveConfig
 
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "jsd": {"jsd_beta": 0.3, "temperature": 1.5},
+    "kl+l2": {"l2_coefficient": 0.01},
+}
+"""Settings of objectives with keys that are required, or that change the arithmetic."""
+
 DIVERGENCE_NAMES = [name for name in MEASURES if OBJECTIVES[name].has_teacher]
-DIVERGENCES = [
-    {"name": name} | {"jsd": {"jsd_beta": 0.3, "temperature": 1.5}}.get(name, {})
-    for name in DIVERGENCE_NAMES
-]
-"""An objective of each divergence, away from the defaults where keys change it."""
+LABEL_NAMES = [name for name in MEASURES if not OBJECTIVES[name].has_teacher]
+DIVERGENCES = [{"name": name} | EXAMPLES.get(name, {}) for name in DIVERGENCE_NAMES]
 
 
 def objective_of(name: str = "kl", **settings: Any) -> Any:
-    return validate(ObjectiveConfig, {"name": name, **settings}, "objective")
+    """Make an objective; required keys that are not given are those of `EXAMPLES`."""
+    required = {
+        key: value
+        for key, value in EXAMPLES.get(name, {}).items()
+        if OBJECTIVES[name].requires(key)
+    }
+    fields = {"name": name, **required, **settings}
+    return validate(ObjectiveConfig, fields, "objective")
 
 
-def reference_divergence(student: Tensor, teacher: Tensor, by: Any) -> Tensor:
-    """Return for each token, from full logits, the sum over the vocabulary as it stands
-    in the papers.
+def reference_loss(student: Tensor, target: Tensor, by: Any) -> Tensor:
+    """Return the loss of each token from full logits, as it stands in the papers.
+
+    target: the teacher's logits (N, V), or labels (N,) for an objective without one.
     """
-    s, t = ((logits / by.temperature).log_softmax(-1) for logits in (student, teacher))
-    return FORMULAS[by.name](s, t, by)
+    if by.has_teacher:
+        target = (target / by.temperature).log_softmax(-1)
+    return FORMULAS[by.logged]((student / by.temperature).log_softmax(-1), target, by)
 
 
 def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -43,9 +56,10 @@ FORMULAS = {
     "kl": lambda s, t, by: kl(t, s),
     "reverse_kl": lambda s, t, by: kl(s, t),
     "jsd": lambda s, t, by: jsd(s, t, by.jsd_beta),
+    "ce": lambda s, labels, by: F.nll_loss(s, labels, reduction="none"),
 }
-"""Of log-probabilities of student and teacher; the only reference that an objective
-needs."""
+"""Of the student's log-probabilities and the teacher's, or labels; the only reference
+that a measure needs."""
 
 
 def fused_divergence(
@@ -75,15 +89,19 @@ def fused_kl(h: Tensor, w: Tensor, th: Tensor, tw: Tensor, **options: Any) -> Te
     return fused_divergence(h, w, th, tw, divergence=objective_of("kl"), **options)[0]
 
 
-def fused_cross_entropy(
+def fused_label_loss(
     h: Tensor,
     w: Tensor,
     labels: Tensor,
     *,
+    objective: Any,
     bias: Tensor | None = None,
     scaling: tuple[float, float | None] = (1.0, None),
     **options: Any,
 ) -> Tensor:
-    return fused_linear_loss(
-        Head(h, w, bias, *scaling), labels, objective_of("ce"), **options
-    )[0]
+    head = Head(h, w, bias, *scaling)
+    return fused_linear_loss(head, labels, objective, **options)[0]
+
+
+def fused_cross_entropy(h: Tensor, w: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return fused_label_loss(h, w, labels, objective=objective_of("ce"), **options)

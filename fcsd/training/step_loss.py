@@ -128,6 +128,7 @@ class StepLoss:
         distance = self.distance if self._coefficient else None
         streams: list[Tensor] = []
         teacher_streams: list[Tensor] = []
+        # A measure sees labels or a teacher, never both.
         target: dict[str, Any] = {"labels": targets}
         if self.teacher is not None:
             if distance is not None:

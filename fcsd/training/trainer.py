@@ -1,9 +1,10 @@
 """The training loop: `transformers.Trainer` with the objectives of the paper, and with
 steps that a guard may skip.
 
-`DistillTrainer.optimizer_step` is a step from its rows to its log, to be read from top
-to bottom. The Trainer prepares model and optimiser, logs, evaluates, and ends a
-training; what fcsd overrides of its private methods, and why, is `OVERRIDDEN`.
+`DistillTrainer.optimizer_step` is a step from its rows to its schedule, to be read from
+top to bottom. The Trainer prepares model and optimiser, calls the backward pass, clips,
+logs, evaluates, and ends a training; what fcsd overrides of its private methods, and
+why, is `OVERRIDDEN`.
 """
 
 import sys
@@ -46,17 +47,17 @@ from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
 
 OVERRIDDEN = {
-    "_inner_training_loop": "the Trainer's loop cannot skip a step by its loss and norm,"
-    " and loads a checkpoint in the format of one engine",
-    "_save_checkpoint": "the Trainer's checkpoint has per-expert names, which it loads"
-    " non-strictly, and a name before it is complete",
-    "_move_model_to_device": "shards that are kept in host memory would be moved to the"
-    " device",
-    "_load_best_model": "the Trainer would look for a whole model in a checkpoint of"
-    " shards",
+    "_inner_training_loop": "training/trainer.py: the Trainer's loop cannot skip a"
+    " step by its loss and norm, and loads a checkpoint in the format of one engine",
+    "_save_checkpoint": "training/resumable.py: the Trainer's checkpoint has per-expert"
+    " names, which it loads non-strictly, and a name before it is complete",
+    "_move_model_to_device": "training/trainer.py: shards that are kept in host memory"
+    " would be moved to the device",
+    "_load_best_model": "api/trainer.py: the Trainer would look for a whole model in a"
+    " checkpoint of shards",
 }
-"""The private methods of `transformers.Trainer` that fcsd overrides -> what breaks
-without it.
+"""The private methods of `transformers.Trainer` that fcsd overrides -> where it does, and
+what breaks without it.
 """
 
 
@@ -253,6 +254,7 @@ class DistillTrainer(ResumableTrainer):
             in_step()
             is_last = number == len(micro_batches)
             with self._reducing_gradients(model, is_last):
+                # transformers': `compute_loss` below, then `accelerator.backward`.
                 self._tr_loss += self.training_step(model, inputs, num_kept)
             self.current_flos += float(self.floating_point_ops(inputs))  # type: ignore[assignment]
             self._track_num_input_tokens(inputs)
@@ -264,8 +266,9 @@ class DistillTrainer(ResumableTrainer):
         for inputs in micro_batches:
             inputs.pop("teacher_hidden", None)
 
-        # Clip, and decide with all ranks. DeepSpeed has taken its step within the
-        # backward pass; it skips a step by itself if the norm is not finite.
+        # Clip, as transformers' Trainer does, and decide with all ranks. DeepSpeed has
+        # taken its step within the backward pass; it skips a step by itself if the norm
+        # is not finite.
         clipped = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = float(self._get_grad_norm(model, clipped))
         is_writing = writer.name is not None and writer.at_work

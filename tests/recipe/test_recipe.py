@@ -16,8 +16,12 @@ from fcsd.evaluation.config import load_suite
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig
-from fcsd.training.losses.objectives import ObjectiveConfig
+from fcsd.training.losses.objectives import OBJECTIVES, ObjectiveConfig
+from tests.losses import EXAMPLES
 from tests.support import ROOT
+
+*_NAMES, _LAST_NAME = map(repr, OBJECTIVES)
+OBJECTIVE_NAMES = f"{', '.join(_NAMES)} or {_LAST_NAME}"
 
 MINIMAL = {
     "name": "x",
@@ -485,7 +489,7 @@ WRONG = [
     ),
     (
         {"objective": {"name": "rkl"}},
-        r"objective\.name: .*'kl', 'reverse_kl', 'jsd', 'kl\+l2', 'sft' or 'ce'",
+        rf"objective\.name: .*{re.escape(OBJECTIVE_NAMES)}",
     ),
     (
         {"objective": {"name": "kl", "jsd_beta": 0.5}},
@@ -684,10 +688,12 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
     if key.startswith("data.heldout"):
         whole["data"] = MINIMAL["data"] | {"heldout": {"path": "h.jsonl"}}
     if section == "objective":
-        name = "jsd" if key.endswith("jsd_beta") else "kl+l2"
-        whole["objective"] = {"name": name} | (
-            {"l2_coefficient": 1.0} if name == "kl+l2" else {}
+        name = next(
+            name
+            for name, kind in OBJECTIVES.items()
+            if key.removeprefix("objective.") in kind.model_fields
         )
+        whole["objective"] = {"name": name} | EXAMPLES.get(name, {})
     path = write(
         tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {})
     )

@@ -35,7 +35,7 @@ from fcsd.training.run import remove_checkpoints, train
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
-from tests.losses import DIVERGENCES, reference_divergence
+from tests.losses import DIVERGENCES, reference_loss
 from tests.reference.tiny import tiny_model
 
 LENGTH = 16
@@ -590,9 +590,7 @@ def token_figures(
         )
         q = (teacher_logits / objective.temperature).softmax(-1)
         agreement = logits.argmax(-1) == teacher_logits.argmax(-1)
-        figures["divergence"].append(
-            reference_divergence(logits, teacher_logits, objective)
-        )
+        figures["divergence"].append(reference_loss(logits, teacher_logits, objective))
         figures["entropy"].append(-(q * q.log()).sum(-1))
         figures["agreement"].append(agreement.double())
     return {name: torch.cat(values) for name, values in figures.items()}

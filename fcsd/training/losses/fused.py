@@ -352,6 +352,7 @@ class _Sums:
         best: (n,) the student's most probable tokens, for statistics.
         """
         objective, statistics = self.task.objective, self.task.statistics
+        # A measure sees labels or a teacher, never both.
         if self.teacher is None:
             assert isinstance(self.task.target, Tensor)
             d, value, _ = self.measure.compare(

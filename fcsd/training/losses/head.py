@@ -60,8 +60,9 @@ class LossOutput(ModelOutput):
 
 @dataclass
 class Target:
-    """The target that the head compares its logits with. It is no pytree node, so that
-    no wrapper casts or moves its tensors.
+    """The target that the head compares its logits with: labels or a teacher, never
+    both, because a measure sees one of them. It is no pytree node, so that no wrapper
+    casts or moves its tensors.
 
     labels: (N,), for an objective without a teacher. teacher_hidden: (N, D').
     teacher_head: has gathered `weight` and `bias`.
@@ -73,12 +74,17 @@ class Target:
     teacher_head: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        of_teacher = self.teacher_hidden is not None and self.teacher_head is not None
-        if not (of_teacher if self.objective.has_teacher else self.labels is not None):
-            required = "labels"
-            if self.objective.has_teacher:
-                required = "teacher_hidden and teacher_head"
-            raise ValueError(f"objective {self.objective.name!r} needs {required}")
+        required = {"labels"}
+        if self.objective.has_teacher:
+            required = {"teacher_hidden", "teacher_head"}
+        possible = ("labels", "teacher_hidden", "teacher_head")
+        given = {name for name in possible if getattr(self, name) is not None}
+        if given != required:
+            names = " and ".join(sorted(required, reverse=True))
+            raise ValueError(
+                f"objective {self.objective.name!r} needs {names}, and nothing beside"
+                f" them; got {' and '.join(sorted(given)) or 'none'}"
+            )
 
 
 class LossHead(nn.Linear):

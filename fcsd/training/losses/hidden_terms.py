@@ -6,6 +6,10 @@ is cut. o_k is the stream after layer k, x_k of the student and t_k of the teach
 
     absolute    sum over layers k of |x_k - t_k|^2                        paper Eq. 5
     relative    mean over layers k of |x_k - t_k|^2 / |t_k|^2, token by token
+
+This is the arithmetic alone. `grep -rnE "l2_coefficient|StreamDistance" fcsd` finds what
+else such a term needs: its keys, the teacher's streams, its share in the loss of a step,
+where it is refused, its cost.
 """
 
 from collections.abc import Iterator, Sequence

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Measure:
-    """One loss: its title in a figure, and its arithmetic on a chunk of n tokens.
+    """One loss: its title in a figure, and its arithmetic on a chunk of n tokens. It
+    sees labels or a teacher, never both: for a mix such as CE + alpha KL, `compare` and
+    `fused_linear_loss` would have to take both.
 
     compare(objective, s, target, work, wants_entropy): s is (n, V) log p_s, target (n,
     V) log p_t or (n, 1) labels, and work holds the other tiles (n, V), the first of
@@ -224,20 +226,25 @@ class KLWithL2ObjectiveConfig(DivergenceObjectiveConfig):
         return "kl"
 
 
-class CrossEntropyObjectiveConfig(_WithoutL2, ObjectiveBase):
-    """Cross-entropy on the data, without a teacher: sft is the baseline (paper Eq. 3),
-    ce the same under its pre-training name.
+class LabelObjectiveConfig(_WithoutL2, ObjectiveBase):
+    """A loss on the tokens of the data, without a teacher."""
+
+    has_teacher = False
+    own_text: ClassVar[None] = None  # no teacher would score it
+    temperature: ClassVar[float] = 1.0
+
+
+class CrossEntropyObjectiveConfig(LabelObjectiveConfig):
+    """Cross-entropy on the data: sft is the baseline (paper Eq. 3), ce the same under
+    its pre-training name.
     """
 
     name: Literal["sft", "ce"]
 
-    has_teacher = False
-    own_text: ClassVar[None] = None  # no teacher would score it
     trained: ClassVar[dict[str, str]] = {
         "sft": "Fine-tuned on the answers of the data (SFT)",
         "ce": "Trained from scratch with cross-entropy",
     }
-    temperature: ClassVar[float] = 1.0
 
     @property
     def logged(self) -> str:

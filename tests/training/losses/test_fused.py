@@ -16,14 +16,19 @@ from fcsd.base.errors import UserError
 from fcsd.training.losses import fused as losses
 from fcsd.training.losses.fused import KERNELS, Kernels
 from fcsd.training.losses.head import Target, attach_loss_head
+from fcsd.training.losses.objectives import MEASURES
 from tests.float64 import ROUNDINGS
 from tests.losses import (
     DIVERGENCE_NAMES,
+    DIVERGENCES,
+    EXAMPLES,
+    LABEL_NAMES,
     fused_cross_entropy,
     fused_divergence,
     fused_kl,
+    fused_label_loss,
     objective_of,
-    reference_divergence,
+    reference_loss,
 )
 from tests.reference.tiny import tiny_model
 from tests.support import few
@@ -98,22 +103,23 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
-    o = OPTIONS[option]
+@pytest.mark.parametrize("name", LABEL_NAMES)
+def test_losses_on_labels_and_their_gradients_equal_float64_autograd(name, option):
+    o, objective = OPTIONS[option], objective_of(name, **EXAMPLES.get(name, {}))
     h, w, _, _, b, _ = inputs()
     bias = b if o.get("bias") else None
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
     labels = torch.randint(0, V, (N,), generator=torch.Generator().manual_seed(1))
     scale, softcap = o.get("scale", 1.0), o.get("softcap")
 
-    expected = F.cross_entropy(
-        reference_logits(h, w, bias, scale, softcap), labels, reduction="sum"
-    )
+    logits = reference_logits(h, w, bias, scale, softcap)
+    expected = reference_loss(logits, labels, objective).sum()
     expected_grads = torch.autograd.grad(expected, leaves)
-    actual = fused_cross_entropy(
+    actual = fused_label_loss(
         h,
         w,
         labels,
+        objective=objective,
         bias=bias,
         scaling=(scale, softcap),
         chunk_bytes=5 * one_token_bytes(2),
@@ -125,16 +131,26 @@ def test_cross_entropy_and_its_gradients_equal_float64_autograd(option):
         assert_equal_equations(grad, reference)
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_gradients_equal_central_differences_in_float64(objective):
+def fused_measure(name, h, w, target, **options):
+    """Return the loss of a measure; target: labels, or the teacher's hidden states, head
+    and bias, of which a loss takes what it knows.
+    """
+    labels, th, tw, tb = target
+    objective = objective_of(name)
+    if not objective.has_teacher:
+        return fused_label_loss(h, w, labels, objective=objective, **options)
+    options |= {"divergence": objective, "teacher_bias": tb}
+    return fused_divergence(h, w, th, tw, **options)[0]
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_gradients_equal_central_differences_in_float64(name):
     h, w, th, tw, b, tb = inputs(torch.float64, n=3)
-    labels = torch.tensor([0, V - 1, 7])
+    target = torch.tensor([0, V - 1, 7]), th, tw, tb
     options = {"scaling": (0.5, 2.0), "chunk_bytes": 2 * one_token_bytes(4, 8)}
 
     def loss(h, w, b):
-        if objective == "kl":
-            return fused_kl(h, w, th, tw, bias=b, teacher_bias=tb, **options)
-        return fused_cross_entropy(h, w, labels, bias=b, **options)
+        return fused_measure(name, h, w, target, bias=b, **options)
 
     leaves = [x.requires_grad_() for x in (h, w, b)]
     grads = torch.autograd.grad(loss(*leaves), leaves)
@@ -170,14 +186,12 @@ def test_masked_rows_left_out_give_the_loss_of_the_mask_and_no_gradient_to_them(
     assert (grads[0][~keep] == 0).all()
 
 
-@pytest.mark.parametrize("objective", ["kl", "ce"])
-def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(objective):
+@pytest.mark.parametrize("name", MEASURES)
+def test_no_tokens_give_zero_and_stay_connected_with_zero_gradients(name):
     h, w, th, tw, b, _ = inputs(n=0)
     leaves = [x.requires_grad_() for x in (h, w, b)]
-    if objective == "kl":
-        loss = fused_kl(h, w, th, tw, bias=b)
-    else:
-        loss = fused_cross_entropy(h, w, torch.zeros(0, dtype=torch.long), bias=b)
+    target = torch.zeros(0, dtype=torch.long), th, tw, None
+    loss = fused_measure(name, h, w, target, bias=b)
     assert loss.item() == 0.0
     grads = torch.autograd.grad(loss, leaves)
     assert [g.shape for g in grads] == [x.shape for x in leaves]
@@ -276,9 +290,10 @@ def test_a_non_finite_hidden_state_gives_a_non_finite_loss(bad):
     h, w, th, tw, *_ = inputs()
     h[3, 2] = bad
     assert not torch.isfinite(fused_kl(h, w, th, tw))
-    assert not torch.isfinite(
-        fused_cross_entropy(h, w, torch.zeros(N, dtype=torch.long))
-    )
+    labels = torch.zeros(N, dtype=torch.long)
+    for name in LABEL_NAMES:
+        loss = fused_label_loss(h, w, labels, objective=objective_of(name))
+        assert not torch.isfinite(loss)
     h, w, th, tw, *_ = inputs()
     th[3, 2] = bad
     assert not torch.isfinite(fused_kl(h, w, th, tw))
@@ -335,6 +350,9 @@ def test_a_retained_graph_cannot_be_scaled_twice():
 
 
 CASES = {name: {"name": name} for name in DIVERGENCE_NAMES} | {
+    f"example of {by['name']}": by for by in DIVERGENCES if by["name"] in EXAMPLES
+}
+CASES |= {
     "kl at 2": {"name": "kl", "temperature": 2.0},
     "reverse_kl at 0.5": {"name": "reverse_kl", "temperature": 0.5},
     "jsd 0.1 at 3": {"name": "jsd", "jsd_beta": 0.1, "temperature": 3.0},
@@ -354,7 +372,7 @@ def test_divergences_and_their_gradients_equal_float64_autograd(
     leaves = [x.requires_grad_() for x in (h, w, bias) if x is not None]
     scaling = (o.get("scale", 1.0), o.get("softcap"))
     teacher_scaling = (o.get("teacher_scale", 1.0), o.get("teacher_softcap"))
-    per_token = reference_divergence(
+    per_token = reference_loss(
         reference_logits(h, w, bias, *scaling),
         reference_logits(th, tw, teacher_bias, *teacher_scaling),
         by,
@@ -385,7 +403,7 @@ def test_gradients_of_divergences_equal_autograd_to_rounding_in_float64(divergen
     by = objective_of(**CASES[divergence])
     h, w, th, tw, b, tb = inputs(torch.float64)
     leaves = [x.requires_grad_() for x in (h, w, b)]
-    expected = reference_divergence(
+    expected = reference_loss(
         reference_logits(h, w, b, 0.5, 2.0),
         reference_logits(th, tw, tb, 0.7, 3.0),
         by,
@@ -458,7 +476,7 @@ def test_statistics_of_the_tokens_are_those_of_full_logits(divergence, chunk_tok
     assert 0 < agreement.sum() < N
     assert torch.equal(statistics.top1_agreement, agreement)
     assert_equal_equations(statistics.teacher_entropy, -(p * p.log()).sum(-1))
-    expected = reference_divergence(student, teacher, by)
+    expected = reference_loss(student, teacher, by)
     assert_equal_equations(statistics.divergence, expected)
     assert not any(rows.requires_grad for rows in statistics)
 
@@ -478,7 +496,7 @@ def test_padded_rows_of_either_head_are_no_part_of_the_distributions(
     tw, tb = tw[:teacher_rows] * 1.0, tb[:teacher_rows] * 1.0
     tw[size:] *= 100  # would show clearly if they were not left out
     leaves = [h.requires_grad_()] + ([] if frozen else [w, b])
-    expected = reference_divergence(
+    expected = reference_loss(
         reference_logits(h, w[:size], b[:size]),
         reference_logits(th, tw[:size], tb[:size]),
         objective_of(name),
@@ -504,11 +522,13 @@ def test_padded_rows_of_either_head_are_no_part_of_the_distributions(
     assert statistics.divergence.shape == (N,)
 
 
-def test_padded_rows_have_no_part_in_the_cross_entropy():
+@pytest.mark.parametrize("name", LABEL_NAMES)
+def test_padded_rows_have_no_part_in_a_loss_on_labels(name):
     h, w, *_ = inputs()
-    labels = torch.arange(N) % (V - 9)
-    expected = F.cross_entropy(reference_logits(h, w[: V - 9]), labels, reduction="sum")
-    actual = fused_cross_entropy(h, w, labels, vocab_size=V - 9)
+    labels, objective = torch.arange(N) % (V - 9), objective_of(name)
+    logits = reference_logits(h, w[: V - 9])
+    expected = reference_loss(logits, labels, objective).sum()
+    actual = fused_label_loss(h, w, labels, objective=objective, vocab_size=V - 9)
     assert_equal_equations(actual, expected)
 
 
@@ -518,7 +538,7 @@ def test_bfloat16_gradients_of_all_divergences_are_within_half_a_percent_near_th
 ):
     h, w, th = close_student(0.02)
     s = reference_logits(h, w).requires_grad_()
-    total = reference_divergence(s, reference_logits(th, w), objective_of(name)).sum()
+    total = reference_loss(s, reference_logits(th, w), objective_of(name)).sum()
     assert 2e-5 < total / len(h) < 1e-2
     exact = torch.autograd.grad(total, s)[0] @ w.double()
     # the gradient itself is then not rounded to bfloat16
@@ -611,7 +631,7 @@ def test_a_rounded_log_sum_exp_does_not_show_in_the_divergence_of_a_nearly_conve
         x.add_(1e-6 * torch.randn(len(x), 1, generator=g, dtype=x.dtype))
 
     h, w, th = close_student(1e-3, torch.float64)
-    expected = reference_divergence(
+    expected = reference_loss(
         reference_logits(h, w), reference_logits(th, w), objective_of(name)
     ).sum()
     assert expected / len(h) < 5e-7
@@ -628,7 +648,7 @@ def test_no_divergence_of_a_nearly_converged_student_is_rounding_noise(
     name, statistics
 ):
     h, w, th = close_student(1e-2, torch.float32)
-    expected = reference_divergence(
+    expected = reference_loss(
         reference_logits(h, w), reference_logits(th, w), objective_of(name)
     ).sum()
     assert 1e-5 < expected / len(h) < 5e-5
@@ -660,7 +680,7 @@ def test_float32_is_as_exact_as_it_is_on_full_logits(divergence, option):
             reference_logits(h, w, **student, dtype=dtype),
             reference_logits(th, tw, **teacher, dtype=dtype),
         )
-        total = reference_divergence(*logits, by).sum()
+        total = reference_loss(*logits, by).sum()
         return total.detach(), *torch.autograd.grad(total, leaves)
 
     actual, _ = fused_divergence(
@@ -682,7 +702,7 @@ def test_extreme_logits_give_the_finite_divergence_and_gradient_that_float64_giv
     h, w, th, tw, *_ = inputs(torch.float32)
     h, th = (h * 200).requires_grad_(), th * 200
     logits = reference_logits(h, w), reference_logits(th, tw)
-    expected = reference_divergence(*logits, objective_of(name)).sum()
+    expected = reference_loss(*logits, objective_of(name)).sum()
     expected_grad = torch.autograd.grad(expected, h)[0]
     loss, _ = fused_divergence(
         h, w, th, tw, divergence=objective_of(name), statistics=True

@@ -18,14 +18,15 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.families.structure import LOGIT_SCALES, head_scaling, output_head
 from fcsd.training.losses.head import (
     LossHead,
+    Target,
     attach_loss_head,
     detach_loss_head,
     final_hidden,
     refuse_packing,
 )
-from fcsd.training.losses.objectives import MEASURES
+from fcsd.training.losses.objectives import MEASURES, OBJECTIVES
 from tests.examples import pack
-from tests.losses import objective_of, reference_divergence
+from tests.losses import objective_of, reference_loss
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
 from tests.support import few
@@ -349,6 +350,12 @@ def test_an_objective_without_its_arguments_is_an_error():
         model(input_ids=ids, position_ids=positions, keep=keep, objective=KL)
 
 
+@pytest.mark.parametrize("objective", [KL, CE], ids=["kl", "ce"])
+def test_labels_and_a_teacher_together_are_an_error(objective):
+    with pytest.raises(ValueError, match="got labels and teacher_head and teacher_hid"):
+        Target(objective, torch.zeros(1), torch.zeros(1, 4), nn.Linear(4, 8))
+
+
 def text_ids(model, shape, seed):
     """Return token ids below those that stand for images."""
     size = min(model.config.get_text_config().vocab_size, 90)
@@ -365,7 +372,8 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
     ids, others = text_ids(model, (B, T), 0), text_ids(model, (B, T), 1)
     positions, keep = torch.arange(T).expand(B, T), make_batch()[2]
     with torch.no_grad():
-        objective = objective_of(name, **({"temperature": 2.0} if name != "ce" else {}))
+        has_teacher = OBJECTIVES[name].has_teacher
+        objective = objective_of(name, **({"temperature": 2.0} if has_teacher else {}))
         logits, teacher_logits = (model(x).logits[keep].double() for x in (ids, others))
         labels = torch.arange(len(logits)) % logits.shape[-1]
         arguments = {
@@ -375,12 +383,12 @@ def test_the_loss_of_every_family_is_that_of_its_own_logits(family, name):
             "objective": objective,
         }
         attach_loss_head(model)
-        if name == "ce":
-            expected = F.cross_entropy(logits, labels, reduction="sum")
+        if not has_teacher:
+            expected = reference_loss(logits, labels, objective).sum()
             output = model(**arguments, labels=labels)
         else:
             t = (teacher_logits / 2).log_softmax(-1)
-            expected = reference_divergence(logits, teacher_logits, objective).sum()
+            expected = reference_loss(logits, teacher_logits, objective).sum()
             hidden = final_hidden(model, others, positions, keep)
             arguments |= {"teacher_hidden": hidden, "teacher_head": output_head(model)}
             output = model(**arguments)
