@@ -10,6 +10,7 @@ network ones); they stay.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -152,11 +153,34 @@ def _remove_if_dead(path: Path) -> None:
 
 def replace_folder(source: Path, destination: Path) -> None:
     """Rename `source` to `destination`, moving an existing `destination` out of the way
-    first.
+    first; it is removed once the new name is on the disk.
     """
     old = _retired(destination)
     os.replace(source, destination)
+    flush(destination.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """Flush a file to the disk, or the names in a folder, so that they are there after
+    the machine has gone down.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems cannot flush a folder.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def flush_all(folder: Path) -> None:
+    """Flush a folder, and all files and folders in it."""
+    for path in (*folder.rglob("*"), folder):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            flush(path)
 
 
 def discard_folder(folder: Path) -> None:

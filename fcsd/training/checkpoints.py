@@ -3,9 +3,10 @@ to continue from.
 
 A checkpoint is written under a temporary name and renamed, so that a killed process
 leaves none that is half-written. A machine may still go down, or a disk lose or change
-data. Therefore the files are flushed to the disk before the rename, their sizes and
-SHA-256 are recorded with them (`files.json`), and both are compared before a run
-continues. Every rank hashes the files that it has written, and checks a share of them.
+data. Therefore the files and their names are flushed to the disk before the rename, and
+the new name after it; sizes and SHA-256 are recorded with the files (`files.json`), and
+compared before a run continues. Every rank hashes the files that it has written, and
+checks a share of them.
 
 That record is sealed, and `owner` is what the checkpoint belongs to (as of
 `fcsd.base.fingerprints.sealed`): for a recipe the identity of its stage, which continues
@@ -25,7 +26,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json
 from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.temporary import replace_folder
+from fcsd.base.temporary import flush, replace_folder
 from fcsd.parallel.ranks import ALONE, Ranks
 
 GUARD_FILE = "safety.json"  # the guard's state, in each checkpoint
@@ -57,10 +58,10 @@ def note_files(
     owner: Any = None,
 ) -> None:
     """Flush the files of a checkpoint to the disk and record their sizes and hashes,
-    before it is renamed.
+    before it is renamed (`replace_folder`, which flushes the new name).
 
-    known_facts: those that were recorded while writing. All ranks call this, when all
-    files are written.
+    known_facts: those of flushed files, recorded while writing. All ranks call this,
+    when all files are written.
     """
     names = ranks.from_first(
         lambda: sorted(
@@ -79,12 +80,16 @@ def note_files(
         facts |= shares
     if ranks.first:
         write_sealed(checkpoint / _FILES, {name: facts[name] for name in names}, owner)
+        flush(checkpoint / _FILES)
+        # Last the folders, which hold the names of the files.
+        for path in (*checkpoint.rglob("*"), checkpoint):
+            if path.is_dir():
+                flush(path)
 
 
 def _facts(path: Path) -> dict[str, Any]:
     """Flush a file to the disk and return its size and hash."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    flush(path)
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 

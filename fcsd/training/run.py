@@ -31,7 +31,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from fcsd.base.artifact import ADAPTER
 from fcsd.base.errors import Interrupted, ScorerError, UserError
-from fcsd.base.files import new_folder, write_json, write_text
+from fcsd.base.files import new_folder, write_json, write_text, writing
+from fcsd.base.temporary import flush_all
 from fcsd.base.text import STEPS_BAR, nats, progress_bar
 from fcsd.model.dtypes import cast
 from fcsd.model.saved_dtypes import FileDtypes, saved_dtypes
@@ -208,6 +209,9 @@ def _other_rows(checkpoint: Path, sections: Sections, launch: Launch) -> str:
     )
 
 
+_LEFTOVERS = ("best", "checkpoints")
+
+
 def remove_checkpoints(folder: Path, launch: Launch) -> None:
     """Remove the files that only a continuation needs.
 
@@ -215,9 +219,13 @@ def remove_checkpoints(folder: Path, launch: Launch) -> None:
     before that continues from its checkpoints, and one that is killed here has nothing
     left to do.
     """
-    if launch.first:
-        shutil.rmtree(folder / "best", ignore_errors=True)
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    leftovers = [path for path in map(folder.joinpath, _LEFTOVERS) if path.is_dir()]
+    if launch.first and leftovers:
+        # The result must be on the disk before the only other copy of it is removed.
+        with writing(folder):
+            flush_all(folder)
+        for path in leftovers:
+            shutil.rmtree(path, ignore_errors=True)
     launch.wait()
 
 

@@ -4,6 +4,7 @@ their name, or do not exist.
 
 import errno
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -142,6 +143,58 @@ def test_the_next_checkpoint_and_the_end_wait_for_the_one_before(
     monkeypatch.setattr(CheckpointWriter, "finish", waiting)
     assert main(["distill", str(bench.recipe("r"))]) == 0
     assert seen == [4, 8, "checkpoint-4", 12, "checkpoint-8", "checkpoint-12"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_its_name_before_others_go(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, replace, remove = os.fsync, os.replace, writer_module.retire
+    folder = bench.folder / "r" / "distill"
+
+    def relative(path: Any) -> str:
+        return os.path.relpath(path, folder)
+
+    def flushed(descriptor: int) -> None:
+        events.append(("flush", relative(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def renamed(source: Any, destination: Any) -> None:
+        events.append(("rename", relative(destination)))
+        replace(source, destination)
+
+    def retired(checkpoint: Path) -> Path:
+        if checkpoint.name == "checkpoint-8":
+            shutil.copytree(checkpoint, folder.parent / "kept")
+        events.append(("retire", relative(checkpoint)))
+        return remove(checkpoint)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(writer_module, "retire", retired)
+    settings = ("--set", "train.save_total_limit=1")
+    assert main(["distill", str(bench.recipe("r")), *settings]) == 0
+
+    partial = "checkpoints/checkpoint-being-written/checkpoint-8"
+    begin = events.index(("rename", "checkpoints/checkpoint-4"))
+    named = events.index(("rename", "checkpoints/checkpoint-8"))
+    before, after = events[begin:named], events[named + 1 :]
+    written = {path for kind, path in before if kind == "flush"}
+    files = {path.name for path in (folder.parent / "kept").iterdir()}
+    assert "files.json" in files and len(files) > 5
+    assert {f"{partial}/{name}" for name in files} <= written
+    # the record before the folder, in which it gets its name
+    record = before.index(("rename", f"{partial}/files.json"))
+    assert before[record:] == [
+        ("rename", f"{partial}/files.json"),
+        ("flush", f"{partial}/files.json"),
+        ("flush", partial),
+    ]
+    assert after[0] == ("flush", "checkpoints")
+    assert ("retire", "checkpoints/checkpoint-4") in after
+    # the model and its record before the last checkpoint goes
+    last = {path for kind, path in after if kind == "flush"}
+    assert {"model/model.safetensors", "model", "manifest.json", "."} <= last
 
 
 def full(self: StateFile, folder: Path) -> None:
