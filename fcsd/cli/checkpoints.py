@@ -2,7 +2,6 @@
 
 import sys
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 from fcsd.base.errors import UserError
 from fcsd.cli.options import (
@@ -11,6 +10,7 @@ from fcsd.cli.options import (
     field_options,
     json_argument,
     model_argument,
+    out_argument,
     print_result,
     quiet_transformers,
     task_arguments,
@@ -128,12 +128,7 @@ def _inspect_options(parser: ArgumentParser) -> None:
 
 def _convert_options(parser: ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        type=Path,
-        help="new folder; written under another name, then renamed",
-    )
+    out_argument(parser, "new folder; written under another name, then renamed")
     connectivity_arguments(parser)
     parser.add_argument(
         "--config-only",
@@ -157,12 +152,7 @@ def _convert_options(parser: ArgumentParser) -> None:
 
 def _calibrate_options(parser: ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        type=Path,
-        help="new folder; OUT.partial holds unfinished work",
-    )
+    out_argument(parser, "new folder; OUT.partial holds unfinished work")
     connectivity_arguments(parser, "all")
     parser.add_argument(
         "--text",
@@ -190,17 +180,12 @@ def _calibrate_options(parser: ArgumentParser) -> None:
 
 def _copy_options(parser: ArgumentParser) -> None:
     model_argument(parser, config_only=True)
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        type=Path,
-        help="new folder; OUT.partial holds unfinished work",
-    )
+    out_argument(parser, "new folder; OUT.partial holds unfinished work")
 
 
 def _unconvert_options(parser: ArgumentParser) -> None:
     model_argument(parser)
-    parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
+    out_argument(parser)
 
 
 COMMANDS = {

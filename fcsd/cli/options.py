@@ -167,6 +167,11 @@ def model_argument(
     )
 
 
+def out_argument(parser: ArgumentParser, help: str = "new folder") -> None:
+    """Add OUT, the folder that a command writes."""
+    parser.add_argument("out", metavar="OUT", type=Path, help=help)
+
+
 def expert_parallel_argument(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--expert-parallel",

@@ -20,6 +20,7 @@ from fcsd.cli.options import (
     field_options,
     json_argument,
     launch_of,
+    out_argument,
     print_result,
     quiet_transformers,
     recipe_arguments,
@@ -241,7 +242,7 @@ def _trace_options(parser: ArgumentParser) -> None:
 
 
 def _tiny_data_options(parser: ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", type=Path, help="new folder")
+    out_argument(parser)
     parser.add_argument(
         "--seed",
         type=int,
