@@ -15,8 +15,10 @@ experts. So any engine and number of ranks can read a checkpoint of any other: e
 reads the runs that it needs. Values are stored unchanged, so the same ranks continue
 bit for bit.
 
-Frozen parameters are not stored, because they have not changed since the run began. No
-pickle is written or read.
+Frozen parameters are not stored, because they have not changed since the run began.
+These files are no pickles. Of the others in a checkpoint (`fcsd.training.resumable`) the
+schedule and the random generators are, in `scheduler.pt` and `rng_state*.pth`; they are
+read with `weights_only`, which runs no code.
 
 Not covered: nodes without a shared file system; optimisers whose state of a parameter
 is neither a number nor of the parameter's shape; ZeRO-3 with its optimiser on a disk
