@@ -1,5 +1,14 @@
-"""Make the arguments of the Trainer from the sections of a recipe, and check sections
-against the engine and the installed packages.
+"""Say what a recipe's stage asks of a training (`Job`), make the arguments of the
+Trainer from its sections, and check sections against the engine and the installed
+packages.
+
+    transformers.TrainingArguments
+        TrainerArguments            without refusals that are wrong for fcsd's trainer
+            RecipeArguments         made from the sections of a recipe, here
+            FCSDConfig              given by a script; its sections are made from it (`fcsd.training.fcsd_config`)
+
+Not covered: which of transformers' arguments a script may set
+(`fcsd.training.argument_rules`).
 """
 
 import importlib.util
@@ -94,10 +103,12 @@ class RecipeArguments(TrainerArguments):
         train: Any = sections.train
         by_deepspeed = launch.engine.uses_deepspeed
         on_cpu = launch.device.type == "cpu"
-        shared = {argument.name for argument in fields(TrainingArguments)}
-        own = {"gradient_checkpointing", "report_to"}
+        # Keys of `train` that transformers has under the same name; the two that are
+        # left out are set below.
+        arguments = {argument.name for argument in fields(TrainingArguments)}
+        shared = arguments - {"gradient_checkpointing", "report_to"}
         return cls(
-            **train.model_dump(include=shared - own),
+            **train.model_dump(include=shared),
             logging_nan_inf_filter=False,
             remove_unused_columns=False,
             ddp_find_unused_parameters=False,
@@ -118,6 +129,9 @@ class RecipeArguments(TrainerArguments):
         )
 
     def to_dict(self) -> dict[str, Any]:
+        """Return transformers' arguments and the keys of the sections, flat, as trackers
+        show them.
+        """
         values = super().to_dict()
         del values["sections"]
         if self.sections is None:
@@ -125,8 +139,9 @@ class RecipeArguments(TrainerArguments):
         shown = self.sections.model_dump(mode="json")
         objective = shown.pop("objective")
         flat = {"objective": objective.pop("name"), **objective}
-        kept = RowsConfig.model_fields.keys()
-        data = {key: value for key, value in shown["data"].items() if key in kept}
+        # A recipe's section also has the sources.
+        row_keys = RowsConfig.model_fields.keys()
+        data = {key: value for key, value in shown["data"].items() if key in row_keys}
         return {**flat, **shown["train"], **data, "safety": shown["safety"], **values}
 
 

@@ -1,5 +1,9 @@
-"""Prepare student, teacher and rows for a trainer, by the same steps for a recipe's run
-and for `FCSDTrainer`.
+"""Prepare student and teacher for a trainer, and collate its rows, by the same steps for
+a recipe's run and for `FCSDTrainer`.
+
+A trainer calls `place_teacher`, `check_student`, `prepare_student` and `collator`, in
+this order. The checks before a run call `check_student` early, on a model without
+storage.
 """
 
 from dataclasses import dataclass
@@ -134,6 +138,7 @@ def freeze_routers(model: PreTrainedModel) -> None:
 
 
 def routers_to_freeze(model: PreTrainedModel) -> list[Router]:
+    """Find the routers; UserError unless there is one for each MoE layer."""
     try:
         return find_routers(model)
     except UserError as error:
@@ -141,8 +146,8 @@ def routers_to_freeze(model: PreTrainedModel) -> list[Router]:
 
 
 def collator(arguments: TrainingArguments, teacher: Teacher | None) -> Collator:
-    """Return the collator of rows; for a teacher that wants to see batches early it
-    runs in a worker process, a step ahead.
+    """Return the collator of rows. For a teacher that wants to see batches early it runs
+    in a worker process, a step ahead: `arguments` get that worker.
     """
     ahead = teacher.ahead if teacher is not None else None
     if ahead is None:

@@ -11,7 +11,11 @@ number of restarts.
     folder/model/                     the result; for a LoRA student with the adapters merged into the weights
 
 A run may be continued by another number of processes, and by another engine
-(`fcsd.parallel.state`).
+(`fcsd.parallel.state`). `train` makes the trainer, finds the checkpoint to continue
+from, trains, and writes the results; the steps are `fcsd.training.trainer`'s.
+
+Not covered: loading models and rows, and the manifest of the stage
+(`fcsd.pipeline.distill`, `fcsd.pipeline.pretrain`, `fcsd.pipeline.sweep`).
 """
 
 import json
@@ -81,7 +85,8 @@ def _train(
     inputs: TrainingInputs, sections: Sections, job: Job, launch: Launch
 ) -> dict[str, Any]:
     train: Any = sections.train
-    stopping: Any = None
+    # The callback that scores; its decisions are in `job.stopper`.
+    scoring: Any = None
     bar = ProgressBar(job.description, job.remaining)
     try:
         check_reporters(train.report_to)
@@ -112,7 +117,7 @@ def _train(
         if job.stopper is not None and job.score is not None:
             from fcsd.training.best import StopWhenScoreStalls
 
-            stopping = StopWhenScoreStalls(
+            scoring = StopWhenScoreStalls(
                 job,
                 launch,
                 trainer.guarded,
@@ -120,7 +125,7 @@ def _train(
                 trainer.average,
                 trainer.log,
             )
-            trainer.add_callback(stopping)
+            trainer.add_callback(scoring)
         checkpoint = newest_usable(job.folder / "checkpoints", launch.ranks, job.owner)
         if checkpoint is not None:
             trainer.guarded.say(
@@ -135,10 +140,8 @@ def _train(
         raise _not_scored(trainer, job, failure) from failure.__cause__
     finally:
         bar.close()
-    if stopping is not None and stopping.failure is not None:
-        raise _not_scored(
-            trainer, job, stopping.failure
-        ) from stopping.failure.__cause__
+    if scoring is not None and scoring.failure is not None:
+        raise _not_scored(trainer, job, scoring.failure) from scoring.failure.__cause__
     if trainer.guarded.interrupted_by:
         raise _interrupted(trainer, job)
     if job.stopper is not None:
@@ -183,6 +186,9 @@ def _give_teacher(trainer: ReadyTrainer, score: Scorer) -> None:
 
 
 def _check_disk(job: Job, train: TrainConfig, student: Any, dtype: torch.dtype) -> None:
+    """Raise UserError where checkpoints and model do not fit on the disk; dtype: that
+    the model is saved in.
+    """
     num_trained, num_parameters = trained_and_all(student)
     need = disk_need(
         train,
@@ -195,6 +201,9 @@ def _check_disk(job: Job, train: TrainConfig, student: Any, dtype: torch.dtype) 
 
 
 def _other_rows(checkpoint: Path, sections: Sections, launch: Launch) -> str:
+    """Say that the rows of a forward pass are not as many as before the checkpoint; ""
+    where they are.
+    """
     earlier_rows = TrainerState.load_from_json(
         str(checkpoint / "trainer_state.json")
     ).train_batch_size
@@ -242,6 +251,7 @@ def _tensorboard(train: TrainConfig, folder: Path) -> list[TrainerCallback]:
 
 
 def _results(trainer: ReadyTrainer, job: Job) -> dict[str, Any]:
+    """Return the facts for the stage's manifest."""
     last = [entry for entry in trainer.state.log_history if "loss" in entry][-1:]
     results: dict[str, Any] = {
         "steps": trainer.state.global_step,
@@ -345,6 +355,7 @@ def _leave_model(
 
 
 _SHOWN = (*MEASURES, "l2", "top1_agreement")
+"""The figures of the log of which the progress bar shows the first that is there."""
 
 
 class ProgressBar(TrainerCallback):
@@ -414,7 +425,7 @@ class NoCheckpointAtTheEnd(TrainerCallback):
 
 
 def replace_output(trainer: Trainer, bar: ProgressBar) -> None:
-    # One line of fcsd's own replaces the Trainer's bar and its printed dicts.
+    """Show one line of fcsd's own instead of the Trainer's bar and its printed dicts."""
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(bar)
