@@ -1,7 +1,8 @@
 """Errors that the command line shows to a user when a command fails."""
 
+import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 TOKEN = re.compile(
@@ -89,6 +90,41 @@ class UserError(Exception):
 
     def __init__(self, message: str = ""):
         super().__init__(without_credentials(message))
+
+
+Rule = tuple[Any, str | Callable[..., str]]
+"""What may not be, and the message.
+
+What may not be is a fact, or a function that tells it of some values; the message is a
+text, in which `{0}` is the first of these values, or a function of them.
+"""
+
+
+def broken(rules: Iterable[Rule], *values: Any) -> str | None:
+    """Return the message of the first rule that values break; None: they break none."""
+    for fact, message in rules:
+        if fact(*values) if callable(fact) else fact:
+            if not isinstance(message, str):
+                return message(*values)
+            return message.format(*values) if values else message
+    return None
+
+
+def refuse(*rules: Rule, of: tuple[Any, ...] = (), where: str = "") -> None:
+    """Raise UserError with the message of the first rule that the values `of` break;
+    `where` is the beginning of the message.
+    """
+    if (message := broken(rules, *of)) is not None:
+        raise UserError(f"{where}{message}")
+
+
+@contextlib.contextmanager
+def errors_begin(where: str) -> Iterator[None]:
+    """Begin the message of a UserError in this block with a text: a file, or a key."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
 
 
 class Interrupted(Exception):

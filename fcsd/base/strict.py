@@ -7,7 +7,7 @@ Recipes and suites are both read through this module, so that their errors read 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from types import MappingProxyType, UnionType
@@ -37,24 +37,13 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fcsd.base.errors import (
     CREDENTIALS,
+    Rule,
     UserError,
+    broken,
     one_line,
     places_of_credentials,
 )
 from fcsd.base.files import DEEPEST, check_path, home, read_text
-
-Rule = tuple[Callable[[Any], Any], str | Callable[[Any], str]]
-"""What may not be: whether it is so of a value, and the message, in which `{0}` is the
-value.
-"""
-
-
-def broken(rules: Iterable[Rule], value: Any) -> str | None:
-    """Return the message of the first rule that a value breaks; None: it breaks none."""
-    for is_so, message in rules:
-        if is_so(value):
-            return message.format(value) if isinstance(message, str) else message(value)
-    return None
 
 
 class Strict(BaseModel):

@@ -4,7 +4,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from fcsd.base.strict import Rule, Strict, option, parse_yaml, validate
+from fcsd.base.errors import Rule
+from fcsd.base.strict import Strict, option, parse_yaml, validate
 from fcsd.data.columns import Column, check_meanings
 from fcsd.data.rows_config import RowsConfig
 

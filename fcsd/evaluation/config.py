@@ -10,12 +10,11 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from fcsd.base.errors import CREDENTIALS, UserError
+from fcsd.base.errors import CREDENTIALS, Rule, UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import (
     FolderPath,
     Name,
-    Rule,
     Strict,
     did_you_mean,
     like,

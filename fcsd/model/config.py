@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from fcsd.base.strict import Rule, Strict, option
+from fcsd.base.errors import Rule
+from fcsd.base.strict import Strict, option
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 

@@ -24,11 +24,10 @@ from pydantic import (
     model_validator,
 )
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError
 from fcsd.base.strict import (
     FolderPath,
     Name,
-    Rule,
     Strict,
     did_you_mean,
     option,

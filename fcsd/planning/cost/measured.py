@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError
 from fcsd.base.fingerprints import read_editable, write_sealed
-from fcsd.base.strict import Rule, Strict, validate
+from fcsd.base.strict import Strict, validate
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import resolve_layers
 from fcsd.parallel.overlap.schedule import beside

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.strict import Rule, like, option
+from fcsd.base.errors import Rule
+from fcsd.base.strict import like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
 from fcsd.evaluation.config import (
     EvaluationConfig,

@@ -4,7 +4,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fcsd.base.strict import FolderPath, Rule, Strict
+from fcsd.base.errors import Rule
+from fcsd.base.strict import FolderPath, Strict
 from fcsd.base.unions import one_of
 
 
