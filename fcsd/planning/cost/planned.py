@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Literal
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.strict import option
 from fcsd.base.text import size
 from fcsd.model.connectivity import Connectivity
@@ -250,6 +250,160 @@ class Planned:
         )  # fmt: skip
 
 
+def _gpus(machine: Machine) -> str:
+    return f"{machine.num_gpus} GPUs ({machine.num_nodes} x {machine.gpus_per_node})"
+
+
+def _named_ranks(settings: PlanSettings) -> str:
+    """Return the options that set the ranks of a Megatron training."""
+    tp, pp = settings.tensor_parallel, settings.pipeline_parallel
+    named = {"tp": tp, "pp": pp if pp > 1 else None}
+    return " ".join(f"--{name} {n}" for name, n in named.items() if n is not None)
+
+
+_BEFORE_THE_MODEL: tuple[Rule, ...] = (
+    (
+        lambda settings, machine: (
+            settings.dtype == "fp8" and machine.gpu.fp8_tflops is None
+        ),
+        "--dtype fp8: the {1.gpu.name} has no FP8 matmuls; leave it out",
+    ),
+    (
+        lambda settings, _: (
+            settings.global_batch is not None and settings.phase != "train"
+        ),
+        "--global-batch: --phase {0.phase} has no optimiser step; leave it out",
+    ),
+)
+"""Of settings and machine."""
+
+_WIDE: tuple[Rule, ...] = (
+    (
+        lambda settings, _: settings.phase == "train",
+        "--dp {0.data_parallel}: only for a server; in training every rank already has"
+        " its own rows, leave it out",
+    ),
+    (
+        lambda settings, _: (
+            settings.tensor_parallel not in (None, 1)
+            or settings.expert_parallel not in (None, settings.data_parallel)
+        ),
+        "--dp {0.data_parallel}: implies --tp 1 --ep {0.data_parallel}, since every rank"
+        " has the whole attention and a share of the experts; leave both out",
+    ),
+    (
+        lambda settings, machine: machine.num_gpus % settings.data_parallel,
+        lambda settings, machine: (
+            f"--dp {settings.data_parallel}: does not divide the {_gpus(machine)}"
+        ),
+    ),
+    (
+        lambda settings, _: settings.batch % settings.data_parallel,
+        "--batch {0.batch}: the server's requests must be a multiple of its"
+        " {0.data_parallel} ranks (--dp)",
+    ),
+)
+"""Of the settings of a server with data-parallel ranks, and the machine."""
+
+_RANKS: tuple[Rule, ...] = (
+    (
+        lambda settings, *_: (
+            settings.data_parallel is None
+            and settings.all2all != PlanSettings.model_fields["all2all"].default
+        ),
+        "--all2all {0.all2all}: works only with --dp; add --dp, or leave it out",
+    ),
+    (
+        lambda settings, *_: (
+            settings.phase != "train" and settings.pipeline_parallel > 1
+        ),
+        "--pp {0.pipeline_parallel}: --phase {0.phase} has no pipeline stages; leave it"
+        " out",
+    ),
+    (
+        lambda settings, machine, tp, ep: (
+            settings.phase == "train"
+            and tp >= 1
+            and machine.num_gpus % (tp * settings.pipeline_parallel)
+        ),
+        lambda settings, machine, tp, ep: (
+            f"{_named_ranks(settings)}: {tp * settings.pipeline_parallel} ranks do not"
+            f" divide the {_gpus(machine)}"
+        ),
+    ),
+    (
+        lambda settings, machine, tp, ep: (
+            settings.phase == "train"
+            and tp >= 1
+            and settings.batch * settings.length % tp
+        ),
+        lambda settings, machine, tp, ep: (
+            f"--tp {tp}: does not divide the {settings.batch * settings.length} tokens of"
+            " a micro-batch (--batch times --length)"
+        ),
+    ),
+    (
+        lambda settings, machine, tp, ep: not 1 <= tp <= machine.num_gpus,
+        lambda settings, machine, tp, ep: f"--tp {tp}: there are {_gpus(machine)}",
+    ),
+    (
+        lambda settings, machine, tp, ep: (
+            settings.phase == "train"
+            and (ep < 1 or machine.num_gpus // settings.pipeline_parallel % ep)
+        ),
+        lambda settings, machine, tp, ep: (
+            f"--ep {ep}: does not divide the {_gpus(machine)}"
+            + (
+                f" / {settings.pipeline_parallel} stages"
+                if settings.pipeline_parallel > 1
+                else ""
+            )
+        ),
+    ),
+    (
+        lambda settings, machine, tp, ep: (
+            settings.phase != "train"
+            and settings.data_parallel is None
+            and ep not in (1, tp)
+        ),
+        "--ep {3}: a server's experts are distributed over all its {2} tensor-parallel"
+        " ranks (--ep {2}) or not at all (--ep 1)",
+    ),
+    (
+        lambda settings, machine, tp, ep: machine.values["imbalance"] > ep,
+        "assumptions.imbalance: {1.values[imbalance]:g}: must be at most {3}, the number"
+        " of ranks that share the experts (one rank then has all rows)",
+    ),
+)
+"""Of settings, machine, tensor-parallel and expert-parallel ranks."""
+
+# Measured links describe all-to-all; they say nothing about the all-reduces of a
+# tensor-parallel server.
+_LINKS: tuple[Rule, ...] = (
+    (
+        lambda settings, *_: settings.phase != "train" and not settings.data_parallel,
+        "--links: measured for all-to-all, but without --dp {0.phase} uses all-reduces;"
+        " leave it out",
+    ),
+    (
+        lambda settings, *_: (
+            settings.data_parallel and ALL2ALL[settings.all2all] == "all"
+        ),
+        "--links: measured for all-to-all, but --all2all {0.all2all} gathers; choose"
+        " another",
+    ),
+    (
+        lambda settings, links, ep: links.world_size != ep,
+        lambda settings, links, ep: (
+            f"--links: measured between {links.world_size} ranks, but {ep} share the"
+            f" experts; give --{'dp' if settings.data_parallel else 'ep'}"
+            f" {links.world_size}, or links of {ep} ranks"
+        ),
+    ),
+)
+"""Of settings, links, and the ranks that share the experts."""
+
+
 def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     """Check the settings and trace the model's layers."""
     machine = make_machine(
@@ -260,15 +414,7 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
         settings.assumptions,
         links,
     )
-    if settings.dtype == "fp8" and machine.gpu.fp8_tflops is None:
-        raise UserError(
-            f"--dtype fp8: the {machine.gpu.name} has no FP8 matmuls; leave it out"
-        )
-    if settings.global_batch is not None and settings.phase != "train":
-        raise UserError(
-            f"--global-batch: --phase {settings.phase} has no optimiser step; leave it"
-            " out"
-        )
+    refuse(*_BEFORE_THE_MODEL, of=(settings, machine))
     source = find_source(settings.model, settings.revision)
     spec, config = settings.connectivity, source.own_config
     if spec is None:
@@ -282,15 +428,19 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     training = _training(settings, config, source.where, spec)
     family, model_config, build = built(training)
     ep, tp = _ranks(settings, machine, links)
-    if (imbalance := machine.values["imbalance"]) > ep:
-        raise UserError(
-            f"assumptions.imbalance: {imbalance:g}: must be at most {ep}, the number of"
-            " ranks that share the experts (one rank then has all rows)"
-        )
     # Decoding computes one new token per row; the text so far enters through its keys
     # and values.
     length = 1 if settings.phase == "decode" else settings.length
-    _check_size(settings, machine, config, length)
+    # A batch far beyond the memory, before it is traced, where sizes would overflow.
+    hidden_size = config.get("text_config", config).get("hidden_size") or 1
+    stream = 2 * settings.batch * length * hidden_size
+    memory = machine.gpu.memory_gb * 1e9
+    if stream > memory:
+        raise UserError(
+            f"--batch {settings.batch} --length {settings.length}: the residual stream"
+            f" of these tokens alone takes {size(stream)}, but the {machine.gpu.name}"
+            f" has {size(int(memory))}; use a smaller batch or shorter rows"
+        )
     # Requests of the whole server, divided among its data-parallel ranks.
     rows = settings.batch // (settings.data_parallel or 1)
     served = settings.phase != "train"
@@ -298,16 +448,18 @@ def prepare(settings: PlanSettings, links: LinkModel | None = None) -> Planned:
     if not served and ep == 1:
         work = as_run(work)
     # Checked after the trace, which knows the number of experts for every family.
-    if work.num_experts % ep:
-        raise UserError(
+    refuse(
+        (
+            work.num_experts % ep,
             f"{_sharing_option(settings, ep)}: does not divide the"
-            f" {work.num_experts} experts of {source.where}"
-        )
-    if settings.pipeline_parallel > len(work.layers):
-        raise UserError(
+            f" {work.num_experts} experts of {source.where}",
+        ),
+        (
+            settings.pipeline_parallel > len(work.layers),
             f"--pp {settings.pipeline_parallel}: {source.where} has {len(work.layers)}"
-            " layers, but every stage needs at least one"
-        )
+            " layers, but every stage needs at least one",
+        ),
+    )
     text = text_config(model_config, family)
     cached = [0.0] if settings.phase == "train" else _cached(settings, text, tp)
     if settings.phase == "decode":
@@ -368,64 +520,24 @@ def _ranks(
 ) -> tuple[int, int]:
     """Return expert-parallel and tensor-parallel ranks."""
     world, train = machine.num_gpus, settings.phase == "train"
-    tp, ep = settings.tensor_parallel, settings.expert_parallel
-    dp = settings.data_parallel
-    # Wide expert parallelism: every rank has all of attention and a part of the
-    # experts.
-    if dp is not None:
-        _check_wide(settings, machine, dp)
-        ep = dp
-    elif settings.all2all != PlanSettings.model_fields["all2all"].default:
-        raise UserError(
-            f"--all2all {settings.all2all}: works only with --dp; add --dp, or leave it"
-            " out"
-        )
+    dp, pp = settings.data_parallel, settings.pipeline_parallel
     # By default a training shares the experts over all GPUs; a server shares everything
-    # by tensor parallelism.
+    # by tensor parallelism. Wide expert parallelism: every rank has all of attention
+    # and a part of the experts.
+    tp = settings.tensor_parallel
     tp = (1 if train or dp else world) if tp is None else tp
-    pp = settings.pipeline_parallel
-    if not train and pp > 1:
-        raise UserError(
-            f"--pp {pp}: --phase {settings.phase} has no pipeline stages; leave it out"
-        )
-    if train and tp >= 1:
-        _check_megatron(settings, machine, tp)
-    ep = (world // pp if train else tp) if ep is None else ep
-    if tp < 1 or tp > world:
-        raise UserError(
-            f"--tp {tp}: there are {world} GPUs ({machine.num_nodes} x"
-            f" {machine.gpus_per_node})"
-        )
-    if train and (ep < 1 or world // pp % ep):
-        of_stage = f" / {pp} stages" if pp > 1 else ""
-        raise UserError(
-            f"--ep {ep}: does not divide the {world} GPUs ({machine.num_nodes} x"
-            f" {machine.gpus_per_node}){of_stage}"
-        )
-    if not train and not dp and ep not in (1, tp):
-        raise UserError(
-            f"--ep {ep}: a server's experts are distributed over all its {tp}"
-            f" tensor-parallel ranks (--ep {tp}) or not at all (--ep 1)"
-        )
-    # Measured links describe all-to-all; they say nothing about the all-reduces of a
-    # tensor-parallel server.
+    ep = settings.expert_parallel
+    if dp is not None:
+        refuse(*_WIDE, of=(settings, machine))
+        ep = dp
+    elif ep is None:
+        ep = world // pp if train else tp
+    refuse(
+        *_RANKS,
+        of=(settings, machine, tp, ep),
+    )
     if links is not None:
-        if not train and not dp:
-            raise UserError(
-                f"--links: measured for all-to-all, but without --dp {settings.phase}"
-                " uses all-reduces; leave it out"
-            )
-        if dp and ALL2ALL[settings.all2all] == "all":
-            raise UserError(
-                f"--links: measured for all-to-all, but --all2all {settings.all2all}"
-                " gathers; choose another"
-            )
-        if links.world_size != ep:
-            raise UserError(
-                f"--links: measured between {links.world_size} ranks, but {ep} share"
-                f" the experts; give --{'dp' if dp else 'ep'} {links.world_size}, or"
-                f" links of {ep} ranks"
-            )
+        refuse(*_LINKS, of=(settings, links, ep))
         # The part of the code that expert parallelism calls.
         links.require(collective="all_to_all_single")
     return ep, tp
@@ -440,66 +552,6 @@ def _sharing_option(settings: PlanSettings, ep: int) -> str:
         return f"--tp {ep}"
     whose = " of a stage" if settings.pipeline_parallel > 1 else ""
     return f"--{'ep' if train else 'tp'} (by default all {ep} GPUs{whose})"
-
-
-def _check_megatron(settings: PlanSettings, machine: Machine, tp: int) -> None:
-    """Refuse tensor-parallel ranks and stages that a training cannot have."""
-    pp, world = settings.pipeline_parallel, machine.num_gpus
-    tokens = settings.batch * settings.length
-    if world % (tp * pp):
-        named = {"tp": settings.tensor_parallel, "pp": pp if pp > 1 else None}
-        options = [f"--{name} {n}" for name, n in named.items() if n is not None]
-        raise UserError(
-            f"{' '.join(options)}: {tp * pp} ranks do not divide the {world} GPUs"
-            f" ({machine.num_nodes} x {machine.gpus_per_node})"
-        )
-    if tokens % tp:
-        raise UserError(
-            f"--tp {tp}: does not divide the {tokens} tokens of a micro-batch (--batch"
-            " times --length)"
-        )
-
-
-def _check_wide(settings: PlanSettings, machine: Machine, dp: int) -> None:
-    """Refuse data-parallel ranks that a server cannot have."""
-    if settings.phase == "train":
-        raise UserError(
-            f"--dp {dp}: only for a server; in training every rank already has its own"
-            " rows, leave it out"
-        )
-    tp, ep = settings.tensor_parallel, settings.expert_parallel
-    if tp not in (None, 1) or ep not in (None, dp):
-        raise UserError(
-            f"--dp {dp}: implies --tp 1 --ep {dp}, since every rank has the whole"
-            " attention and a share of the experts; leave both out"
-        )
-    if machine.num_gpus % dp:
-        raise UserError(
-            f"--dp {dp}: does not divide the {machine.num_gpus} GPUs"
-            f" ({machine.num_nodes} x {machine.gpus_per_node})"
-        )
-    if settings.batch % dp:
-        raise UserError(
-            f"--batch {settings.batch}: the server's requests must be a multiple of its"
-            f" {dp} ranks (--dp)"
-        )
-
-
-def _check_size(
-    settings: PlanSettings, machine: Machine, config: Mapping[str, Any], length: int
-) -> None:
-    """Refuse a batch far beyond the memory before it is traced, where sizes would
-    overflow.
-    """
-    text = config.get("text_config", config)
-    stream = 2 * settings.batch * length * (text.get("hidden_size") or 1)
-    if stream > machine.gpu.memory_gb * 1e9:
-        raise UserError(
-            f"--batch {settings.batch} --length {settings.length}: the residual stream"
-            f" of these tokens alone takes {size(stream)}, but the {machine.gpu.name}"
-            f" has {size(int(machine.gpu.memory_gb * 1e9))}; use a smaller"
-            " batch or shorter rows"
-        )
 
 
 def _micro_batches(settings: PlanSettings, machine: Machine, tp: int) -> int:
