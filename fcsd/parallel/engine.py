@@ -25,7 +25,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from torch import nn
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 
 Overlap = Literal["full", "forward", "off"]
 
@@ -95,6 +95,100 @@ class Engine:
         return self.name == "zero3"
 
 
+def _mixed_precision() -> str:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def _compiler() -> str:
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+
+
+def _wrap_policy() -> str:
+    return os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
+
+
+_LAUNCH: tuple[Rule, ...] = (
+    (
+        lambda size, world, _: size != 1 and (size < 1 or world % size),
+        "--expert-parallel {0}: does not divide the number of processes, {1}; change one"
+        " of them",
+    ),
+    (
+        lambda size, *_: (
+            size != 1
+            and any(
+                parse_flag_from_env(f"ACCELERATE_USE_{x}")
+                for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
+            )
+        ),
+        "--expert-parallel {0}: shards all other weights as well; launch with"
+        " distributed_type: MULTI_GPU and no parallelism_config (see configs/ep_8.yaml)",
+    ),
+    (
+        lambda size, _, overlap: overlap is not None and size == 1,
+        "--overlap {2}: applies only to --expert-parallel N; add that option, or leave"
+        " --overlap out",
+    ),
+    (
+        lambda *_: parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"),
+        "accelerate's configuration: Megatron-LM is not supported; use FSDP2 or"
+        " DeepSpeed",
+    ),
+    (
+        lambda *_: _mixed_precision() in ("fp16", "fp8"),
+        lambda *_: (
+            f"accelerate's configuration: mixed_precision {_mixed_precision()} is not"
+            " supported; set mixed_precision: 'no' there and train.bf16: true in the"
+            " recipe"
+        ),
+    ),
+    (
+        lambda size, _, overlap: size != 1 and _compiler() != "no" and overlap != "off",
+        lambda *_: (
+            f"accelerate's configuration: dynamo_backend {_compiler()} compiles whole"
+            " layers, whose exchanges then cannot run beside their computation; set"
+            " dynamo_backend: 'no' there, or use --overlap off"
+        ),
+    ),
+)
+"""Of --expert-parallel, the number of processes and --overlap."""
+
+_FSDP2: tuple[Rule, ...] = (
+    (
+        lambda: os.environ.get("FSDP_VERSION", "1") != "2",
+        "FSDP version 1 is not supported; set fsdp_version: 2 (see configs/fsdp2_8.yaml)",
+    ),
+    # Only this policy names units; fcsd then makes every decoder layer one.
+    (
+        lambda: _wrap_policy() != "TRANSFORMER_BASED_WRAP",
+        lambda: (
+            f"fsdp_auto_wrap_policy {_wrap_policy()} would gather the whole model at"
+            " once; set TRANSFORMER_BASED_WRAP, which makes every decoder layer a unit"
+        ),
+    ),
+    (
+        lambda: parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"),
+        "fsdp_activation_checkpointing: leave it out, the recipe's"
+        " train.gradient_checkpointing decides",
+    ),
+)
+
+_PRECISION: tuple[Rule, ...] = (
+    (
+        lambda train, _: _mixed_precision() == "bf16" and not train.bf16,
+        "accelerate's configuration says mixed_precision bf16, the recipe train.bf16"
+        " false; the recipe decides the precision: set mixed_precision: 'no' in the"
+        " configuration, or train.bf16: true",
+    ),
+    (
+        lambda train, engine: engine.uses_deepspeed and train.dtype == "bfloat16",
+        "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16 ones; set"
+        " train.dtype: float32 and train.bf16: true",
+    ),
+)
+"""Of a recipe's `train`, and the engine."""
+
+
 def requested_engine(
     world: int,
     device: torch.device,
@@ -109,23 +203,7 @@ def requested_engine(
     Raises:
         UserError: the configuration is not supported, or would shard nothing.
     """
-    _check_expert_parallel(expert_parallel, world)
-    if overlap is not None and expert_parallel == 1:
-        raise UserError(
-            f"--overlap {overlap}: applies only to --expert-parallel N; add that"
-            " option, or leave --overlap out"
-        )
-    if parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        raise UserError(
-            "accelerate's configuration: Megatron-LM is not supported; use FSDP2 or"
-            " DeepSpeed"
-        )
-    if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") in ("fp16", "fp8"):
-        raise UserError(
-            "accelerate's configuration: mixed_precision"
-            f" {os.environ['ACCELERATE_MIXED_PRECISION']} is not supported; set"
-            " mixed_precision: 'no' there and train.bf16: true in the recipe"
-        )
+    refuse(*_LAUNCH, of=(expert_parallel, world, overlap))
     # accelerate passes its configuration on in environment variables.
     if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return _zero3(device)
@@ -133,13 +211,6 @@ def requested_engine(
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return _fsdp2(replicas)
     if expert_parallel != 1:
-        backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-        if backend != "no" and overlap != "off":
-            raise UserError(
-                f"accelerate's configuration: dynamo_backend {backend} compiles whole"
-                " layers, whose exchanges then cannot run beside their computation;"
-                " set dynamo_backend: 'no' there, or use --overlap off"
-            )
         return Engine("ep", expert_parallel=expert_parallel, overlap=overlap)
     if replicas > 1:
         raise UserError(
@@ -147,25 +218,6 @@ def requested_engine(
             " FSDP"
         )
     return Engine("ddp" if world > 1 else "one")
-
-
-def _check_expert_parallel(size: int, world: int) -> None:
-    if size == 1:
-        return
-    if size < 1 or world % size:
-        raise UserError(
-            f"--expert-parallel {size}: does not divide the number of processes,"
-            f" {world}; change one of them"
-        )
-    if any(
-        parse_flag_from_env(f"ACCELERATE_USE_{x}")
-        for x in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")
-    ):
-        raise UserError(
-            f"--expert-parallel {size}: shards all other weights as well; launch with"
-            " distributed_type: MULTI_GPU and no parallelism_config (see"
-            " configs/ep_8.yaml)"
-        )
 
 
 def _replicas(world: int) -> int:
@@ -178,41 +230,27 @@ def _replicas(world: int) -> int:
         name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", "1") or 1)
         for name in names
     }
-    where = "accelerate's configuration: parallelism_config"
-    for name in ("tp_size", "cp_size", "sp_size"):
-        if sizes[name] > 1:
-            raise UserError(
-                f"{where}_{name} {sizes[name]} is not supported; data parallel sizes"
-                " only"
+    copies, shards = sizes["dp_replicate_size"], sizes["dp_shard_size"]
+    refuse(
+        *(
+            (
+                sizes[name] > 1,
+                f"_{name} {sizes[name]} is not supported; data parallel sizes only",
             )
-    if sizes["dp_replicate_size"] * sizes["dp_shard_size"] != world:
-        raise UserError(
-            f"{where}: dp_replicate_size {sizes['dp_replicate_size']} x dp_shard_size"
-            f" {sizes['dp_shard_size']} is not the number of processes, {world}; change"
-            " one of them"
-        )
-    return sizes["dp_replicate_size"]
+            for name in ("tp_size", "cp_size", "sp_size")
+        ),
+        (
+            copies * shards != world,
+            f": dp_replicate_size {copies} x dp_shard_size {shards} is not the number of"
+            f" processes, {world}; change one of them",
+        ),
+        where="accelerate's configuration: parallelism_config",
+    )
+    return copies
 
 
 def _fsdp2(replicas: int) -> Engine:
-    where = "accelerate's configuration: "
-    if os.environ.get("FSDP_VERSION", "1") != "2":
-        raise UserError(
-            f"{where}FSDP version 1 is not supported; set fsdp_version: 2 (see"
-            " configs/fsdp2_8.yaml)"
-        )
-    # Only this policy names units; fcsd then makes every decoder layer one.
-    policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
-    if policy != "TRANSFORMER_BASED_WRAP":
-        raise UserError(
-            f"{where}fsdp_auto_wrap_policy {policy} would gather the whole model at"
-            " once; set TRANSFORMER_BASED_WRAP, which makes every decoder layer a unit"
-        )
-    if parse_flag_from_env("FSDP_ACTIVATION_CHECKPOINTING"):
-        raise UserError(
-            f"{where}fsdp_activation_checkpointing: leave it out, the recipe's"
-            " train.gradient_checkpointing decides"
-        )
+    refuse(*_FSDP2, where="accelerate's configuration: ")
     names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP") or ""
     return Engine(
         "fsdp2",
@@ -249,18 +287,7 @@ def check_precision(train: Precision, engine: Engine) -> None:
     """Raise UserError for a precision that the engine does not support, or that
     accelerate's configuration contradicts.
     """
-    mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if mixed == "bf16" and not train.bf16:
-        raise UserError(
-            "accelerate's configuration says mixed_precision bf16, the recipe"
-            " train.bf16 false; the recipe decides the precision: set mixed_precision:"
-            " 'no' in the configuration, or train.bf16: true"
-        )
-    if engine.uses_deepspeed and train.dtype == "bfloat16":
-        raise UserError(
-            "train.dtype bfloat16: ZeRO-3 keeps float32 weights beside the bfloat16"
-            " ones; set train.dtype: float32 and train.bf16: true"
-        )
+    refuse(*_PRECISION, of=(train, engine))
 
 
 @contextlib.contextmanager

@@ -18,9 +18,9 @@ for a server `fcsd-bench serve`.
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from fcsd.base.errors import Rule, UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.fingerprints import read_editable, write_sealed
 from fcsd.base.strict import Strict, validate
 from fcsd.model.connectivity.config import ConnectivityConfig
@@ -93,6 +93,19 @@ class Times(Strict):
             "slowdown: {0.slowdown:g} seconds of computation lost per hidden second;"
             " must be at most 1, or overlap would not pay off",
         ),
+        (
+            lambda times: times.sent_s >= times.step_s,
+            "step_s: {0.step_s:g}, but the communication in it takes {0.sent_s:g}",
+        ),
+        # Computation of the same step hides it: a file with more hidden time is wrong.
+        (
+            lambda times: times.hidden_s > times.step_s - times.sent_s,
+            lambda times: (
+                f"step_s: {times.step_s:g}, of which {times.sent_s:g} are communication;"
+                f" the {times.step_s - times.sent_s:g} s that are left cannot hide"
+                f" {times.hidden_s:g}"
+            ),
+        ),
     )
 
     @property
@@ -101,30 +114,22 @@ class Times(Strict):
         layers = (exchange.layer for exchange in self.exchanges)
         return [layer for layer in layers if layer >= self.num_layers]
 
-    @model_validator(mode="after")
-    def _check_seconds(self) -> "Times":
-        sent = self.communication_s or sum(
-            exchange.seconds for exchange in self.exchanges
-        )
-        if sent >= self.step_s:
-            raise ValueError(
-                f"step_s: {self.step_s:g}, but the communication in it takes {sent:g}"
-            )
-        # Computation of the same step hides it: a file with more hidden time is wrong.
+    @property
+    def sent_s(self) -> float:
+        """Seconds of communication in a step."""
+        exchanged = sum(exchange.seconds for exchange in self.exchanges)
+        return self.communication_s or exchanged
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of communication that the windows, or a server's overlap, hide."""
         hidden = sum(
             min(exchange.seconds, exchange.window_s) for exchange in self.exchanges
         )
         # One of the two all-reduces that a server runs per layer may hide the other; an
         # exchange hides none.
-        hidden += sent * max(
-            0.0, (self.overlap or 0.0) - (0.0 if self.data_parallel else 0.5)
-        )
-        if hidden > self.step_s - sent:
-            raise ValueError(
-                f"step_s: {self.step_s:g}, of which {sent:g} are communication; the"
-                f" {self.step_s - sent:g} s that are left cannot hide {hidden:g}"
-            )
-        return self
+        free = 0.0 if self.data_parallel else 0.5
+        return hidden + self.sent_s * max(0.0, (self.overlap or 0.0) - free)
 
 
 def read_times(path: Path) -> Times:
@@ -141,13 +146,46 @@ def measured_times(times: Times, planned: Planned) -> dict[str, Any]:
     """Compute the result of `plan_times` from measured times; raise UserError where
     something else was measured.
     """
-    _check(times, planned)
+    refuse(
+        (
+            planned.megatron,
+            "--measured: the times are of fcsd's training, which has neither tensor nor"
+            " pipeline parallelism; leave --tp and --pp out",
+        ),
+        *(
+            (
+                theirs != ours,
+                f"--measured: {name} is {theirs} in the file, but {ours} in the plan;"
+                " make them equal",
+            )
+            for name, (theirs, ours) in _compared(times, planned).items()
+        ),
+    )
     slowdown = (
         planned.machine.values["slowdown"] if times.slowdown is None else times.slowdown
     )
     if times.phase != "train":
         return _server_times(times, planned, slowdown)
-    _check_layers(times, planned.rewired(), planned.work.moe)
+    measured = {exchange.layer for exchange in times.exchanges}
+    moe = {layer for layer, is_moe in enumerate(planned.work.moe) if is_moe}
+    rewired = {layer for layer, is_so in enumerate(planned.rewired()) if is_so}
+    refuse(
+        (
+            dense := sorted(measured - moe),
+            lambda: (
+                f"--measured: the file has exchanges of layer {dense[0]}, which is not an"
+                " MoE layer"
+            ),
+        ),
+        (
+            missing := sorted((rewired & moe) - measured),
+            lambda: (
+                f"--measured: the plan rewires layer {missing[0]}, but the file has no"
+                " exchange for it; measure with this layer rewired, or plan --layers that"
+                " were measured"
+            ),
+        ),
+    )
     # An exchange stays exposed if the plan computes nothing during it, whatever its
     # measured window.
     computed = beside(planned.facts())
@@ -240,28 +278,6 @@ def _server_times(times: Times, planned: Planned, slowdown: float) -> dict[str, 
     }
 
 
-def _check_layers(times: Times, rewired: list[bool], moe: list[bool]) -> None:
-    """Refuse exchanges of a dense layer, and a plan that rewires layers without
-    measured exchanges.
-    """
-    measured_layers = {exchange.layer for exchange in times.exchanges}
-    if dense := sorted(k for k in measured_layers if not moe[k]):
-        raise UserError(
-            f"--measured: the file has exchanges of layer {dense[0]}, which is not an"
-            " MoE layer"
-        )
-    if missing := [
-        k
-        for k, is_moe in enumerate(moe)
-        if rewired[k] and is_moe and k not in measured_layers
-    ]:
-        raise UserError(
-            f"--measured: the plan rewires layer {missing[0]}, but the file has no"
-            " exchange for it; measure with this layer rewired, or plan --layers that"
-            " were measured"
-        )
-
-
 def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
     """Return the MLP side's input; for a selection, its layers."""
     if times.connectivity.mlp in ("outdated", "full"):
@@ -269,15 +285,11 @@ def _measured_mlp(times: Times, planned: Planned) -> str | list[int]:
     return times.connectivity.spec().field(planned.work.moe)["mlp"]
 
 
-def _check(times: Times, planned: Planned) -> None:
-    if planned.megatron:
-        raise UserError(
-            "--measured: the times are of fcsd's training, which has neither tensor nor"
-            " pipeline parallelism; leave --tp and --pp out"
-        )
+def _compared(times: Times, planned: Planned) -> dict[str, tuple[Any, Any]]:
+    """Return what times and plan must have in common: that of the file, of the plan."""
     settings, train = planned.settings, planned.settings.phase == "train"
     sharing_experts = train or planned.wide
-    compared = {
+    return {
         "phase": (times.phase, settings.phase),
         "model_type": (times.model_type, planned.model_type),
         "num_layers": (times.num_layers, len(planned.work.layers)),
@@ -291,9 +303,3 @@ def _check(times: Times, planned: Planned) -> None:
         "batch": (times.batch, settings.batch),
         "length": (times.length, settings.length),
     }
-    for name, (theirs, ours) in compared.items():
-        if theirs != ours:
-            raise UserError(
-                f"--measured: {name} is {theirs} in the file, but {ours} in the plan;"
-                " make them equal"
-            )
