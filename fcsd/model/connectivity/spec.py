@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 
 Selection = str | dict[str, int | str] | list[int]
 """`all | moe | none | {"first": N | "P%"} | {"last": N | "P%"} | [indices]`."""
@@ -66,21 +66,7 @@ class Connectivity:
         # connectivities.
         object.__setattr__(self, "layers", parse_selection(self.layers))
         object.__setattr__(self, "mlp", parse_mlp(self.mlp))
-        if self.attention not in ("partial", "full"):
-            raise UserError(
-                f"attention: must be 'partial' or 'full', got {self.attention!r}"
-            )
-        if self.attention == "full" and self.mlp not in ("outdated", "full"):
-            raise UserError(
-                "connectivity: with attention: full a layer whose MLP side is regular is"
-                " a regular layer; select with `layers` alone, and mlp: outdated"
-            )
-        if self.attention == self.mlp == "full" and self.layers not in ("none", []):
-            raise UserError(
-                "connectivity: attention: full with mlp: full is the regular"
-                " connectivity, nothing would be rewired; set one of them (attention:"
-                " partial, mlp: outdated), or use layers: none"
-            )
+        refuse(*_SIDES, of=(self,))
 
     def field(self, moe_mask: Sequence[bool]) -> dict[str, Any]:
         """Return the `farskip` field of a config: version, resolved layer indices, both
@@ -160,31 +146,67 @@ class Connectivity:
         """Read a `farskip` field back; raises UserError for another version or a
         malformed field.
         """
-        version = field.get("version") if isinstance(field, Mapping) else None
-        if version != VERSION:
-            raise UserError(
-                f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
-                f" {version!r}"
-            )
-        # An unknown key may change the meaning of the others, so none is ignored.
-        if set(field) != {"version", "layers", "attention", "mlp"} or not isinstance(
-            field["layers"], list
-        ):
-            raise UserError(
-                f"{where}: farskip: needs exactly the keys version, layers (a list),"
-                f" attention, mlp; got {dict(field)!r}"
-            )
-        if field["mlp"] not in ("outdated", "full") and not isinstance(
-            field["mlp"], list
-        ):
-            raise UserError(
-                "mlp: must be 'outdated', 'full' or a list of layers, got"
-                f" {field['mlp']!r}"
-            )
+        refuse(*_FIELD, of=(field, where))
         # A selection refuses an empty list, as a slip; in a field it is the regular
         # model.
         layers: Selection = field["layers"] or "none"
         return Connectivity(layers, field["attention"], field["mlp"])
+
+
+_SIDES: tuple[Rule, ...] = (
+    (
+        lambda spec: spec.attention not in ("partial", "full"),
+        "attention: must be 'partial' or 'full', got {0.attention!r}",
+    ),
+    (
+        lambda spec: spec.attention == "full" and spec.mlp not in ("outdated", "full"),
+        "connectivity: with attention: full a layer whose MLP side is regular is a"
+        " regular layer; select with `layers` alone, and mlp: outdated",
+    ),
+    (
+        lambda spec: (
+            spec.attention == spec.mlp == "full" and spec.layers not in ("none", [])
+        ),
+        "connectivity: attention: full with mlp: full is the regular connectivity,"
+        " nothing would be rewired; set one of them (attention: partial, mlp: outdated),"
+        " or use layers: none",
+    ),
+)
+"""Of a `Connectivity`."""
+
+
+def _version(field: Any) -> Any:
+    return field.get("version") if isinstance(field, Mapping) else None
+
+
+_FIELD: tuple[Rule, ...] = (
+    (
+        lambda field, where: _version(field) != VERSION,
+        lambda field, where: (
+            f"{where}: farskip.version: this fcsd reads version {VERSION}, got"
+            f" {_version(field)!r}"
+        ),
+    ),
+    # An unknown key may change the meaning of the others, so none is ignored.
+    (
+        lambda field, where: (
+            set(field) != {"version", "layers", "attention", "mlp"}
+            or not isinstance(field["layers"], list)
+        ),
+        lambda field, where: (
+            f"{where}: farskip: needs exactly the keys version, layers (a list),"
+            f" attention, mlp; got {dict(field)!r}"
+        ),
+    ),
+    (
+        lambda field, where: (
+            field["mlp"] not in ("outdated", "full")
+            and not isinstance(field["mlp"], list)
+        ),
+        "mlp: must be 'outdated', 'full' or a list of layers, got {0[mlp]!r}",
+    ),
+)
+"""Of a `farskip` field, and the file that has it."""
 
 
 def outdated_layers(field: Mapping[str, Any]) -> list[int]:
@@ -208,11 +230,10 @@ def connectivity_of(
         return Connectivity(layers, attention, mlp)
     # Without layers, or together with a `Connectivity`, they would change nothing.
     if (attention, mlp) != (Connectivity.attention, Connectivity.mlp):
+        advice = "set them in the Connectivity instead"
         if layers is None:
-            raise UserError(
-                "attention, mlp: apply to the layers to rewire; give layers, too"
-            )
-        raise UserError("attention, mlp: set them in the Connectivity instead")
+            advice = "apply to the layers to rewire; give layers, too"
+        raise UserError(f"attention, mlp: {advice}")
     return layers
 
 
@@ -320,13 +341,12 @@ def _parse_text(text: str, name: str) -> Selection:
         if not (match := re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)):
             raise UserError(f"{name}: '{text}' is not a selection; allowed: {_ALLOWED}")
         low, high = int(match[1]), int(match[2] or match[1])
-        if high < low:
-            raise UserError(
-                f"{name}: '{part.strip()}' runs backwards; write {high}-{low}"
-            )
-        # A slip in the number of digits must not fill the memory with indices.
-        if high - low > 10_000:
-            raise UserError(f"{name}: '{part.strip()}' has more than 10000 layers")
+        span = part.strip()
+        refuse(
+            (high < low, f"{name}: '{span}' runs backwards; write {high}-{low}"),
+            # A slip in the number of digits must not fill the memory with indices.
+            (high - low > 10_000, f"{name}: '{span}' has more than 10000 layers"),
+        )
         indices.extend(range(low, high + 1))
     return _indices(indices, f"'{text}'", name)
 
@@ -355,19 +375,37 @@ def _count(value: Any, where: str) -> int | str:
     )
 
 
+_INDICES: tuple[Rule, ...] = (
+    (
+        lambda values, _: not values,
+        "the list of indices is empty; for no layers use none",
+    ),
+    (
+        lambda values, _: any(
+            not isinstance(index, int) or isinstance(index, bool) for index in values
+        ),
+        "indices must be whole numbers, got {1}",
+    ),
+    (
+        lambda values, _: min(values) < 0,
+        lambda values, _: (
+            f"index {next(index for index in values if index < 0)} is negative; for the"
+            " last layers use last:N"
+        ),
+    ),
+    (
+        lambda values, _: len({*values}) < len(values),
+        lambda values, shown_values: (
+            f"index {next(index for index in values if values.count(index) > 1)} is given"
+            f" twice in {shown_values}"
+        ),
+    ),
+)
+"""Of a list of indices, and the text in which it was given."""
+
+
 def _indices(values: list[Any], shown_values: str, name: str) -> list[int]:
-    if not values:
-        raise UserError(f"{name}: the list of indices is empty; for no layers use none")
-    if not all(
-        isinstance(index, int) and not isinstance(index, bool) for index in values
-    ):
-        raise UserError(f"{name}: indices must be whole numbers, got {shown_values}")
-    if negative := [index for index in values if index < 0]:
-        raise UserError(
-            f"{name}: index {negative[0]} is negative; for the last layers use last:N"
-        )
-    if repeated := [index for index in values if values.count(index) > 1]:
-        raise UserError(f"{name}: index {repeated[0]} is given twice in {shown_values}")
+    refuse(*_INDICES, of=(values, shown_values), where=f"{name}: ")
     return sorted(values)
 
 
@@ -402,28 +440,27 @@ def resolve_layers(
         if isinstance(count, str):
             # Not `round`, which takes halves to the even number.
             number = int(float(count.rstrip("%")) * total / 100 + 0.5)
-            if number < 1:
-                raise UserError(
-                    f"{name}: {end}:{count} of {total} layers selects no layer; for no"
-                    " layers use none"
-                )
         else:
             number = count
-        if number > total:
-            raise UserError(
-                f"{name}: {end}:{number}: the model has only {total} decoder layers"
-            )
-        if end == "first":
-            return list(range(number))
-        return list(range(total - number, total))
-    if isinstance(selection, list) and (
-        beyond := [index for index in selection if index >= total]
-    ):
+        refuse(
+            (
+                number < 1,
+                f"{name}: {end}:{count} of {total} layers selects no layer; for no layers"
+                " use none",
+            ),
+            (
+                number > total,
+                f"{name}: {end}:{number}: the model has only {total} decoder layers",
+            ),
+        )
+        first = 0 if end == "first" else total - number
+        return list(range(first, first + number))
+    assert isinstance(selection, list)
+    if beyond := [index for index in selection if index >= total]:
         raise UserError(
             f"{name}: index {beyond[0]} is out of range: the model has {total} decoder"
             f" layers, 0 to {total - 1}"
         )
-    assert isinstance(selection, list)
     return selection
 
 
