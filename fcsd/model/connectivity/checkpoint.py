@@ -9,12 +9,12 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import Rule, UserError, one_line, refuse
 from fcsd.base.files import (
     check_regular,
     decoded_floats,
@@ -22,7 +22,6 @@ from fcsd.base.files import (
     file_state,
     home,
     is_empty,
-    read_json,
     read_text,
     read_unmarked_json,
     safetensors_header,
@@ -39,6 +38,7 @@ from fcsd.base.weights import (
     without_weights,
 )
 from fcsd.model.connectivity.aliases import has_other_names, in_our_names
+from fcsd.model.connectivity.contents import NO_CHECKPOINTS
 from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.families import (
     FAMILIES,
@@ -167,57 +167,6 @@ def _fetch(name: str, revision: str | None, with_weights: bool) -> Path:
     return folder
 
 
-def _check_no_state(folder: Path) -> None:
-    """Raise UserError where a training has left its states in a folder, or its model in
-    a folder below.
-    """
-    # transformers' Trainer saves its state beside a model: any readable file counts.
-    if any((folder / name).is_file() for name in (CONFIG, "tokenizer.json")):
-        return
-    # A run of `fcsd run` holds several; the one to publish comes first.
-    inside = [
-        file.parent
-        for pattern in ("model", "publish", "*/model")
-        for file in sorted(folder.glob(f"{pattern}/{CONFIG}"))
-    ]
-    if inside:
-        others = f" (or {', '.join(map(str, inside[1:4]))})" if inside[1:] else ""
-        raise UserError(
-            f"{folder}: is not a checkpoint, but contains one; give {inside[0]}{others}"
-        )
-    below = sorted(folder.glob("checkpoint-*/trainer_state.json"))
-    if below or (folder / "trainer_state.json").is_file():
-        description = "is the state of a training"
-        if below:
-            description = f"holds states of a training ({below[-1].parent.name})"
-        raise UserError(
-            f"{folder}: {description}, not a model;"
-            " FCSDTrainer.train(resume_from_checkpoint=…), or the command that started"
-            " it, continues the training; save_model, or the end of a recipe's stage,"
-            " writes a model"
-        )
-
-
-def _check_no_adapter(folder: Path) -> None:
-    """Raise UserError where a folder holds a LoRA adapter or GGUF files alone."""
-    adapter = folder / "adapter_config.json"
-    if (folder / CONFIG).is_file():
-        return
-    if gguf := sorted(folder.glob("*.gguf")):
-        raise UserError(
-            f"{folder}: holds GGUF files ({gguf[0].name}), not a checkpoint of"
-            " transformers; give the checkpoint that they were made from"
-        )
-    if not adapter.is_file():
-        return
-    base = read_json(adapter, keys=()).get("base_model_name_or_path")
-    raise UserError(
-        f"{folder}: is a LoRA adapter{f' of {base}' if base else ''}, not a checkpoint;"
-        " merge it into its model (peft: merge_and_unload, then save_pretrained) and"
-        " give that folder"
-    )
-
-
 def source_folder(config: Any) -> Path | None:
     """Return the folder that a model with this config was loaded from, where it is
     still on this machine.
@@ -256,11 +205,9 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         UserError: a file, a revision for a folder, or neither a folder nor a name;
             `contents` describes a checkpoint's folder in the message.
     """
+    checkpoint = f"a checkpoint is a folder with {contents}"
     if path == "":
-        raise UserError(
-            f"'': is not a path; a checkpoint is a folder with {contents}, or"
-            " owner/name on the Hub"
-        )
+        raise UserError(f"'': is not a path; {checkpoint}, or owner/name on the Hub")
     folder = home(path)
     try:
         # Both raise for a name that is too long and in a folder that may not be
@@ -268,33 +215,32 @@ def local_folder(path: str | Path, revision: str | None, contents: str) -> Path 
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:
         raise UserError(f"{path}: cannot be a folder: {error.strerror}") from None
-    if is_folder:
-        if revision is not None:
-            raise UserError(
-                f"{path}: revision '{revision}' applies to a Hub repository, but this"
-                " is a local folder"
-            )
-        _check_no_state(folder)
-        _check_no_adapter(folder)
+    if is_folder and revision is None:
+        refuse(*NO_CHECKPOINTS, of=(folder,))
         if os.access(folder, os.R_OK) and is_empty(folder):
-            raise UserError(
-                f"{path}: is an empty folder; a checkpoint is a folder with {contents}"
-            )
+            raise UserError(f"{path}: is an empty folder; {checkpoint}")
         return folder
-    if exists:
-        raise UserError(f"{path}: is a file; a checkpoint is a folder with {contents}")
-    if folder.is_symlink():
-        raise UserError(
-            f"{path}: is a link to {os.readlink(folder)}, which is no folder; a"
-            f" checkpoint is a folder with {contents}"
-        )
+    refuse(
+        (
+            is_folder,
+            f"{path}: revision '{revision}' applies to a Hub repository, but this is a"
+            " local folder",
+        ),
+        (exists, f"{path}: is a file; {checkpoint}"),
+        (
+            folder.is_symlink(),
+            lambda: (
+                f"{path}: is a link to {os.readlink(folder)}, which is no folder;"
+                f" {checkpoint}"
+            ),
+        ),
+    )
     # Only text can mean a repository on the Hub; whoever passes a Path means a folder.
     if isinstance(path, Path) or not re.fullmatch(
         r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)
     ):
         raise UserError(
-            f"{path}: no such folder; a checkpoint is a folder with {contents}, or"
-            " owner/name on the Hub"
+            f"{path}: no such folder; {checkpoint}, or owner/name on the Hub"
         )
     return None
 
@@ -324,12 +270,14 @@ def files_like(folder: Path, patterns: Sequence[str]) -> list[Path]:
             if any(
                 fnmatch.fnmatchcase(entry.as_posix(), pattern) for pattern in patterns
             ):
-                _check_link(folder / entry, folder)
-                if entry.suffix and (folder / entry).is_dir():
-                    raise UserError(
-                        f"{folder / entry}: is a folder, a file is needed; fetch it"
-                        " again, or remove it"
-                    )
+                refuse(
+                    *_LINKS,
+                    (
+                        lambda file, _: file.suffix and file.is_dir(),
+                        "{0}: is a folder, a file is needed; fetch it again, or remove it",
+                    ),
+                    of=(folder / entry, folder),
+                )
                 files.append(folder / entry)
     for file in files:
         check_regular(file, _FETCH_OR_REMOVE)
@@ -355,28 +303,41 @@ def check_file(file: Path, folder: Path) -> None:
         UserError: it is a link to a file outside `folder` or to nothing, a pipe, a
             socket or a device.
     """
-    _check_link(file, folder)
+    refuse(*_LINKS, of=(file, folder))
     check_regular(file, _FETCH_OR_REMOVE)
 
 
-def _check_link(file: Path, folder: Path) -> None:
+def _target(file: Path) -> Path:
+    return Path(os.path.realpath(file))
+
+
+def _leads_out(file: Path, folder: Path) -> bool:
+    """Tell whether a link leads to a file that is none of its checkpoint's."""
     # Links above the folder are resolved on both sides: only those inside it count.
-    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
-    if target != root / file.relative_to(folder):
-        is_blob = (
-            root.parent.name == "snapshots"
-            and target.parent == root.parent.parent / "blobs"
-        )
-        if not (is_blob or target.is_relative_to(root)):
-            raise UserError(
-                f"{file}: is a link to {target}, which is not a file of this"
-                " checkpoint; replace the link by a copy, or remove it"
-            )
+    root, target = _target(folder), _target(file)
+    is_snapshot = root.parent.name == "snapshots"
+    is_blob = is_snapshot and target.parent == root.parent.parent / "blobs"
+    return not (is_blob or target.is_relative_to(root))
+
+
+_LINKS: tuple[Rule, ...] = (
+    (
+        _leads_out,
+        lambda file, _: (
+            f"{file}: is a link to {_target(file)}, which is not a file of this"
+            " checkpoint; replace the link by a copy, or remove it"
+        ),
+    ),
     # A link to itself leads nowhere, too.
-    if os.path.lexists(file) and not target.exists():
-        raise UserError(
-            f"{file}: is a link to {target}, which does not exist; fetch the file again"
-        )
+    (
+        lambda file, _: os.path.lexists(file) and not _target(file).exists(),
+        lambda file, _: (
+            f"{file}: is a link to {_target(file)}, which does not exist; fetch the file"
+            " again"
+        ),
+    ),
+)
+"""Of a file, and the folder of its checkpoint."""
 
 
 def read_checkpoint_json(file: Path) -> dict[str, Any]:
@@ -546,7 +507,7 @@ def _read_checkpoint(folder: Path, any_family: bool) -> Checkpoint:
     dtypes: dict[str, str] = {}
     for name in weights.names:
         in_file = read_header(folder / name)[0]
-        _check_shard(folder, weights, name, in_file.keys(), shapes)
+        refuse(*_shard_rules(folder / name, weights, in_file.keys(), shapes))
         shapes |= {key: tuple(tensor["shape"]) for key, tensor in in_file.items()}
         dtypes |= {key: tensor["dtype"] for key, tensor in in_file.items()}
     return _with_quantisation(
@@ -596,7 +557,7 @@ def of_config(folder: Path, any_family: bool = False) -> Checkpoint:
     config, family, connectivity = read_config(folder, any_family)
     check_generation(folder)
     # Without that file, transformers takes the end tokens from here.
-    _check_tokens(config, folder / CONFIG)
+    refuse(*_mistakes(config, folder / CONFIG, _TOKENS))
     foreign = family is not None and has_other_names(
         read_checkpoint_json(folder / CONFIG)
     )
@@ -623,11 +584,30 @@ def _with_quantisation(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, config=plain, leftover=True)
 
 
-_TOKENS = ("eos_token_id", "pad_token_id", "bos_token_id")
-_NUMBERS = (
-    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "temperature", "top_k", "top_p",
-    "min_p", "repetition_penalty", "no_repeat_ngram_size",
-)  # fmt: skip
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _are_tokens(value: Any) -> bool:
+    return all(map(_is_token, value)) if isinstance(value, list) else _is_token(value)
+
+
+_TOKENS = dict.fromkeys(
+    ("eos_token_id", "pad_token_id", "bos_token_id"),
+    (_are_tokens, "the number of a token, or a list of them"),
+)
+_SETTINGS = {
+    **_TOKENS,
+    **dict.fromkeys(
+        (
+            "max_length", "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "temperature", "top_k",
+            "top_p", "min_p", "repetition_penalty", "no_repeat_ngram_size",
+        ),
+        (lambda value: isinstance(value, int | float) and value is not True, "a number"),
+    ),
+    "do_sample": (lambda value: isinstance(value, bool), "true or false"),
+}  # fmt: skip
+"""Setting of a generation -> whether a value can be one, and what it must be."""
 
 
 def check_generation(folder: Path) -> None:
@@ -642,19 +622,7 @@ def check_generation(folder: Path) -> None:
     if not os.path.lexists(file):
         return
     settings = decoded_floats(read_checkpoint_json(file))
-    _check_tokens(settings, file)
-    for name in (*_NUMBERS, "do_sample"):
-        value = settings.get(name)
-        if value is None:
-            continue
-        is_switch = name == "do_sample"
-        is_number = isinstance(value, int | float) and value is not True
-        if not (isinstance(value, bool) if is_switch else is_number):
-            needed = "true or false" if is_switch else "a number"
-            raise UserError(
-                f"{file}: {name} must be {needed}, got {value!r:.80}; fetch the file"
-                " again"
-            )
+    refuse(*_mistakes(settings, file, _SETTINGS))
     from transformers import GenerationConfig
 
     try:
@@ -668,18 +636,21 @@ def check_generation(folder: Path) -> None:
         ) from None
 
 
-def _check_tokens(settings: Mapping[str, Any], file: Path) -> None:
-    for name in _TOKENS:
-        ids = settings.get(name)
-        if not all(
-            isinstance(token, int) and not isinstance(token, bool)
-            for token in (ids if isinstance(ids, list) else [ids])
-            if ids is not None
-        ):
-            raise UserError(
-                f"{file}: {name} must be the number of a token, or a list of them, got"
-                f" {ids!r:.80}; fetch the file again"
-            )
+def _mistakes(
+    settings: Mapping[str, Any],
+    file: Path,
+    types: Mapping[str, tuple[Callable[[Any], bool], str]],
+) -> list[Rule]:
+    """Return a rule for each of the settings in a file that have a type."""
+    values = {name: settings[name] for name in types if settings.get(name) is not None}
+    return [
+        (
+            not types[name][0](value),
+            f"{file}: {name} must be {types[name][1]}, got {value!r:.80}; fetch the file"
+            " again",
+        )
+        for name, value in values.items()
+    ]
 
 
 def check_carried(folder: Path) -> list[Path]:
@@ -711,38 +682,45 @@ def _tell_once(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
-def _check_shard(
-    folder: Path,
-    weights: WeightFiles,
-    name: str,
-    in_file: Collection[str],
-    earlier: Collection[str],
-) -> None:
-    """Refuse a shard that lacks a tensor which the index names there, or has one of an
-    earlier shard.
+def _shard_rules(
+    file: Path, weights: WeightFiles, in_file: Collection[str], earlier: Collection[str]
+) -> list[Rule]:
+    """Return what a shard may not be: without a tensor that the index names there, or
+    with one of an earlier shard.
 
     transformers loads everything in the shards, whatever the index says; of two tensors
     with one name it keeps the last.
     """
-    if weights.weight_map is None:
-        return
-    tensors_by_index = {
-        tensor for tensor, file in weights.weight_map.items() if file == name
-    }
-    if absent := sorted(tensors_by_index - set(in_file)):
-        raise UserError(
-            f"{folder / name}: tensor '{absent[0]}' is not in this file, but"
-            f" {weights.index} says so; fetch both again"
-        )
+    named = weights.weight_map or {}
+    absent = sorted(
+        tensor
+        for tensor, shard in named.items()
+        if shard == file.name and tensor not in in_file
+    )
     # Where the index names this later file, transformers and the index agree, and the
     # earlier tensor is merely unused.
-    for tensor in in_file:
-        if tensor in earlier and (file := weights.weight_map.get(tensor)) != name:
-            raise UserError(
-                f"{folder / name}: tensor '{tensor}' is in this file too, which"
-                f" transformers would load, but {weights.index} names {file or 'none'}"
+    twice = [
+        tensor
+        for tensor in in_file
+        if tensor in earlier and named.get(tensor) != file.name
+    ]
+    return [
+        (
+            absent,
+            lambda: (
+                f"{file}: tensor '{absent[0]}' is not in this file, but {weights.index}"
+                " says so; fetch both again"
+            ),
+        ),
+        (
+            weights.weight_map is not None and twice,
+            lambda: (
+                f"{file}: tensor '{twice[0]}' is in this file too, which transformers"
+                f" would load, but {weights.index} names {named.get(twice[0]) or 'none'}"
                 " for it; fetch the checkpoint again"
-            )
+            ),
+        ),
+    ]
 
 
 def check_weights_path(path: Path) -> None:
