@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import Rule, UserError, errors_begin, one_line, refuse
 from fcsd.base.files import decoded_floats
 from fcsd.model.connectivity.checkpoint import (
     CONFIG,
@@ -129,21 +129,35 @@ def load_model(
     return model.eval()
 
 
-def _check_loadable(checkpoint: Checkpoint) -> None:
-    """Refuse what no transformers of this version loads: weights quantised by a method
-    that it does not know, or would take for plain ones, and an index without metadata.
-    """
-    if checkpoint.index is not None:
-        index = checkpoint.folder / checkpoint.index
-        if not isinstance(read_checkpoint_json(index).get("metadata"), dict):
-            raise UserError(
-                f"{index}: has no object metadata, which transformers needs; add"
-                ' "metadata": {} to it, or fetch it again'
-            )
-    if checkpoint.quantisation is not None and (
-        reason := why_not_loaded(checkpoint.quantisation)
-    ):
-        raise UserError(f"{checkpoint.folder / CONFIG}: {reason}")
+def _lacks_metadata(checkpoint: Checkpoint) -> bool:
+    if checkpoint.index is None:
+        return False
+    index = read_checkpoint_json(checkpoint.folder / checkpoint.index)
+    return not isinstance(index.get("metadata"), dict)
+
+
+def _why_not_loaded(checkpoint: Checkpoint) -> str | None:
+    quantisation = checkpoint.quantisation
+    return None if quantisation is None else why_not_loaded(quantisation)
+
+
+_NOT_LOADED: tuple[Rule, ...] = (
+    (
+        _lacks_metadata,
+        lambda checkpoint: (
+            f"{checkpoint.folder / checkpoint.index}: has no object metadata, which"
+            ' transformers needs; add "metadata": {} to it, or fetch it again'
+        ),
+    ),
+    # quantised by a method that it does not know, or would take for plain weights
+    (
+        _why_not_loaded,
+        lambda checkpoint: (
+            f"{checkpoint.folder / CONFIG}: {_why_not_loaded(checkpoint)}"
+        ),
+    ),
+)
+"""Of a checkpoint that no transformers of this version loads."""
 
 
 def misread_here(checkpoint: Checkpoint, requested: Any = None) -> str | None:
@@ -221,7 +235,7 @@ def _load_unknown(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = checkpoint.folder
-    _check_loadable(checkpoint)
+    refuse(*_NOT_LOADED, of=(checkpoint,))
     if not weights:
         raise UserError(
             f"{folder}: model type '{checkpoint.config.get('model_type')}' cannot be"
@@ -249,19 +263,6 @@ def _load_unknown(
         raise UserError(
             f"{folder}: transformers cannot load it: {one_line(error)}"
         ) from None
-
-
-def _check_experts(checkpoint: Checkpoint, cls: Any, implementation: Any) -> None:
-    """Refuse an implementation of the experts that the family does not have."""
-    if (
-        implementation not in (None, "eager")
-        and not cls._can_set_experts_implementation()
-    ):
-        raise UserError(
-            f"{checkpoint.folder}: transformers refuses experts_implementation="
-            f"{implementation!r}: it computes the experts of"
-            f" {checkpoint.config['model_type']} in one way; leave it out"
-        )
 
 
 def _has_experts(folder: Path, trust_remote_code: bool) -> bool:
@@ -307,8 +308,7 @@ def config_and_class(
     family = checkpoint.family
     assert family is not None
     register(family.model_type)
-    _check_architectures(checkpoint)
-    _check_experts(checkpoint, base_model_class(family), experts_implementation)
+    refuse(*_CLASSES, of=(checkpoint, experts_implementation))
     config = load_config(checkpoint)
     mask = moe_mask(config, family)
     if original and connectivity is not None:
@@ -353,33 +353,61 @@ def _types_by_class() -> dict[str, set[str]]:
     return types
 
 
-def _check_architectures(checkpoint: Checkpoint) -> None:
-    """Refuse a class in the config's `architectures` that transformers knows, but for
-    other model types.
+def _architectures(checkpoint: Checkpoint) -> Any:
+    return checkpoint.config.get("architectures") or []
 
-    Names that transformers does not know belong to code in a repository, and are
-    ignored.
+
+def _other_class(checkpoint: Checkpoint) -> str | None:
+    """Return the class in the config's `architectures` that transformers knows, but for
+    other model types.
     """
     family, types = checkpoint.family, _types_by_class()
     assert family is not None
-    names = checkpoint.config.get("architectures") or []
-    if not isinstance(names, list):
-        raise UserError(
-            f"{checkpoint.folder / CONFIG}: architectures must be a list of class"
-            f" names, got {names!r}"
-        )
-    for name in names:
-        farskip = str(name).startswith("FarSkip")
-        # A name that transformers does not know passes, as one of this family.
+    for name in _architectures(checkpoint):
+        # A name that transformers does not know belongs to code in a repository: it
+        # passes, as one of this family.
         model_types = types.get(str(name).removeprefix("FarSkip"), {family.model_type})
-        if family.model_type not in model_types or farskip != (
+        is_farskip = str(name).startswith("FarSkip")
+        if family.model_type not in model_types or is_farskip != (
             checkpoint.connectivity is not None
         ):
-            raise UserError(
-                f"{checkpoint.folder / CONFIG}: architectures names {name}, but"
-                f" model_type is '{checkpoint.config['model_type']}'; one of them is"
-                " wrong, fetch the config again"
-            )
+            return str(name)
+    return None
+
+
+def _in_one_way(checkpoint: Checkpoint) -> bool:
+    """Tell whether transformers computes a family's experts in one way alone."""
+    assert checkpoint.family is not None
+    cls: Any = base_model_class(checkpoint.family)
+    return not cls._can_set_experts_implementation()
+
+
+_CLASSES: tuple[Rule, ...] = (
+    (
+        lambda checkpoint, _: not isinstance(_architectures(checkpoint), list),
+        lambda checkpoint, _: (
+            f"{checkpoint.folder / CONFIG}: architectures must be a list of class names,"
+            f" got {_architectures(checkpoint)!r}"
+        ),
+    ),
+    (
+        lambda checkpoint, _: _other_class(checkpoint),
+        lambda checkpoint, _: (
+            f"{checkpoint.folder / CONFIG}: architectures names"
+            f" {_other_class(checkpoint)}, but model_type is"
+            f" '{checkpoint.config['model_type']}'; one of them is wrong, fetch the"
+            " config again"
+        ),
+    ),
+    (
+        lambda checkpoint, experts: (
+            experts not in (None, "eager") and _in_one_way(checkpoint)
+        ),
+        "{0.folder}: transformers refuses experts_implementation={1!r}: it computes the"
+        " experts of {0.config[model_type]} in one way; leave it out",
+    ),
+)
+"""Of a checkpoint, and the implementation of the experts to load it with."""
 
 
 def load_config(checkpoint: Checkpoint) -> Any:
@@ -411,10 +439,8 @@ def load_config(checkpoint: Checkpoint) -> Any:
             f"{checkpoint.folder / CONFIG}: dtype must be the name of a torch dtype such"
             f" as 'bfloat16', got {dtype!r:.80}; fetch the config again"
         )
-    try:
+    with errors_begin(f"{checkpoint.folder}: "):
         family_of(config)
-    except UserError as error:
-        raise UserError(f"{checkpoint.folder}: {error}") from None
     return config
 
 
@@ -437,7 +463,7 @@ def build_on_meta(checkpoint: Checkpoint, config: Any, cls: Any) -> Any:
         UserError: no such model can be built; transformers does not load such weights or
             their index.
     """
-    _check_loadable(checkpoint)
+    refuse(*_NOT_LOADED, of=(checkpoint,))
     try:
         with torch.device("meta"):
             return cls(config)
@@ -464,78 +490,121 @@ def check_tensors(checkpoint: Checkpoint, config: Any, cls: Any) -> set[str]:
             none of the model's.
     """
     model = build_on_meta(checkpoint, config, cls)
-    in_files, in_memory, tied = _expected_shapes(model)
+    in_files, in_memory, tied = layouts = _expected_shapes(model)
     if checkpoint.quantisation is not None:
-        _check_quantised(checkpoint, in_files, in_memory, tied)
+        refuse(*_quantised_misfits(checkpoint, *layouts))
         return set()
-    quantised = quantised_tensors(checkpoint.dtypes)
-    for name, shape in checkpoint.shapes.items():
-        expected = in_files.get(name) or in_memory.get(name)
-        if expected is not None and shape != expected and shape != in_memory.get(name):
-            _refuse_without_word(checkpoint, name in quantised)
-            raise _other_shape(checkpoint, name, expected)
-    # The body alone, saved without its head, has all names without the prefix. That is
-    # worth a sentence of its own; otherwise every tensor would be reported missing.
-    have = checkpoint.shapes.keys()
-    prefix = cls.base_model_prefix + "."
-    if any(name.startswith(prefix) for name in in_files) and not any(
-        name.startswith(prefix) for name in have
-    ):
-        raise UserError(
-            f"{checkpoint.folder}: no tensor name starts with '{prefix}';"
-            f" this is not a checkpoint of {cls.__name__}"
-        )
-    # One name that only memory has (experts in one tensor) shows the layout of the
-    # files.
-    if (in_memory.keys() - in_files.keys()) & have:
-        expected_names = in_memory
-    else:
-        expected_names = in_files
-    if missing := [
-        name for name in expected_names if name not in have and name not in tied
-    ]:
-        # If a packed tensor could replace a missing one, the cause is different: the
-        # weights are quantised, and the config does not say so.
-        packed = len(missing_tensors(expected_names, checkpoint.dtypes, tied)) < len(
-            missing
-        )
-        _refuse_without_word(checkpoint, packed)
-        raise _incomplete(checkpoint, missing)
-    unexpected = {*have} - {*in_files, *in_memory, *tied}
+    refuse(*_misfits(checkpoint, cls, *layouts))
+    unexpected = {*checkpoint.shapes} - {*in_files, *in_memory, *tied}
     assert checkpoint.family is not None
     left_out = not_loaded(model, unexpected, checkpoint.family, checkpoint.folder)
-    if unknown := sorted(unexpected - left_out):
-        _refuse_without_word(checkpoint, not {*quantised}.isdisjoint(unknown))
-        raise UserError(
-            f"{checkpoint.folder}: {len(unknown)} tensors belong to no parameter, the"
-            f" first is '{unknown[0]}'; weights and {CONFIG} belong to different"
-            f" models, or the model was changed after {CONFIG} was written"
-        )
+    refuse(*_unknown(checkpoint, sorted(unexpected - left_out)))
     return left_out
 
 
-def _refuse_without_word(checkpoint: Checkpoint, has_quantised: bool) -> None:
-    """Refuse weights that do not fit a plain model because they are quantised in a way
-    that no file states.
+def _misfits(
+    checkpoint: Checkpoint,
+    cls: Any,
+    in_files: Shapes,
+    in_memory: Shapes,
+    tied: set[str],
+) -> list[Rule]:
+    """Return what plain weights may not be: of other shapes than a model's, the body
+    alone, without some tensors.
+    """
+    have = checkpoint.shapes.keys()
+    known = {
+        name: in_files.get(name) or in_memory.get(name)
+        for name in {**in_memory, **in_files}
+    }
+    others = [
+        name
+        for name, shape in checkpoint.shapes.items()
+        if known.get(name) is not None
+        and shape not in (known[name], in_memory.get(name))
+    ]
+    # The body alone, saved without its head, has all names without the prefix. That is
+    # worth a sentence of its own; otherwise every tensor would be reported missing.
+    prefix = cls.base_model_prefix + "."
+    has_prefix = any(name.startswith(prefix) for name in have)
+    # One name that only memory has (experts in one tensor) shows the layout of the
+    # files.
+    is_in_memory = (in_memory.keys() - in_files.keys()) & have
+    names = in_memory if is_in_memory else in_files
+    missing = [name for name in names if name not in have and name not in tied]
+
+    def packed() -> bool:
+        # If a packed tensor could replace a missing one, the cause is different: the
+        # weights are quantised, and the config does not say so.
+        return len(missing_tensors(names, checkpoint.dtypes, tied)) < len(missing)
+
+    return [
+        (
+            others,
+            lambda: _quantised_or(
+                checkpoint,
+                others[0] in quantised_tensors(checkpoint.dtypes),
+                _other_shape(checkpoint, others[0], known[others[0]]),
+            ),
+        ),
+        (
+            not has_prefix and any(name.startswith(prefix) for name in in_files),
+            f"{checkpoint.folder}: no tensor name starts with '{prefix}'; this is not a"
+            f" checkpoint of {cls.__name__}",
+        ),
+        (
+            missing,
+            lambda: _quantised_or(
+                checkpoint, packed(), _incomplete(checkpoint, missing)
+            ),
+        ),
+    ]
+
+
+def _unknown(checkpoint: Checkpoint, names: Sequence[str]) -> list[Rule]:
+    quantised = quantised_tensors(checkpoint.dtypes)
+    return [
+        (
+            names,
+            lambda: _quantised_or(
+                checkpoint,
+                not {*quantised}.isdisjoint(names),
+                f"{checkpoint.folder}: {len(names)} tensors belong to no parameter, the"
+                f" first is '{names[0]}'; weights and {CONFIG} belong to different"
+                f" models, or the model was changed after {CONFIG} was written",
+            ),
+        )
+    ]
+
+
+def _quantised_or(checkpoint: Checkpoint, has_quantised: bool, message: str) -> str:
+    """Return a message about weights that do not fit a plain model; another one if they
+    are quantised in a way that no file states.
     """
     if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
-        raise quantised_without_word(
-            checkpoint.folder, names[0], checkpoint.dtypes[names[0]]
-        )
+        dtype = checkpoint.dtypes[names[0]]
+        return str(quantised_without_word(checkpoint.folder, names[0], dtype))
+    return message
 
 
-def _check_quantised(
+def _quantised_misfits(
     checkpoint: Checkpoint, in_files: Shapes, in_memory: Shapes, tied: set[str]
-) -> None:
-    """Refuse quantised weights that lack one of the model's tensors, or in which a
-    plain one has another shape.
+) -> list[Rule]:
+    """Return what quantised weights may not be: without one of the model's tensors, or
+    with a plain one of another shape.
     """
-    for name, shape in checkpoint.shapes.items():
-        # Plain tensors only: a packed one has the shape of its packing. A name may be
-        # in both layouts with two shapes, of which either is right.
-        expected = {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
-        if expected and shape not in expected and checkpoint.dtypes[name] in PLAIN:
-            raise _other_shape(checkpoint, name, min(expected))
+    # Plain tensors only: a packed one has the shape of its packing. A name may be in
+    # both layouts with two shapes, of which either is right.
+    expected = {
+        name: {shapes[name] for shapes in (in_files, in_memory) if name in shapes}
+        for name in checkpoint.shapes
+        if checkpoint.dtypes[name] in PLAIN
+    }
+    others = [
+        name
+        for name, shapes in expected.items()
+        if shapes and checkpoint.shapes[name] not in shapes
+    ]
     # The files are in one of the two layouts; the other lacks all experts.
     missing = min(
         (
@@ -544,23 +613,26 @@ def _check_quantised(
         ),
         key=len,
     )
-    if missing:
-        raise _incomplete(checkpoint, missing)
+    return [
+        (
+            others,
+            lambda: _other_shape(checkpoint, others[0], min(expected[others[0]])),
+        ),
+        (missing, lambda: _incomplete(checkpoint, missing)),
+    ]
 
 
-def _other_shape(
-    checkpoint: Checkpoint, name: str, expected: Sequence[int]
-) -> UserError:
+def _other_shape(checkpoint: Checkpoint, name: str, expected: Sequence[int]) -> str:
     shape = checkpoint.shapes[name]
-    return UserError(
+    return (
         f"{checkpoint.folder}: tensor '{name}' has shape {list(shape)}, but"
         f" {CONFIG} says {list(expected)}; weights and config belong to"
         " different models"
     )
 
 
-def _incomplete(checkpoint: Checkpoint, missing: Sequence[str]) -> UserError:
-    return UserError(
+def _incomplete(checkpoint: Checkpoint, missing: Sequence[str]) -> str:
+    return (
         f"{checkpoint.folder}: {len(missing)} tensors are missing, the first is"
         f" '{missing[0]}'; the checkpoint is incomplete or of another model"
     )
