@@ -27,12 +27,11 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from fcsd.api.trainer_inputs import (
     TrainerInputs,
-    check_callbacks,
-    check_kinds,
-    check_optimizer,
+    given_rules,
+    training_rules,
 )
 from fcsd.base.artifact import ADAPTER
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import new_folder
 from fcsd.data.show import check_number, print_rows
 from fcsd.model.saved_dtypes import saved_dtypes
@@ -112,17 +111,19 @@ class FCSDTrainer(ReadyTrainer):
         launch: Launch | None = None,
     ):
         args = FCSDConfig.of(args)
-        check_kinds(teacher, callbacks, optimizers, compute_metrics, launch)
+        refuse(*given_rules(teacher, callbacks, optimizers, compute_metrics, launch))
         # Everything that can be refused is checked before a model is loaded, and rows
         # are packed before the Trainer exists: its constructor needs them.
         launch = launch or _own_launch()
         self.inputs = TrainerInputs(args, launch)
         with self.at_work():
             sections = self.inputs.sections
-            check_callbacks(callbacks, args)
-            self.inputs.check_adapters(peft_config)
-            check_optimizer(
-                optimizers[0], model, launch, adapts=peft_config is not None
+            self.inputs.take_adapters(peft_config)
+            adapts = peft_config is not None
+            refuse(
+                *training_rules(
+                    model, args, callbacks, optimizers[0], launch, adapts=adapts
+                )
             )
             record = begin(args, sections, launch)
             data = (train_dataset, eval_dataset)

@@ -21,7 +21,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from fcsd.base.errors import UserError, check_kind, kind_of, one_line
+from fcsd.base.errors import Rule, UserError, kind_of, one_line, refuse, wrong_kind
 from fcsd.base.files import check_folder_place
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.batches import ROW_FEATURES
@@ -98,17 +98,17 @@ def student_of(model: Any, args: FCSDConfig, launch: Launch) -> PreTrainedModel:
     """
     if isinstance(model, str | Path):
         return _loaded_student(str(model), args, launch)
+    name = type(model).__name__
+    hint = ""
+    if name.startswith("Peft"):
+        hint = "; give the model without adapters, and peft_config"
+    elif isinstance(model, tuple):
+        hint = "; fcsd.load gives a model and its tokenizer"
     if not isinstance(model, PreTrainedModel):
-        hint = ""
-        if type(model).__name__.startswith("Peft"):
-            hint = "; give the model without adapters, and peft_config"
-        if isinstance(model, tuple):
-            hint = "; fcsd.load gives a model and its tokenizer"
         raise UserError(
             f"model: {kind_of(model)}; a transformers model or the path of a checkpoint"
             f" is needed{hint}"
         )
-    name = type(model).__name__
     refuse_adapters(model, "model")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
@@ -169,13 +169,16 @@ def check_models(
     copy of the student would not be the original; loading arguments were given for a
     model that is not loaded.
     """
-    if isinstance(teacher, PreTrainedModel) and teacher is model:
-        raise UserError(
-            "teacher: is the model in training; leave it out, and fcsd makes a copy"
-            " with the original connectivity"
-        )
+    refuse(
+        (
+            isinstance(teacher, PreTrainedModel) and teacher is model,
+            "teacher: is the model in training; leave it out, and fcsd makes a copy with"
+            " the original connectivity",
+        ),
+        _unused_loading(model, args.model_init_kwargs, "model"),
+        _unused_loading(teacher, args.teacher_model_init_kwargs, "teacher"),
+    )
     for candidate, is_teacher in ((model, False), (teacher, True)):
-        _check_loading(candidate, args, "teacher" if is_teacher else "model")
         if isinstance(candidate, str | Path):
             source = find_model(args.model_config(str(candidate), teacher=is_teacher))
             source.check_positions(args.max_length, tell=launch.first)
@@ -194,53 +197,58 @@ def check_models(
                 args.max_length,
                 tell=launch.first,
             )
-    _refuse_quantised(model, args)
-    if teacher is None and has_teacher:
-        _check_own_teacher(model, args)
-        teacher = model
-    if getattr(teacher, "dtype", None) == torch.float64:
-        raise UserError(
+    is_own = teacher is None and has_teacher
+    refuse(
+        (
+            reason := _why_not_trained(model, args),
+            lambda: f"model: {_name_of(model)}: {reason}",
+        ),
+        (
+            change := changed_by(_config_of(model, args)) if is_own else None,
+            lambda: (
+                f"teacher: {_name_of(model)} was {change} already, so a copy of it is"
+                " not the original; pass the original as teacher=, a model or its path"
+            ),
+        ),
+        (
+            getattr(model if is_own else teacher, "dtype", None) == torch.float64,
             "teacher: has weights in float64, which the loss does not compute; give it"
-            " (or the model, if it is a copy) as .float()"
-        )
+            " (or the model, if it is a copy) as .float()",
+        ),
+    )
 
 
-def _refuse_quantised(model: Any, args: FCSDConfig) -> None:
+def _name_of(model: Any) -> str:
+    return str(model) if isinstance(model, str | Path) else type(model).__name__
+
+
+def _config_of(model: Any, args: FCSDConfig) -> Any:
+    if isinstance(model, str | Path):
+        return read_config(find_model(args.model_config(str(model))).folder)[0]
+    return getattr(model, "config", {})
+
+
+def _why_not_trained(model: Any, args: FCSDConfig) -> str | None:
+    """Return why the weights of a model are too quantised to be trained."""
     if isinstance(model, str | Path):
         folder = find_model(args.model_config(str(model))).folder
         quantisation = read_checkpoint(folder, any_family=True).quantisation
-        name = str(model)
     elif isinstance(model, PreTrainedModel):
-        quantisation, name = model_quantisation(model), type(model).__name__
+        quantisation = model_quantisation(model)
     else:  # `student_of` says what is needed
-        return
-    if reason := why_not_trained(quantisation):
-        raise UserError(f"model: {name}: {reason}")
+        return None
+    return why_not_trained(quantisation)
 
 
-def _check_loading(model: Any, args: FCSDConfig, name: str) -> None:
+def _unused_loading(model: Any, kwargs: Any, name: str) -> Rule:
+    """Return the rule about arguments of loading for a model that is not loaded."""
     argument = "teacher_model_init_kwargs" if name == "teacher" else "model_init_kwargs"
-    if getattr(args, argument) and not isinstance(model, str | Path):
-        if model is None:
-            description = "was left out"
-        else:
-            description = f"is a {type(model).__name__}"
-        raise UserError(
-            f"FCSDConfig: {argument}: applies only to a {name} given by its path, but"
-            f" {name} {description}; leave it out, or give the path"
-        )
-
-
-def _check_own_teacher(model: Any, args: FCSDConfig) -> None:
-    name, config = type(model).__name__, getattr(model, "config", {})
-    if isinstance(model, str | Path):
-        name = str(model)
-        config = read_config(find_model(args.model_config(str(model))).folder)[0]
-    if (change := changed_by(config)) is not None:
-        raise UserError(
-            f"teacher: {name} was {change} already, so a copy of it is not the"
-            " original; pass the original as teacher=, a model or its path"
-        )
+    description = "was left out" if model is None else f"is a {type(model).__name__}"
+    return (
+        kwargs and not isinstance(model, str | Path),
+        f"FCSDConfig: {argument}: applies only to a {name} given by its path, but"
+        f" {name} {description}; leave it out, or give the path",
+    )
 
 
 def teacher_of(
@@ -322,13 +330,15 @@ class TrainerInputs:
         """
         args, launch = self.args, self.launch
         has_teacher = self.sections.objective.has_teacher
-        if data[1] is None and (args.eval_strategy != "no" or args.eval_on_start):
-            raise UserError(
+        metric = _unmeasured(args, data[1], teacher, has_teacher=has_teacher)
+        refuse(
+            (
+                data[1] is None and (args.eval_strategy != "no" or args.eval_on_start),
                 "eval_dataset: is required, because eval_strategy or eval_on_start asks"
-                " for an evaluation"
-            )
-        if not knows_metrics:
-            _check_metric(args, data[1], teacher, has_teacher=has_teacher)
+                " for an evaluation",
+            ),
+            *([] if knows_metrics else [metric]),
+        )
         check_models(model, teacher, args, launch, has_teacher=has_teacher)
         self.given = given(model, teacher, data[0])
         if isinstance(model, str | Path):
@@ -388,22 +398,26 @@ class TrainerInputs:
                 launch.ranks.from_first(lambda: self._note_teacher(teacher, student))
         return TrainingInputs(student, teacher, self._tokenizer, rows, heldout)
 
-    def check_adapters(self, config: Any) -> None:
+    def take_adapters(self, config: Any) -> None:
         """Take the settings of adapters; UserError if they cannot be trained here."""
         if config is None:
             return
         check_peft_config(config)
-        if self.launch.engine.shards:
-            raise UserError(
+        refuse(
+            (
+                self.launch.engine.shards,
                 "peft_config: adapters on weights that are sharded over ranks are not"
-                " supported; launch data parallel copies"
-            )
-        for name in ("freeze_embeddings_and_head", "freeze_routers"):
-            if getattr(self.args, name):
-                raise UserError(
+                " supported; launch data parallel copies",
+            ),
+            *(
+                (
+                    getattr(self.args, name),
                     f"FCSDConfig: {name}: has no meaning with peft_config, which keeps"
-                    " all weights of the model; leave it out"
+                    " all weights of the model; leave it out",
                 )
+                for name in ("freeze_embeddings_and_head", "freeze_routers")
+            ),
+        )
         self._lora = config
 
     @property
@@ -596,15 +610,13 @@ def _checked_sections(args: FCSDConfig, launch: Launch) -> Sections:
     return sections
 
 
-def _check_metric(
+def _unmeasured(
     args: FCSDConfig, heldout: Any, teacher: Any, *, has_teacher: bool
-) -> None:
-    """Raise UserError where `metric_for_best_model` is a loss that the evaluation of
-    `heldout` does not give.
+) -> Rule:
+    """Return the rule about a `metric_for_best_model` that is a loss which the
+    evaluation of `heldout` does not give.
     """
     metric = args.metric_for_best_model
-    if metric is None or heldout is None or not is_loss(metric):
-        return
     losses = ["loss", "kl" if has_teacher else "ce"]
     losses += ["kl"] if teacher is not None else []
     # The Trainer prefixes the losses of a dict of data sets with their names.
@@ -612,11 +624,14 @@ def _check_metric(
     measured = [
         f"eval_{name}{loss}" for name in names for loss in dict.fromkeys(losses)
     ]
-    if f"eval_{metric.removeprefix('eval_')}" not in measured:
-        raise UserError(
-            f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this"
-            f" training; allowed: {', '.join(measured)}"
-        )
+    return (
+        metric is not None
+        and heldout is not None
+        and is_loss(metric)
+        and f"eval_{metric.removeprefix('eval_')}" not in measured,
+        f"FCSDConfig: metric_for_best_model: {metric!r} is not measured in this"
+        f" training; allowed: {', '.join(measured)}",
+    )
 
 
 def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
@@ -629,51 +644,14 @@ def _tokenizer_beside(path: str | Path, args: FCSDConfig) -> Any:
     return load_tokenizer(checkpoint.folder, trust_remote_code=args.trust_remote_code)
 
 
-def check_optimizer(
-    optimizer: Any, model: Any, launch: Launch, *, adapts: bool
-) -> None:
-    """Raise UserError for a given optimiser that would not train the model, which may
-    be a path; adapts: only adapters are trained, which are made later.
-    """
-    if optimizer is None:
-        return
-    if adapts:
-        raise UserError(
-            "optimizers: peft_config makes the parameters to train; set optim in"
-            " FCSDConfig, or give optimizer_cls_and_kwargs"
-        )
-    if launch.engine.shards:
-        raise UserError(
-            "optimizers: sharding replaces the parameters of an optimizer; set optim in"
-            " FCSDConfig, or give optimizer_cls_and_kwargs"
-        )
-    in_memory = isinstance(model, nn.Module)
-    trained = {id(weight) for weight in model.parameters()} if in_memory else set()
-    groups = optimizer.param_groups
-    if not any(id(weight) in trained for group in groups for weight in group["params"]):
-        raise UserError(
-            "optimizers: the optimizer has no parameter of the model in training; make"
-            " it of that model, given in memory, not of a copy or of a path"
-        )
-
-
-def check_callbacks(callbacks: Any, args: FCSDConfig) -> None:
-    """Raise UserError where a callback lacks the arguments that it works with."""
-    for callback in callbacks or []:
-        cls = callback if isinstance(callback, type) else type(callback)
-        if issubclass(cls, EarlyStoppingCallback) and (
-            args.metric_for_best_model is None or args.eval_strategy == "no"
-        ):
-            raise UserError(
-                "callbacks: EarlyStoppingCallback needs an evaluation and its metric;"
-                " set eval_strategy and metric_for_best_model, for example 'kl'"
-            )
-
-
-def check_kinds(
-    teacher: Any, callbacks: Any, optimizers: Any, compute_metrics: Any, launch: Any
-) -> None:
-    """Raise UserError where an argument of the constructor has the wrong type."""
+def given_rules(
+    teacher: Any,
+    callbacks: Any,
+    optimizers: Any,
+    compute_metrics: Any,
+    launch: Any,
+) -> Iterator[Rule]:
+    """Yield what arguments of the constructor may not be, their types first."""
     # Common mix-ups get a hint; any other error names the actual and the expected type.
     hint = ""
     if isinstance(teacher, tuple):
@@ -682,35 +660,70 @@ def check_kinds(
         hint = " (its get_base_model(), which keeps the adapters)"
     models = f"a transformers model{hint}, the path of one, or a Teacher"
     kinds = str | Path | PreTrainedModel | Teacher | None
-    check_kind("teacher", teacher, kinds, models)
-    check_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
-    for callback in callbacks or []:
+    yield wrong_kind("teacher", teacher, kinds, models)
+    yield wrong_kind("callbacks", callbacks, list | tuple | None, "a list of callbacks")
+    for callback in callbacks if isinstance(callbacks, list | tuple) else ():
         if not (isinstance(callback, type) and issubclass(callback, TrainerCallback)):
-            check_kind(
-                "callbacks",
-                callback,
-                TrainerCallback,
-                "a TrainerCallback of transformers",
-            )
-    if not (isinstance(optimizers, list | tuple) and len(optimizers) == 2):
-        raise UserError(
-            f"optimizers: {kind_of(optimizers)}; give a pair (optimizer, scheduler),"
-            " with None for one that fcsd should make"
-        )
-    if optimizers[0] is None and optimizers[1] is not None:
-        raise UserError(
-            "optimizers: a schedule alone steers another optimizer than the trainer's;"
-            " give its optimizer, too, or set lr_scheduler_type"
-        )
-    check_kind(
-        "compute_metrics",
-        compute_metrics,
-        Callable | None,
-        "a function of logits and labels",
+            one = "a TrainerCallback of transformers"
+            yield wrong_kind("callbacks", callback, TrainerCallback, one)
+    yield (
+        not (isinstance(optimizers, list | tuple) and len(optimizers) == 2),
+        f"optimizers: {kind_of(optimizers)}; give a pair (optimizer, scheduler), with"
+        " None for one that fcsd should make",
     )
-    check_kind(
-        "launch", launch, Launch | None, "what fcsd.parallel.join.join_launch gives"
+    yield (
+        lambda: optimizers[0] is None and optimizers[1] is not None,
+        "optimizers: a schedule alone steers another optimizer than the trainer's; give"
+        " its optimizer, too, or set lr_scheduler_type",
     )
+    functions = "a function of logits and labels"
+    yield wrong_kind("compute_metrics", compute_metrics, Callable | None, functions)
+    launches = "what fcsd.parallel.join.join_launch gives"
+    yield wrong_kind("launch", launch, Launch | None, launches)
+
+
+def training_rules(
+    model: Any,
+    args: FCSDConfig,
+    callbacks: Any,
+    optimizer: Any,
+    launch: Launch,
+    *,
+    adapts: bool,
+) -> Iterator[Rule]:
+    """Yield what may not be of the given callbacks, and of an optimiser, which may be
+    None; adapts: only adapters are trained, which are made later.
+    """
+    for callback in callbacks or []:
+        cls = callback if isinstance(callback, type) else type(callback)
+        yield (
+            issubclass(cls, EarlyStoppingCallback)
+            and (args.metric_for_best_model is None or args.eval_strategy == "no"),
+            "callbacks: EarlyStoppingCallback needs an evaluation and its metric; set"
+            " eval_strategy and metric_for_best_model, for example 'kl'",
+        )
+    instead = "set optim in FCSDConfig, or give optimizer_cls_and_kwargs"
+    yield (
+        optimizer is not None and adapts,
+        f"optimizers: peft_config makes the parameters to train; {instead}",
+    )
+    yield (
+        optimizer is not None and launch.engine.shards,
+        f"optimizers: sharding replaces the parameters of an optimizer; {instead}",
+    )
+    yield (
+        optimizer is not None and not _trains(optimizer, model),
+        "optimizers: the optimizer has no parameter of the model in training; make it of"
+        " that model, given in memory, not of a copy or of a path",
+    )
+
+
+def _trains(optimizer: Any, model: Any) -> bool:
+    """Tell whether an optimiser has a parameter of a model, which may be a path."""
+    in_memory = isinstance(model, nn.Module)
+    trained = {id(weight) for weight in model.parameters()} if in_memory else set()
+    groups = optimizer.param_groups
+    return any(id(weight) in trained for group in groups for weight in group["params"])
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -169,13 +169,18 @@ def kind_of(value: Any) -> str:
     return f"{'an' if name[0] in letters else 'a'} {name}"
 
 
-def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Raise UserError unless an argument is of one of these kinds.
+def wrong_kind(name: str, value: Any, kinds: Any, expected: str) -> Rule:
+    """Return the rule that an argument is of one of these kinds.
 
     expected: the accepted kinds in words, with their article.
     """
-    if not isinstance(value, kinds):
-        raise UserError(f"{name}: {kind_of(value)}; {expected} is needed")
+    message = f"{name}: {kind_of(value)}; {expected} is needed"
+    return not isinstance(value, kinds), message
+
+
+def check_kind(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Raise UserError where `wrong_kind` says so."""
+    refuse(wrong_kind(name, value, kinds, expected))
 
 
 _NO_MEMORY = (
