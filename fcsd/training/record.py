@@ -185,6 +185,24 @@ class TrainingRecord:
 
     def _refuse_another(self, checkpoint: Path) -> None:
         record = read_json(checkpoint / RECORD_FILE)
+        if changes := self._changes(record, checkpoint.parent):
+            raise UserError(
+                f"{checkpoint}: was made with other settings ({'; '.join(changes)});"
+                " continue with those settings, or start another training in another"
+                " output folder"
+            )
+        if (longer := self.longer_than(record)) is not None:
+            print(
+                f"{checkpoint}: continuing to {longer} {self.settings[longer]:g} instead"
+                f" of {record['settings'][longer]:g}; from here on the learning rate"
+                " follows the schedule of the longer training",
+                file=sys.stderr,
+            )
+
+    def _changes(self, record: dict[str, Any], folder: Path) -> list[str]:
+        """Return how this training differs from a recorded one; folder: of its
+        checkpoints.
+        """
         longer = self.longer_than(record)
         recorded_inputs = record["inputs"]
         # An input that only one side knows cannot be compared.
@@ -203,7 +221,7 @@ class TrainingRecord:
         if changes and record.get(NOTED) != self._date.get(NOTED):
             changes.append(
                 f"the chat template wrote the date {record.get(NOTED)} at that"
-                f" time; with output_dir {checkpoint.parent} it writes that date again"
+                f" time; with output_dir {folder} it writes that date again"
             )
         other_rows = any(change.startswith("train_dataset:") for change in changes)
         if longer is not None and other_rows:
@@ -211,16 +229,4 @@ class TrainingRecord:
                 "of a stream, as many rows are read and packed as max_steps needs, so"
                 f" with a larger {longer} they are others: use a data set or a list"
             )
-        if changes:
-            raise UserError(
-                f"{checkpoint}: was made with other settings ({'; '.join(changes)});"
-                " continue with those settings, or start another training in another"
-                " output folder"
-            )
-        if longer is not None:
-            print(
-                f"{checkpoint}: continuing to {longer} {self.settings[longer]:g} instead"
-                f" of {record['settings'][longer]:g}; from here on the learning rate"
-                " follows the schedule of the longer training",
-                file=sys.stderr,
-            )
+        return changes

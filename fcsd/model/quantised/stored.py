@@ -6,12 +6,11 @@ Not covered: the meaning of their values (`fcsd.model.quantised.formats`).
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, errors_begin
 from fcsd.base.files import read_json
 from fcsd.model.connectivity.checkpoint import CONFIG, Checkpoint
 from fcsd.model.quantised.formats import (
@@ -100,7 +99,12 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
             f"{checkpoint.folder}: is not quantised (no quantization_config); nothing"
             " to do"
         )
-    _check_method(config, checkpoint.folder)
+    if unknown := _unknown_method(config):
+        raise UserError(
+            f"{checkpoint.folder}: is quantised {unknown}, which fcsd cannot dequantise;"
+            f" it supports {', '.join(DEQUANTISED)}; use the unquantised original, or"
+            " the tool that quantised it"
+        )
     block = _block(config)
     weights: dict[str, PackedWeight] = {}
     used: set[str] = set()
@@ -168,8 +172,8 @@ def why_misread(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _check_method(config: Mapping[str, Any], folder: Path) -> None:
-    method = config.get("quant_method")
+def _unknown_method(config: Mapping[str, Any]) -> str | None:
+    """Return what a quantisation that fcsd cannot undo was made with, or by."""
     # Weights that were rotated or thinned out before they were quantised.
     changes = [
         key for key in ("transform_config", "sparsity_config") if config.get(key)
@@ -179,19 +183,12 @@ def _check_method(config: Mapping[str, Any], folder: Path) -> None:
     if isinstance(sparsity, dict) and sparsity.get("format") == "dense":
         changes.remove("sparsity_config")
     algorithm = str(config.get("quant_algo") or "")
-    problem = None
     if changes:
-        problem = f"with {changes[0]}"
-    elif "AWQ" in algorithm:
-        problem = algorithm
-    elif method not in DEQUANTISED:
-        problem = f"by {str(method)[:80]!r}"
-    if problem is not None:
-        raise UserError(
-            f"{folder}: is quantised {problem}, which fcsd cannot dequantise; it"
-            f" supports {', '.join(DEQUANTISED)}; use the unquantised original, or the"
-            " tool that quantised it"
-        )
+        return f"with {changes[0]}"
+    if "AWQ" in algorithm:
+        return algorithm
+    method = config.get("quant_method")
+    return None if method in DEQUANTISED else f"by {str(method)[:80]!r}"
 
 
 def _block(config: Mapping[str, Any]) -> Block:
@@ -276,6 +273,27 @@ def _packed(checkpoint: Checkpoint, name: str) -> tuple[str, PackedWeight]:
     return base, PackedWeight((*shape[:-1], 2 * shape[-1]), parts, mxfp4)
 
 
+def _fits(stored: PackedWeight, shapes: Mapping[str, list[int]], block: Block) -> bool:
+    """Tell whether scales fit their weight; shapes: of the parts.
+
+    Raises:
+        UserError: blocks that do not divide the weight.
+    """
+    scale, weight = shapes["scale"], shapes["weight"]
+    # Scales of another shape may broadcast, so the decoding itself would not notice.
+    if stored.decode is mxfp4_experts:
+        return len(weight) == 4 and scale == weight[:3]
+    if stored.decode in (nvfp4, mxfp4):
+        length = scale[-1] * _GROUPS[stored.decode]
+        return scale[:-1] == weight[:-1] and stored.shape[-1] == length
+    if stored.decode is packed_integers:
+        return len(scale) == 2 and scale[0] == weight[0] and shapes["shape"] == [2]
+    if len(scale) < 2 or math.prod(scale) == 1:
+        return math.prod(scale) in (1, weight[0])
+    block_of(scale, weight, block)
+    return len(weight) >= 2 and scale[:-2] == weight[:-2]
+
+
 def _check_fits(
     checkpoint: Checkpoint, name: str, stored: PackedWeight, block: Block
 ) -> None:
@@ -283,27 +301,9 @@ def _check_fits(
     shapes = {
         part: list(checkpoint.shapes[tensor]) for part, tensor in stored.parts.items()
     }
-    scale, weight = shapes["scale"], shapes["weight"]
-    # Scales of another shape may broadcast, so the decoding itself would not notice.
-    if stored.decode is mxfp4_experts:
-        fits = len(weight) == 4 and scale == weight[:3]
-    elif stored.decode in (nvfp4, mxfp4):
-        fits = (
-            scale[:-1] == weight[:-1]
-            and stored.shape[-1] == scale[-1] * _GROUPS[stored.decode]
-        )
-    elif stored.decode is packed_integers:
-        fits = len(scale) == 2 and scale[0] == weight[0] and shapes["shape"] == [2]
-    elif len(scale) < 2 or math.prod(scale) == 1:
-        fits = math.prod(scale) in (1, weight[0])
-    else:
-        try:
-            block_of(scale, weight, block)
-        except UserError as error:
-            raise UserError(f"{checkpoint.folder}: tensor '{name}': {error}") from None
-        fits = len(weight) >= 2 and scale[:-2] == weight[:-2]
-    if not fits:
-        raise UserError(
-            f"{checkpoint.folder}: tensor '{name}': scales of shape {scale} do not fit"
-            f" {weight} in the file; fetch the checkpoint again"
-        )
+    with errors_begin(f"{checkpoint.folder}: tensor '{name}': "):
+        if not _fits(stored, shapes, block):
+            raise UserError(
+                f"scales of shape {shapes['scale']} do not fit {shapes['weight']} in the"
+                " file; fetch the checkpoint again"
+            )

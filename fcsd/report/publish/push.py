@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from fcsd.base.artifact import LEFT, changed_files, read_manifest
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_text
 from fcsd.base.fingerprints import read_sealed
 from fcsd.base.temporary import scratch_folder
@@ -96,18 +97,32 @@ def push(
             FarSkip checkpoint, weights do not fit their index or config, remote code is
             missing, or a file contains a token; later: the Hub refuses.
     """
-    _check_repo_id(repo_id)
-    checkpoint = _checked(find_checkpoint(folder))
-    card = card or NewCard()
-    if card.base is not None and not (hub_id(card.base) or Path(card.base).is_dir()):
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
         raise UserError(
-            f"--base-model {card.base}: is neither a folder nor owner/name on the Hub"
+            f"'{repo_id}' is not a repository id: {str(error).splitlines()[0]}"
+        ) from None
+    if repo_id.count("/") != 1:
+        raise UserError(
+            f"'{repo_id}' is not a repository id: owner/name is needed, for example"
+            " me/my-model-farskip"
         )
+    checkpoint = _complete(read_checkpoint(find_checkpoint(folder)))
+    card = card or NewCard()
+    refuse(
+        (
+            card.base and not (hub_id(card.base) or Path(card.base).is_dir()),
+            f"--base-model {card.base}: is neither a folder nor owner/name on the Hub",
+        ),
+        (
+            dry_run
+            and dry_run.exists()
+            and not (dry_run.is_dir() and is_empty(dry_run)),
+            f"{dry_run}: exists already; choose a new folder for the dry run",
+        ),
+    )
     if dry_run is not None:
-        if dry_run.exists() and (not dry_run.is_dir() or not is_empty(dry_run)):
-            raise UserError(
-                f"{dry_run}: exists already; choose a new folder for the dry run"
-            )
         with new_folder(dry_run) as new:
             _assemble(checkpoint, repo_id, new, card, place)
         return str(dry_run)
@@ -156,82 +171,87 @@ def find_checkpoint(folder: Path) -> Path:
     )
 
 
-def _check_repo_id(repo_id: str) -> None:
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise UserError(
-            f"'{repo_id}' is not a repository id: {str(error).splitlines()[0]}"
-        ) from None
-    if repo_id.count("/") != 1:
-        raise UserError(
-            f"'{repo_id}' is not a repository id: owner/name is needed, for example"
-            " me/my-model-farskip"
-        )
+_NOT_OURS: tuple[Rule, ...] = (
+    (
+        lambda checkpoint: checkpoint.connectivity is None or checkpoint.foreign,
+        "{0.folder}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd"
+        " convert`), or upload it as it is with `hf upload`",
+    ),
+)
+_CODE: tuple[Rule, ...] = (
+    (
+        lambda checkpoint: _modules(checkpoint.config) != [MODELING_FILE],
+        lambda checkpoint: (
+            f"{checkpoint.folder / CONFIG}: auto_map names"
+            f" {', '.join(_modules(checkpoint.config)) or 'no code'}; in a FarSkip"
+            f" checkpoint it names only {MODELING_FILE}, which fcsd writes; convert the"
+            " original again"
+        ),
+    ),
+    (
+        lambda checkpoint: not (checkpoint.folder / MODELING_FILE).is_file(),
+        lambda checkpoint: (
+            f"{checkpoint.folder / MODELING_FILE}: no such file, though auto_map in"
+            f" {CONFIG} names it; without it nobody can load the model; convert the"
+            " original again, or copy the file from the folder it was converted to"
+        ),
+    ),
+)
+"""Of a checkpoint."""
 
 
-def _checked(source: Path) -> Checkpoint:
-    """Check that config, index, shards, tensor shapes and remote code fit together, and
-    that all values are finite.
+def _complete(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint whose config, index, shards, tensor shapes and remote code fit
+    together, and whose values are all finite.
     """
-    checkpoint = read_checkpoint(source)
-    if checkpoint.connectivity is None or checkpoint.foreign:
-        raise UserError(
-            f"{source}: is not a FarSkip checkpoint of fcsd; convert it first (`fcsd"
-            " convert`), or upload it as it is with `hf upload`"
-        )
+    refuse(*_NOT_OURS, of=(checkpoint,))
     check_tensors(checkpoint, *config_and_class(checkpoint))
-    check_finite(source)
-    if (modules := _modules(checkpoint.config)) != [MODELING_FILE]:
-        raise UserError(
-            f"{source / CONFIG}: auto_map names {', '.join(modules) or 'no code'}; in a"
-            f" FarSkip checkpoint it names only {MODELING_FILE}, which fcsd writes;"
-            " convert the original again"
-        )
-    if not (source / MODELING_FILE).is_file():
-        raise UserError(
-            f"{source / MODELING_FILE}: no such file, though auto_map in {CONFIG} names"
-            " it; without it nobody can load the model; convert the original again, or"
-            " copy the file from the folder it was converted to"
-        )
-    if (source / CARD).is_file():
-        front_matter(source / CARD)
+    check_finite(checkpoint.folder)
+    refuse(*_CODE, of=(checkpoint,))
+    if (checkpoint.folder / CARD).is_file():
+        front_matter(checkpoint.folder / CARD)
     return checkpoint
 
 
-def _check_unchanged(source: Path) -> None:
-    """Refuse weights or files that differ from the record of the stage or of the
-    publication; not the code, which is written anew, nor the card.
+def _records(source: Path) -> dict[Path, dict[str, Any]]:
+    """Return the fingerprints that the stage and the publication recorded, by file; not
+    of the code, which is written anew, nor of the card.
     """
     manifest = (source.parent if source.name == "model" else source) / "manifest.json"
-    records = [(manifest, read_manifest(manifest.parent).get("outputs", {}))]
-    if (source / LEFT).is_file():
-        records.append(
-            (
-                source / LEFT,
-                read_sealed(source / LEFT, "`fcsd run` makes this folder again"),
-            )
-        )
-    for file, outputs in records:
-        weights = outputs.get("model")
-        if weights is not None and weights != weights_fingerprint(source):
-            raise UserError(
-                f"{file}: describes other weights ({weights[:12]}…) than those in"
-                f" {source}: the weights are damaged or were changed; run `fcsd run` of"
-                " the recipe to write them again, or copy the changed ones to a"
-                " separate folder and push that"
-            )
-        beside = {
+    recorded = read_manifest(manifest.parent).get("outputs", {})
+    records = {
+        manifest: {
             name: fingerprint
-            for name, fingerprint in outputs.items()
-            if not name.endswith(".py")
-            and (file.name == LEFT or name.startswith("model/"))
+            for name, fingerprint in recorded.items()
+            if name == "model" or name.startswith("model/")
         }
-        if changes := changed_files(source, beside):
-            raise UserError(
-                f"{source}: is not what {file} describes ({'; '.join(changes[:3])});"
-                " restore it, or copy the checkpoint to a separate folder and push that"
-            )
+    }
+    if (source / LEFT).is_file():
+        again = "`fcsd run` makes this folder again"
+        records[source / LEFT] = read_sealed(source / LEFT, again)
+    return {
+        file: {name: of for name, of in outputs.items() if not name.endswith(".py")}
+        for file, outputs in records.items()
+    }
+
+
+def _change_rules(source: Path) -> Iterator[Rule]:
+    """Yield what a checkpoint may not be: other weights or files than on record."""
+    for file, outputs in _records(source).items():
+        weights = outputs.pop("model", None)
+        yield (
+            weights is not None and weights != weights_fingerprint(source),
+            f"{file}: describes other weights ({(weights or '')[:12]}…) than those in"
+            f" {source}: the weights are damaged or were changed; run `fcsd run` of the"
+            " recipe to write them again, or copy the changed ones to a separate folder"
+            " and push that",
+        )
+        changes = changed_files(source, outputs)
+        yield (
+            changes,
+            f"{source}: is not what {file} describes ({'; '.join(changes[:3])}); restore"
+            " it, or copy the checkpoint to a separate folder and push that",
+        )
 
 
 def _modules(config: dict[str, Any]) -> list[str]:
@@ -253,7 +273,7 @@ def _assemble(
     listed are left out.
     """
     source = checkpoint.folder
-    _check_unchanged(source)
+    refuse(*_change_rules(source))
     for file in _files(checkpoint):
         target = new / file.relative_to(source)
         target.parent.mkdir(parents=True, exist_ok=True)
