@@ -21,13 +21,13 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fcsd.base.differences import changed_settings, differences, without_none
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.files import (
     check_folder_place,
     file_fingerprint,
@@ -193,46 +193,51 @@ class Stage:
             )
         # The record went through JSON, which turns tuples into lists and integer keys
         # into text; that must not count as a change.
-        expected = json.loads(json.dumps(self._record()))
-        changes = changed_settings(
+        refuse(*self._rules(record, json.loads(json.dumps(self._record()))))
+
+    def _rules(self, record: dict[str, Any], expected: dict[str, Any]) -> list[Rule]:
+        """Return what a record may not be, where `expected` is this stage's."""
+        version = record.get("schema_version")
+        is_former = version != SCHEMA_VERSION
+        former = (
+            f"was made by another fcsd (schema_version {version}, this one writes"
+            f" {SCHEMA_VERSION})"
+        )
+        recorded, current = record["inputs"], expected["inputs"]
+        # A former fcsd recorded fewer inputs: compare those that both have, and refuse
+        # the others as unknown only where nothing has changed for certain.
+        unknown = [name for name in current if name not in recorded]
+        if is_former:
+            current = {name: current[name] for name in recorded if name in current}
+        settings = changed_settings(
             record["settings"], expected["settings"], self.may_change
         )
-        if changes and (version := record.get("schema_version")) != SCHEMA_VERSION:
-            remainder = f"; and {len(changes) - 3} more" if len(changes) > 3 else ""
-            raise UserError(
-                f"{self.folder}: was made by another fcsd (schema_version {version},"
-                f" this one writes {SCHEMA_VERSION}) with other settings, or with these"
-                f" written differently ({'; '.join(changes[:3])}{remainder}); choose"
-                " another output folder, remove this folder to run the stage again, or"
-                " continue with the fcsd that made it"
-            )
-        recorded, current = record["inputs"], expected["inputs"]
-        if record.get("schema_version") != SCHEMA_VERSION:
-            # A former fcsd recorded fewer inputs: compare those that both have, and
-            # refuse the rest as unknown only where nothing has changed for certain.
-            common = {name: current[name] for name in recorded if name in current}
-            changes += differences(recorded, common)
-            missing = [name for name in current if name not in recorded]
-            if missing and not changes:
-                raise UserError(
-                    f"{self.folder}: was made by another fcsd (schema_version"
-                    f" {record.get('schema_version')}, this one writes"
-                    f" {SCHEMA_VERSION}), which did not record"
-                    f" {', '.join(missing[:3])}, so fcsd cannot tell whether they have"
-                    " changed; remove this folder to run the stage again, or choose"
-                    " another output folder"
-                )
-        else:
-            changes += differences(recorded, current)
-        if changes:
-            remainder = ""
-            if len(changes) > _SHOWN:
-                remainder = f"; and {len(changes) - _SHOWN} more"
-            raise UserError(
-                f"{self.folder}: was made with other settings"
-                f" ({'; '.join(changes[:_SHOWN])}{remainder}); choose another output"
-                " folder, or remove this folder to run the stage again"
-            )
+        changes = [*settings, *differences(recorded, current)]
+        rules: list[Rule] = [
+            (
+                settings and is_former,
+                f"{former} with other settings, or with these written differently"
+                f" ({_listed(settings, 3)}); choose another output folder, remove this"
+                " folder to run the stage again, or continue with the fcsd that made it",
+            ),
+            (
+                changes,
+                f"was made with other settings ({_listed(changes, _SHOWN)}); choose"
+                " another output folder, or remove this folder to run the stage again",
+            ),
+            (
+                unknown and is_former,
+                f"{former}, which did not record {', '.join(unknown[:3])}, so fcsd cannot"
+                " tell whether they have changed; remove this folder to run the stage"
+                " again, or choose another output folder",
+            ),
+        ]
+        return [(fact, f"{self.folder}: {message}") for fact, message in rules]
+
+
+def _listed(changes: Sequence[str], most: int) -> str:
+    more = f"; and {len(changes) - most} more" if len(changes) > most else ""
+    return f"{'; '.join(changes[:most])}{more}"
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

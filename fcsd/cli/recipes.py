@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import shutil
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.files import data_dir, new_folder
 from fcsd.base.terminal import show
 from fcsd.cli.options import (
@@ -96,7 +97,11 @@ def _distill(arguments: Namespace) -> None:
 
 
 def _run_all(arguments: Namespace) -> None:
-    _check_run_options(arguments)
+    refuse(*_run_options(arguments))
+    if arguments.show_rows is not None:
+        from fcsd.data.show import check_number
+
+        check_number(arguments.show_rows, "--show-rows")
     if arguments.show:
         from fcsd.recipe.recipe import to_yaml
 
@@ -120,30 +125,33 @@ def _run_all(arguments: Namespace) -> None:
         print(folder)
 
 
-def _check_run_options(arguments: Namespace) -> None:
-    """Refuse options of `fcsd run` that would have no effect."""
-    if arguments.show and arguments.only is not None:
-        raise UserError("--show and --only are both given; leave one out")
-    stages_of = {
-        "variant": VARIANT_STAGES,
-        "show_rows": ("tokenize",),
-        "verify": ("cache-teacher",),
-    }
-    for name, stages in stages_of.items():
-        is_given = getattr(arguments, name) not in (None, False)
-        if is_given and arguments.only not in stages:
-            raise UserError(
-                f"--{name.replace('_', '-')} needs"
-                f" {' or '.join(f'--only {stage}' for stage in stages)}; add it, or"
-                " leave the option out"
-            )
-    writes_report = arguments.only in (None, "report", "publish")
-    if arguments.json and (arguments.show or not writes_report):
-        raise UserError("--json prints the report, but this command does not write one")
-    if arguments.show_rows is not None:
-        from fcsd.data.show import check_number
+_STAGES_OF = {
+    "variant": VARIANT_STAGES,
+    "show_rows": ("tokenize",),
+    "verify": ("cache-teacher",),
+}
+"""Option of `fcsd run` -> the stages of which one must be named with --only."""
 
-        check_number(arguments.show_rows, "--show-rows")
+
+def _run_options(arguments: Namespace) -> Iterator[Rule]:
+    """Yield the options of `fcsd run` that would have no effect."""
+    yield (
+        arguments.show and arguments.only is not None,
+        "--show and --only are both given; leave one out",
+    )
+    for name, stages in _STAGES_OF.items():
+        is_given = getattr(arguments, name) not in (None, False)
+        yield (
+            is_given and arguments.only not in stages,
+            f"--{name.replace('_', '-')} needs"
+            f" {' or '.join(f'--only {stage}' for stage in stages)}; add it, or leave"
+            " the option out",
+        )
+    writes_report = arguments.only in (None, "report", "publish")
+    yield (
+        arguments.json and (arguments.show or not writes_report),
+        "--json prints the report, but this command does not write one",
+    )
 
 
 def _trace(arguments: Namespace) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import datasets
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import Rule, UserError, one_line, refuse
 from fcsd.base.files import home
 from fcsd.base.memory import check_shared_memory
 from fcsd.data.columns import column_meanings
@@ -74,40 +74,59 @@ def columns_of(source: Source) -> Mapping[Any, str]:
     return source.columns
 
 
-def check_place(source: TextConfig) -> None:
-    """Refuse, before anything is read, a missing file or folder, an unsupported kind of
-    file, and a split that a file does not have.
-    """
+def _unsupported(source: TextConfig) -> str:
+    """Return why fcsd does not read a file."""
     path = home(source.path)
-    check_data(source.path)
-    if path.is_dir():
-        return
-    # A path with the ending of a data file is a file, even if it does not exist.
-    if path.suffix in FILE_FORMATS:
-        if not path.is_file():
-            raise UserError(
-                f"data set {source.path}: no such file{making_of(source.path)}"
-            )
-        if not source.split.startswith("train"):
-            raise UserError(
-                f"data set {source.path}: no split {source.split!r}; a file has the"
-                " split 'train' only"
-            )
+    problem = "fcsd does not read files of this kind"
+    if not path.exists():
+        problem = f"no such file, and {problem}"
     # Known but unsupported formats get advice on how to convert them.
-    elif path.exists() or path.suffix in _OTHER_FORMATS:
-        problem = "no such file, and fcsd does not read files of this kind"
-        if path.exists():
-            problem = "fcsd does not read files of this kind"
-        hint = _OTHER_FORMATS.get(path.suffix, _JSONL)
-        raise UserError(
-            f"data set {source.path}: {problem}; {', '.join(FILE_FORMATS)} files and"
-            f" folders in hub layout are allowed; {hint}"
-        )
-    elif is_path(source.path):
-        raise UserError(
-            f"data set {source.path}: no such folder, and not the name of a data set on"
-            " the Hub"
-        )
+    hint = _OTHER_FORMATS.get(path.suffix, _JSONL)
+    return (
+        f"{problem}; {', '.join(FILE_FORMATS)} files and folders in hub layout are"
+        f" allowed; {hint}"
+    )
+
+
+def _is_file(source: TextConfig) -> bool:
+    # A path with the ending of a data file is a file, even if it does not exist.
+    path = home(source.path)
+    return not path.is_dir() and path.suffix in FILE_FORMATS
+
+
+_PLACES: tuple[Rule, ...] = (
+    (
+        lambda source: _is_file(source) and not home(source.path).is_file(),
+        lambda source: f"no such file{making_of(source.path)}",
+    ),
+    (
+        lambda source: _is_file(source) and not source.split.startswith("train"),
+        "no split {0.split!r}; a file has the split 'train' only",
+    ),
+    (
+        lambda source: (
+            not home(source.path).is_dir()
+            and home(source.path).suffix not in FILE_FORMATS
+            and (
+                home(source.path).exists() or home(source.path).suffix in _OTHER_FORMATS
+            )
+        ),
+        _unsupported,
+    ),
+    (
+        lambda source: not home(source.path).exists() and is_path(source.path),
+        "no such folder, and not the name of a data set on the Hub",
+    ),
+)
+"""Of a missing file or folder, an unsupported kind of file, and a split that a file does
+not have.
+"""
+
+
+def check_place(source: TextConfig) -> None:
+    """Refuse, before anything is read, what `_PLACES` has."""
+    check_data(source.path)
+    refuse(*_PLACES, of=(source,), where=f"data set {source.path}: ")
 
 
 def check_source(source: TextConfig) -> None:

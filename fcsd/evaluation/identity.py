@@ -98,17 +98,7 @@ def check_identity(
         raise UserError(
             f"{error} (asked for 8 prompts in tokens of {path}: is it this model?)"
         ) from None
-    loaded = load()
-    model_logprobs = _logprobs(loaded, rows)
-    dtype = str(loaded.dtype).removeprefix("torch.")
-    del loaded
-    free_memory()
-    pairs = [
-        pair
-        for a, b in zip(server_logprobs, model_logprobs, strict=True)
-        for pair in zip(a, b, strict=True)
-    ]
-    difference = sum(abs(a - b) for a, b in pairs) / len(pairs)
+    difference, dtype = _difference(rows, server_logprobs, load)
     allowed = _ALLOWED.get(dtype, _ALLOWED_OTHERWISE)
     # Not `>`: a NaN must also be refused.
     if not difference <= allowed:
@@ -148,6 +138,27 @@ def _check_folder(server: Server, model: ModelFolder) -> None:
             f" {model.config.path}. Serve that one: vllm serve"
             f" {model.folder.resolve()}"
         )
+
+
+def _difference(
+    rows: Sequence[Sequence[int]],
+    server_logprobs: Sequence[Sequence[float]],
+    load: Callable[[], PreTrainedModel],
+) -> tuple[float, str]:
+    """Return by how much a server's log-probabilities differ from those of the model,
+    in nats per token, and the model's dtype.
+    """
+    loaded = load()
+    model_logprobs = _logprobs(loaded, rows)
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    del loaded
+    free_memory()
+    pairs = [
+        pair
+        for a, b in zip(server_logprobs, model_logprobs, strict=True)
+        for pair in zip(a, b, strict=True)
+    ]
+    return sum(abs(a - b) for a, b in pairs) / len(pairs), dtype
 
 
 def _logprobs(

@@ -10,11 +10,11 @@ set of TruthfulQA), which only their suite can say.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.stats import (
     ALPHA,
     clipped,
@@ -192,7 +192,7 @@ def compare(
     scores: dict[str, list[tuple[float, float]]] = {}
     for task in _common(original_result["tasks"], converted_result["tasks"], only):
         row = original_result["tasks"][task]
-        _require_same(task, original_result, converted_result)
+        refuse(*_same_rules(task, original_result, converted_result), where=f"{task}: ")
         original_samples = original["samples"][task]
         converted_samples = converted["samples"][task]
         try:
@@ -338,35 +338,32 @@ def _common(
     return common_tasks
 
 
-def _require_same(
+def _same_rules(
     task: str, original_result: Mapping[str, Any], converted_result: Mapping[str, Any]
-) -> None:
-    if original_result["tasks"][task]["kind"] != "own_text" and any(
-        result["tasks"][task].get("higher_is_better") is False
-        for result in (original_result, converted_result)
-    ):
-        raise UserError(
-            f"{task}: lower is better in {original_result['tasks'][task]['metric']};"
-            " fcsd compares only metrics where higher is better; leave the task out"
-            " with --tasks (in Python: tasks=[…])"
-        )
-    # A setting that only one of the results records cannot be compared, and passes.
+) -> Iterator[Rule]:
+    """Yield what may not be of a task in two results that are compared."""
     scored = original_result["tasks"][task], converted_result["tasks"][task]
+    yield (
+        scored[0]["kind"] != "own_text"
+        and any(row.get("higher_is_better") is False for row in scored),
+        f"lower is better in {scored[0]['metric']}; fcsd compares only metrics where"
+        " higher is better; leave the task out with --tasks (in Python: tasks=[…])",
+    )
     listed = _suite_row(original_result, task), _suite_row(converted_result, task)
-    pairs = ((*scored, _SAME_ROW), (*listed, _SAME_SUITE_ROW))
-    for original_row, converted_row, keys in pairs:
+    for original_row, converted_row, keys in (
+        (*scored, _SAME_ROW),
+        (*listed, _SAME_SUITE_ROW),
+    ):
         for key in keys:
-            original_value = original_row.get(key)
-            converted_value = converted_row.get(key)
-            if (
-                original_value != converted_value
-                and original_value is not None
-                and converted_value is not None
-            ):
-                words = f"{key} is {original_value} against {converted_value}"
-                if key == "original":
-                    words = "the two were compared with different originals"
-                raise UserError(f"{task}: {words}; evaluate both the same way")
+            original, converted = original_row.get(key), converted_row.get(key)
+            words = f"{key} is {original} against {converted}"
+            if key == "original":
+                words = "the two were compared with different originals"
+            # A setting that only one of the results records cannot be compared.
+            yield (
+                original != converted and None not in (original, converted),
+                f"{words}; evaluate both the same way",
+            )
 
 
 def _suite_row(result: Mapping[str, Any], task: str) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, errors_begin
 from fcsd.evaluation.config import Column, SuiteConfig, load_suite, suite_names
 from fcsd.evaluation.lines import json_lines
 
@@ -113,34 +113,40 @@ def check_files(
 
     name: the configuration. A folder without such files passes.
     """
+    for file in _files_of(location, name, split):
+        with errors_begin(f"task {task}: "):
+            rows = _rows_of(file)
+        if rows is not None:
+            check_rows(task, columns, rows, str(file))
+
+
+def _files_of(location: str, name: str | None, split: str) -> list[Path]:
+    """Return the files of a split in a local folder; none where there are none."""
     import datasets
-    import pyarrow.parquet
 
     if not Path(location).is_dir():
-        return
+        return []
     try:
-        files = [
-            Path(file)
-            for file in datasets.load_dataset_builder(location, name).config.data_files[
-                split
-            ]
-        ]
+        builder = datasets.load_dataset_builder(location, name)
+        return [Path(file) for file in builder.config.data_files[split]]
     # many kinds; the caller shows the error that `datasets` raised for the task
     except Exception:
-        return
-    for file in files:
-        if file.suffix == ".parquet":
-            check_rows(
-                task, columns, pyarrow.parquet.read_table(file).to_pylist(), str(file)
-            )
-        elif file.suffix in (".jsonl", ".json"):
-            try:
-                rows = [row for _, row in json_lines(file)]
-            except UserError as error:
-                raise UserError(f"task {task}: {error}") from None
-            if not rows:
-                raise UserError(f"task {task}: {file}: the file is empty")
-            check_rows(task, columns, rows, str(file))
+        return []
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]] | None:
+    """Return the rows of a file; None for another format."""
+    if file.suffix == ".parquet":
+        import pyarrow.parquet
+
+        rows: list[dict[str, Any]] = pyarrow.parquet.read_table(file).to_pylist()
+        return rows
+    if file.suffix not in (".jsonl", ".json"):
+        return None
+    rows = [row for _, row in json_lines(file)]
+    if not rows:
+        raise UserError(f"{file}: the file is empty")
+    return rows
 
 
 def _shown(value: Any) -> str:
