@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, check_kind, kind_of
+from fcsd.base.errors import UserError, check_kind, kind_of, refuse
 from fcsd.base.files import release_folders
 from fcsd.base.strict import did_you_mean
 from fcsd.parallel.engine import Overlap
@@ -92,14 +92,18 @@ def run_stage(
         UserError: there is no such stage, or the command would refuse to run it.
             Interrupted: a signal arrived, and fcsd has written a checkpoint.
     """
-    if stage not in STAGES:
-        raise UserError(
-            f"run_stage: no stage {stage!r}{did_you_mean(str(stage), [*STAGES])}"
-        )
-    if variant is not None and stage not in layout.VARIANT_STAGES:
-        raise UserError(
-            f"run_stage: stage {stage!r} has no variants; leave variant out"
-        )
+    refuse(
+        (
+            stage not in STAGES,
+            lambda: (
+                f"run_stage: no stage {stage!r}{did_you_mean(str(stage), [*STAGES])}"
+            ),
+        ),
+        (
+            variant is not None and stage not in layout.VARIANT_STAGES,
+            f"run_stage: stage {stage!r} has no variants; leave variant out",
+        ),
+    )
     check_kind("expert_parallel", expert_parallel, int, "a number of ranks")
     if isinstance(recipe, Mapping):
         recipe = check_recipe(dict(recipe), "recipe")

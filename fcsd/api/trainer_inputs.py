@@ -197,25 +197,31 @@ def check_models(
                 args.max_length,
                 tell=launch.first,
             )
+    refuse(*_original_rules(model, teacher, args, has_teacher=has_teacher))
+
+
+def _original_rules(
+    model: Any, teacher: Any, args: FCSDConfig, *, has_teacher: bool
+) -> list[Rule]:
+    """Return what a model to train, and the teacher or the copy of the model that
+    becomes one, may not be.
+    """
     is_own = teacher is None and has_teacher
-    refuse(
+    reason = _why_not_trained(model, args)
+    change = changed_by(_config_of(model, args)) if is_own else None
+    return [
+        (reason, f"model: {_name_of(model)}: {reason}"),
         (
-            reason := _why_not_trained(model, args),
-            lambda: f"model: {_name_of(model)}: {reason}",
-        ),
-        (
-            change := changed_by(_config_of(model, args)) if is_own else None,
-            lambda: (
-                f"teacher: {_name_of(model)} was {change} already, so a copy of it is"
-                " not the original; pass the original as teacher=, a model or its path"
-            ),
+            change,
+            f"teacher: {_name_of(model)} was {change} already, so a copy of it is not the"
+            " original; pass the original as teacher=, a model or its path",
         ),
         (
             getattr(model if is_own else teacher, "dtype", None) == torch.float64,
             "teacher: has weights in float64, which the loss does not compute; give it"
             " (or the model, if it is a copy) as .float()",
         ),
-    )
+    ]
 
 
 def _name_of(model: Any) -> str:

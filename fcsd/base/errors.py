@@ -92,7 +92,7 @@ class UserError(Exception):
         super().__init__(without_credentials(message))
 
 
-Rule = tuple[Any, str | Callable[..., str]]
+Rule = tuple[Any, str | Callable[..., str | None]]
 """What may not be, and the message.
 
 What may not be is a fact, or a function that tells it of some values; the message is a

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from fcsd.base.errors import UserError, is_address, one_line
+from fcsd.base.errors import Rule, UserError, is_address, one_line, refuse
 from fcsd.base.temporary import beside, file_beside, replace_folder
 
 _FLOAT = "__float__"
@@ -119,15 +119,21 @@ def read_json(
         )
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON ({one_line(error)}); {hint}") from None
-    # Refuse another tool's file now: a missing key would fail later without its name.
-    if keys and not (isinstance(value, dict) and any(key in value for key in keys)):
-        raise UserError(
-            f"{path}: holds something else (no {' or '.join(keys)}); {hint}"
-        )
-    if keys is not None and not isinstance(value, dict):
-        raise UserError(
-            f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}"
-        )
+    is_object = isinstance(value, dict)
+    refuse(
+        # Refuse another tool's file now: a missing key would fail later without its
+        # name.
+        (
+            keys and not (is_object and any(key in value for key in keys)),
+            lambda: (
+                f"{path}: holds something else (no {' or '.join(keys or ())}); {hint}"
+            ),
+        ),
+        (
+            keys is not None and not is_object,
+            f"{path}: a JSON object is needed, got {type(value).__name__}; {hint}",
+        ),
+    )
     return value
 
 
@@ -243,6 +249,51 @@ def home(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))
 
 
+def _bytes_of_names(path: Path) -> list[bytes] | None:
+    """Return the names in a path; None where one holds an incomplete character."""
+    try:
+        return [os.fsencode(part) for part in path.parts]
+    except UnicodeEncodeError:
+        return None
+
+
+def _too_long(path: Path) -> tuple[str, int, int] | None:
+    """Return the beginning of a name that is too long, its bytes and their limit."""
+    *folders, last = _bytes_of_names(path) or [b""]
+    # Results are written under a longer temporary name, so the last name must be
+    # shorter.
+    limits = [(name, _LONGEST_NAME) for name in folders]
+    for name, limit in [*limits, (last, _LONGEST_NAME - _TEMPORARY_PART)]:
+        if len(name) > limit:
+            return f"{os.fsdecode(name[:30])}…", len(name), limit
+    return None
+
+
+_PATHS: tuple[Rule, ...] = (
+    (
+        lambda path: is_address(str(path)),
+        "{0}: is an address; give a path of this machine",
+    ),
+    (
+        lambda path: _bytes_of_names(path) is None,
+        lambda path: (
+            f"{str(path)!r}: holds an incomplete character; choose another name"
+        ),
+    ),
+    (
+        lambda path: "\0" in str(path),
+        lambda path: f"{str(path)!r}: holds a NUL character; choose another name",
+    ),
+    (
+        _too_long,
+        lambda path: (
+            "the name {} has {} bytes, but at most {} are possible; choose a shorter one"
+        ).format(*_too_long(path) or ()),
+    ),
+)
+"""Of a path."""
+
+
 def check_path(path: Path) -> None:
     """Refuse an impossible path of a result before the work that produces it.
 
@@ -250,26 +301,7 @@ def check_path(path: Path) -> None:
         UserError: it is an address; a name in it is too long (the last one must leave
             room for a temporary name), or holds a NUL or an incomplete character.
     """
-    if is_address(str(path)):
-        raise UserError(f"{path}: is an address; give a path of this machine")
-    try:
-        names = [os.fsencode(part) for part in path.parts]
-    except UnicodeEncodeError:
-        raise UserError(
-            f"{str(path)!r}: holds an incomplete character; choose another name"
-        ) from None
-    if any(b"\0" in name for name in names):
-        raise UserError(f"{str(path)!r}: holds a NUL character; choose another name")
-    # Results are written under a longer temporary name, so the last name must be
-    # shorter.
-    limits = [_LONGEST_NAME] * (len(names) - 1) + [_LONGEST_NAME - _TEMPORARY_PART]
-    for name, limit in zip(names, limits, strict=False):
-        if len(name) > limit:
-            beginning = f"{os.fsdecode(name[:30])}…"
-            raise UserError(
-                f"the name {beginning} has {len(name)} bytes, but at most"
-                f" {limit} are possible; choose a shorter one"
-            )
+    refuse(*_PATHS, of=(path,))
 
 
 _LONGEST_NAME = 255  # bytes, of a Linux file system
@@ -290,6 +322,23 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
+_FILES: tuple[Rule, ...] = (
+    (lambda path, _: path.is_dir(), "{0}: is a folder; name the file to write"),
+    (
+        lambda _, parent: not parent.is_dir(),
+        "{0}: is in a folder that does not exist; name the file to write",
+    ),
+    (
+        lambda _, parent: _why_not_writable(parent),
+        lambda path, parent: (
+            f"{path}: its folder is not writable ({_why_not_writable(parent)}); name"
+            " another place"
+        ),
+    ),
+)
+"""Of the path of a new file, and its folder."""
+
+
 def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
     """Refuse a path at which no result file can be written, before the work that
     produces it.
@@ -302,16 +351,7 @@ def check_file_place(path: Path, read: Callable[[Path], Any]) -> None:
             exist or may not be written.
     """
     check_path(path)
-    parent = path.absolute().parent
-    if path.is_dir() or not parent.is_dir():
-        problem = "is in a folder that does not exist"
-        if path.is_dir():
-            problem = "is a folder"
-        raise UserError(f"{path}: {problem}; name the file to write")
-    if reason := _why_not_writable(parent):
-        raise UserError(
-            f"{path}: its folder is not writable ({reason}); name another place"
-        )
+    refuse(*_FILES, of=(path, path.absolute().parent))
     if path.exists():
         try:
             # Only a file of the same kind may be replaced.
@@ -336,26 +376,38 @@ def check_folder_place(folder: Path, mark: str | None = None, kind: str = "") ->
             written; the folder is a stranger's.
     """
     check_path(folder)
-    if mark is not None and (
-        folder.is_file()
-        or (folder.is_dir() and not is_empty(folder) and not (folder / mark).exists())
-    ):
-        raise UserError(f"{folder}: exists and holds no {kind}; choose another folder")
     # The folder itself or its nearest existing ancestor; lexists also finds a broken
     # link.
     above = next(
         part for part in (folder, *folder.absolute().parents) if os.path.lexists(part)
     )
-    if not above.is_dir():
-        raise UserError(
-            f"{folder}: cannot be created, because {above} is not a folder; choose"
-            " another output folder"
-        )
-    if above != folder and (reason := _why_not_writable(above)):
-        raise UserError(
-            f"{folder}: cannot be created, because {above} is not writable ({reason});"
-            " choose another output folder"
-        )
+    if mark is not None and _is_foreign(folder, mark):
+        raise UserError(f"{folder}: exists and holds no {kind}; choose another folder")
+    refuse(*_FOLDERS, of=(folder, above))
+
+
+_FOLDERS: tuple[Rule, ...] = (
+    (
+        lambda _, above: not above.is_dir(),
+        "{0}: cannot be created, because {1} is not a folder; choose another output"
+        " folder",
+    ),
+    (
+        lambda folder, above: above != folder and _why_not_writable(above),
+        lambda folder, above: (
+            f"{folder}: cannot be created, because {above} is not writable"
+            f" ({_why_not_writable(above)}); choose another output folder"
+        ),
+    ),
+)
+"""Of the path of a new folder, and what exists of it."""
+
+
+def _is_foreign(folder: Path, mark: str) -> bool:
+    """Tell whether a folder holds something, but not the file of this name."""
+    if not folder.is_dir():
+        return folder.is_file()
+    return not is_empty(folder) and not (folder / mark).exists()
 
 
 def _why_not_writable(folder: Path) -> str:
@@ -403,17 +455,18 @@ def new_folder(
     if replaces and path.is_symlink():
         path = path.resolve()
     with writing(path):
-        if not replaces and (
-            path.is_symlink() or (path.exists() and not path.is_dir())
-        ):
-            raise UserError(
-                f"{path}: exists and is not a folder; choose another destination"
-            )
-        if not replaces and path.is_dir() and not is_empty(path):
-            raise UserError(
+        refuse(
+            (
+                not replaces
+                and (path.is_symlink() or (path.exists() and not path.is_dir())),
+                f"{path}: exists and is not a folder; choose another destination",
+            ),
+            (
+                not replaces and path.is_dir() and not is_empty(path),
                 f"{path}: exists and is not empty; choose another destination or remove"
-                " it first"
-            )
+                " it first",
+            ),
+        )
         check_folder_place(path, mark, kind)
         make_folder(path.parent)
         with beside(path) as temporary:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.terminal import show
 from fcsd.cli.options import (
     Command,
@@ -122,13 +122,17 @@ def _server(arguments: Namespace) -> ServerConfig | None:
                 )
         return None
     # With a server, concurrency takes its place. The default value counts as not given.
-    if arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default:
-        raise UserError("--batch-size has no meaning with --server; use --concurrency")
-    if arguments.device_map is not None and arguments.no_server_check:
-        raise UserError(
+    refuse(
+        (
+            arguments.batch_size != EvaluationConfig.model_fields["batch_size"].default,
+            "--batch-size has no meaning with --server; use --concurrency",
+        ),
+        (
+            arguments.device_map is not None and arguments.no_server_check,
             "--device-map has no meaning with --server and --no-server-check: no model"
-            " is loaded"
-        )
+            " is loaded",
+        ),
+    )
     settings = {"url": arguments.server, "concurrency": arguments.concurrency}
     # Options that were not given must not hide the defaults of the record.
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -4,10 +4,11 @@ plan, layers, plan-layers.
 
 import os
 from argparse import ArgumentParser, Namespace, _ActionsContainer
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, UserError, refuse
 from fcsd.base.files import check_file_place
 from fcsd.cli.options import (
     Command,
@@ -77,38 +78,45 @@ _SWEPT = {
 """What `--sweep` varies, by the name of its option -> the type of a value."""
 
 
+def _sweep_rules(
+    arguments: Namespace, options: dict[str, Any], name: str, text: str
+) -> Iterator[Rule]:
+    """Yield what may not be together with `--sweep`, which varies `name`."""
+    for other in ("windows", "study", "measured", "links"):
+        yield (
+            getattr(arguments, other) is not None,
+            f"--sweep and --{other} are both given; plan one value with --{other}",
+        )
+    yield (
+        name not in _SWEPT or not text,
+        f"--sweep {arguments.sweep}: must look like nodes=1,2,4; one of"
+        f" {', '.join(_SWEPT)} can be swept",
+    )
+    served = options.get("phase") not in (None, "train")
+    for ranks in ("tp", "dp"):
+        yield (
+            name == "nodes" and served and options[ranks] is not None,
+            f"--sweep nodes and --{ranks} are both given: a server of {options.get(ranks)}"
+            f" ranks is the same on any number of nodes; leave --{ranks} out, or --sweep"
+            f" {ranks}",
+        )
+    parser, key = ArgumentParser(), name.replace("-", "_")
+    _plan_options(parser)
+    yield (
+        lambda: getattr(arguments, key) != parser.get_default(key),
+        f"--sweep {name} and --{name} are both given; leave --{name} out",
+    )
+
+
 def _plan_sweep(arguments: Namespace, options: dict[str, Any]) -> None:
     """Plan for each value of `--sweep`."""
     from fcsd.pipeline.plan import sweep_plans
     from fcsd.planning.cost.planned import PlanSettings
     from fcsd.planning.cost.table import sweep_table
 
-    for name in ("windows", "study", "measured", "links"):
-        if getattr(arguments, name) is not None:
-            raise UserError(
-                f"--sweep and --{name} are both given; plan one value with --{name}"
-            )
     name, _, text = arguments.sweep.partition("=")
-    if name not in _SWEPT or not text:
-        raise UserError(
-            f"--sweep {arguments.sweep}: must look like nodes=1,2,4; one of"
-            f" {', '.join(_SWEPT)} can be swept"
-        )
-    served = options.get("phase") not in (None, "train")
-    for ranks in ("tp", "dp"):
-        if name == "nodes" and served and options[ranks] is not None:
-            raise UserError(
-                f"--sweep nodes and --{ranks} are both given: a server of"
-                f" {options[ranks]} ranks is the same on any number of nodes; leave"
-                f" --{ranks} out, or --sweep {ranks}"
-            )
+    refuse(*_sweep_rules(arguments, options, name, text))
     key = name.replace("-", "_")
-    parser = ArgumentParser()
-    _plan_options(parser)
-    if getattr(arguments, key) != parser.get_default(key):
-        raise UserError(
-            f"--sweep {name} and --{name} are both given; leave --{name} out"
-        )
     values: dict[str, Any] = {}
     for value in text.split(","):
         try:

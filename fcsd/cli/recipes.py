@@ -97,7 +97,7 @@ def _distill(arguments: Namespace) -> None:
 
 
 def _run_all(arguments: Namespace) -> None:
-    refuse(*_run_options(arguments))
+    refuse(*_run_rules(arguments))
     if arguments.show_rows is not None:
         from fcsd.data.show import check_number
 
@@ -133,7 +133,7 @@ _STAGES_OF = {
 """Option of `fcsd run` -> the stages of which one must be named with --only."""
 
 
-def _run_options(arguments: Namespace) -> Iterator[Rule]:
+def _run_rules(arguments: Namespace) -> Iterator[Rule]:
     """Yield the options of `fcsd run` that would have no effect."""
     yield (
         arguments.show and arguments.only is not None,

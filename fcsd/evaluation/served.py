@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import Rule, errors_begin, refuse
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question
@@ -101,48 +101,49 @@ class ServedBackend:
         yield
 
     def _check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
-        context = self.server.context
+        where = f"server {self.server.url} "
         if row.kind == "own_text":
-            self._check_own_text(row, items)
-            return
-        if row.kind != "code":
-            if row.kind == "likelihood" and not self.server.prompt_logprobs:
-                raise self.server.error(
-                    f"returns no prompt_logprobs, which task {row.task} needs because"
-                    " it is scored by likelihood; vLLM returns them"
-                )
-            try:
+            refuse(*self._own_text_rules(row, items), where=where)
+        elif row.kind == "code":
+            tokens = prompt_tokens(self.config, self.tokenizer, items, row)
+            num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
+            refuse(self._needs(row, num_tokens, "completion"), where=where)
+        else:
+            refuse(
+                (
+                    row.kind == "likelihood" and not self.server.prompt_logprobs,
+                    f"returns no prompt_logprobs, which task {row.task} needs because it"
+                    " is scored by likelihood; vLLM returns them",
+                ),
+                where=where,
+            )
+            with errors_begin(f"task {row.task}: "):
                 self.language_model.look(row, items, limit)
-            except UserError as error:
-                raise UserError(f"task {row.task}: {error}") from error
-            return
-        tokens = prompt_tokens(self.config, self.tokenizer, items, row)
-        num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
-        if context is not None and num_tokens > context:
-            raise self.server.error(
-                f"accepts {context} tokens, but task {row.task} needs {num_tokens} for"
-                " a prompt and its completion; start it with --max-model-len"
-                f" {num_tokens} or more"
-            )
 
-    def _check_own_text(self, row: OwnTextTaskConfig, items: Any) -> None:
-        for name, given in (
-            ("token_ids", self.server.token_ids),
-            ("prompt_logprobs", self.server.prompt_logprobs),
-        ):
-            if not given:
-                raise self.server.error(
-                    f"returns no {name}, which task {row.task} needs; vLLM returns them"
-                )
-        needed = row.max_new_tokens + max(len(item.tokens) for item in items)
+    def _needs(self, row: TaskConfig, tokens: int, text: str) -> Rule:
+        """Return the rule about the server's context, and the tokens that a task needs
+        for a prompt and a text.
+        """
         context = self.server.context
-        # One more, because a request for log-probabilities also writes a token.
-        if context is not None and needed + 1 > context:
-            raise self.server.error(
-                f"accepts {context} tokens, but task {row.task} needs {needed + 1} for"
-                " a prompt and its text; start it with --max-model-len"
-                f" {needed + 1} or more"
-            )
+        return (
+            context is not None and tokens > context,
+            f"accepts {context} tokens, but task {row.task} needs {tokens} for a prompt"
+            f" and its {text}; start it with --max-model-len {tokens} or more",
+        )
+
+    def _own_text_rules(self, row: OwnTextTaskConfig, items: Any) -> list[Rule]:
+        needed = row.max_new_tokens + max(len(item.tokens) for item in items)
+        return [
+            *(
+                (
+                    not getattr(self.server, name),
+                    f"returns no {name}, which task {row.task} needs; vLLM returns them",
+                )
+                for name in ("token_ids", "prompt_logprobs")
+            ),
+            # One more, because a request for log-probabilities also writes a token.
+            self._needs(row, needed + 1, "text"),
+        ]
 
     def begin(self, journal: Journal) -> None:
         """Start a task."""

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import (
     data_dir,
     home,
@@ -207,16 +207,18 @@ def _is_there(row: TaskConfig, root: Path) -> bool:
     if not folder.exists():
         return False
     revision = fetched_revision(row, root)
-    if revision is None:
-        raise UserError(
+    refuse(
+        (
+            revision is None,
             f"task {row.task}: {folder}: exists, but not from `fcsd evaluate --fetch`;"
-            " remove it to fetch it, or use the data root as it is"
-        )
-    if row.revision is not None and revision != row.revision:
-        raise UserError(
+            " remove it to fetch it, or use the data root as it is",
+        ),
+        (
+            row.revision is not None and revision != row.revision,
             f"task {row.task}: {folder}: holds revision {revision}, but the suite needs"
-            f" {row.revision}; remove the folder to fetch it again"
-        )
+            f" {row.revision}; remove the folder to fetch it again",
+        ),
+    )
     return True
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, errors_begin, refuse
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
@@ -80,28 +80,17 @@ def check_run(run: Run) -> None:
     if recipe.sweep is not None and _unfinished(layout.sweep):
         check_training(run, recipe.sweep.batch_size_tokens)
     for name in (None, *recipe.variants):
-        variant_run, where = (
-            run.variant(name),
-            f"variants.{name}: " if name is not None else "",
-        )
-        if _unfinished(layout.stage(name or MAIN)):
-            changed = (
-                name is not None and "train.batch_size_tokens" in recipe.variants[name]
-            )
-            # A variant without a batch size of its own may get any size of the sweep.
-            by_sweep = recipe.sweep is not None and not changed
-            try:
-                check_training(
-                    variant_run,
-                    (
-                        recipe.sweep.batch_size_tokens
-                        if recipe.sweep and by_sweep
-                        else None
-                    ),
-                )
-                _check_layers(variant_run.recipe.connectivity, mask)
-            except UserError as error:
-                raise UserError(f"{where}{error}") from None
+        if not _unfinished(layout.stage(name or MAIN)):
+            continue
+        variant_run = run.variant(name)
+        # A variant without a batch size of its own may get any size of the sweep.
+        changed = recipe.variants[name] if name is not None else {}
+        sizes = None
+        if recipe.sweep is not None and "train.batch_size_tokens" not in changed:
+            sizes = recipe.sweep.batch_size_tokens
+        with errors_begin(f"variants.{name}: " if name is not None else ""):
+            check_training(variant_run, sizes)
+            _check_layers(variant_run.recipe.connectivity, mask)
     if run.launch.first and _unfinished(layout.convert):
         tell_first_layers(recipe.connectivity.spec(), mask, family, recipe.model_path)
     if any(_unfinished(layout.evaluation(name)) for name in recipe.model_names):
@@ -115,12 +104,9 @@ def _check_pretrainings(run: Run) -> None:
         assert section is not None
         if not _unfinished(run.layout.stage(name or "original")):
             continue
-        try:
+        with errors_begin(f"variants.{name}: " if name is not None else ""):
             config = _check_pretraining(run, section)
             _check_layers(section.connectivity, moe_mask(config, family_of(config)))
-        except UserError as error:
-            where = f"variants.{name}: " if name is not None else ""
-            raise UserError(f"{where}{error}") from None
     if any(_unfinished(run.layout.evaluation(name)) for name in run.recipe.model_names):
         _check_evaluation(run)
 
@@ -147,15 +133,20 @@ def check_training(run: Run, batches: Sequence[int] | None = None) -> None:
 
 def _check_training(run: Run, batches: Sequence[int] | None, exists: bool) -> None:
     recipe, launch = run.recipe, run.launch
-    if recipe.lora is not None and launch.engine.shards:
-        raise UserError(
+    quantisation = None
+    if recipe.pretrain is None:
+        quantisation = run.original.checkpoint.quantisation
+    refuse(
+        (
+            recipe.lora is not None and launch.engine.shards,
             "lora: adapters on weights that are sharded over ranks are not supported;"
-            " launch data parallel copies"
-        )
-    if recipe.pretrain is None and (
-        reason := why_not_trained(run.original.checkpoint.quantisation)
-    ):
-        raise UserError(f"{run.original.config.path}: {reason}")
+            " launch data parallel copies",
+        ),
+        (
+            reason := why_not_trained(quantisation),
+            lambda: f"{run.original.config.path}: {reason}",
+        ),
+    )
     by_heldout_kl = (
         recipe.early_stopping is not None
         and recipe.early_stopping.metric == "heldout_kl"
@@ -261,19 +252,12 @@ def check_overlap(run: Run) -> None:
         UserError: --expert-parallel does not divide the experts; the model, the version
             of transformers or the environment does not support --overlap.
     """
-    engine, recipe = run.launch.engine, run.recipe
+    engine = run.launch.engine
     if not engine.spreads_experts:
         return
     from fcsd.parallel.overlap import check_connections, check_transformers, refusal
 
-    # A model that is only pre-trained may not exist yet.
-    if recipe.pretrain is not None and recipe.only_pretrains:
-        config: Any = model_config(recipe.pretrain.config)
-        family, name = family_of(config), "pretrain.config"
-        connectivity = recipe.pretrain.connectivity
-    else:
-        config, family = _config_and_family(run.original)
-        name, connectivity = str(run.original.folder), recipe.connectivity
+    config, family, name, connectivity = _overlapped_model(run)
     experts, _ = expert_counts(text_config(config, family))
     # Each rank holds equally many whole experts.
     if isinstance(experts, int) and experts % engine.expert_parallel:
@@ -284,26 +268,41 @@ def check_overlap(run: Run) -> None:
     if engine.overlap != "off":
         check_transformers()
         check_connections(run.launch.device)
-    # A model that cannot overlap is an error only if overlap was requested.
     reason = refusal(family, config)
     # Layers without experts have no exchanges.
     mask = moe_mask(config, family)
-    if reason is None and not any(
-        mask[k] for k in resolve_layers(connectivity.spec().layers, mask)
-    ):
+    layers = resolve_layers(connectivity.spec().layers, mask)
+    if reason is None and not any(mask[k] for k in layers):
         reason = "connectivity.layers rewires no MoE layer"
+    # A model that cannot overlap is an error only if overlap was requested.
     if reason is not None and engine.overlap in ("full", "forward"):
         raise UserError(
             f"--overlap {engine.overlap}: {name} does not support it:"
             f" {reason}; leave --overlap out"
         )
-    if reason is not None and engine.overlap is None and run.launch.first:
+    if run.launch.first:
+        _tell_of_overlap(run, reason)
+
+
+def _overlapped_model(
+    run: Run,
+) -> tuple[PreTrainedConfig, Family, str, ConnectivityConfig]:
+    """Return configuration, family, name and connectivity of the model of a launch."""
+    recipe = run.recipe
+    # A model that is only pre-trained may not exist yet.
+    if recipe.pretrain is not None and recipe.only_pretrains:
+        config = model_config(recipe.pretrain.config)
+        connectivity = recipe.pretrain.connectivity
+        return config, family_of(config), "pretrain.config", connectivity
+    config, family = _config_and_family(run.original)
+    return config, family, str(run.original.folder), recipe.connectivity
+
+
+def _tell_of_overlap(run: Run, reason: str | None) -> None:
+    """Print a line if less communication will overlap; reason: why none does."""
+    if reason is not None and run.launch.engine.overlap is None:
         print(f"overlap: off: {reason}", file=sys.stderr)
-    if (
-        reason is None
-        and run.recipe.objective.l2_coefficient is not None
-        and run.launch.first
-    ):
+    if reason is None and run.recipe.objective.l2_coefficient is not None:
         print(
             "overlap: layers whose streams objective l2 compares wait for their own"
             " combine",
@@ -321,7 +320,7 @@ def check_settings(
     """Check a `train` section and its `data` section; `where` is the beginning of their
     keys, and `batch_key` where the batch is given.
     """
-    try:
+    with errors_begin(where):
         check_precision(train, launch.engine)
         check_reporters(train.report_to)
         micro_batches(train, data.max_length, launch.ranks.size, batch_key)
@@ -329,8 +328,6 @@ def check_settings(
             check_source(source)
         if isinstance(data, DataConfig) and data.heldout is not None:
             check_source(data.heldout)
-    except UserError as error:
-        raise UserError(f"{where}{error}") from None
 
 
 def model_config(config: dict[str, Any]) -> PreTrainedConfig:
@@ -345,7 +342,7 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
     raw = {
         key: value for key, value in config.items() if key != "experts_implementation"
     }
-    try:
+    with errors_begin("pretrain.config: "):
         # transformers' own error would list hundreds of model types.
         family = family_of({"model_type": config["model_type"]})
         cls, name = base_model_class(family).config_class, family.model_type
@@ -353,8 +350,6 @@ def model_config(config: dict[str, Any]) -> PreTrainedConfig:
             register(name)
         built: PreTrainedConfig = config_object(cls, raw, name, name)
         family_of(built)
-    except UserError as error:
-        raise UserError(f"pretrain.config: {error}") from None
     return built
 
 
@@ -365,10 +360,8 @@ def _config_and_family(model: ModelFolder) -> tuple[PreTrainedConfig, Family]:
 
 
 def _check_layers(connectivity: ConnectivityConfig, mask: Sequence[bool]) -> None:
-    try:
+    with errors_begin("connectivity."):
         resolve_layers(connectivity.spec().layers, mask)
-    except UserError as error:
-        raise UserError(f"connectivity.{error}") from None
 
 
 def _check_evaluation(run: Run) -> None:

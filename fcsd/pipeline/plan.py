@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fcsd.base.artifact import check_outputs
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import read_json
 from fcsd.base.text import progress_bar
 from fcsd.model.connectivity import Connectivity
@@ -60,21 +60,23 @@ def plan_from_files(
             layers.
     """
     # Options that would have no effect, or contradict each other, are refused.
-    if figure is not None and study is None:
-        raise UserError(
+    refuse(
+        (
+            figure is not None and study is None,
             "--figure: plots speed-up against quality, so it needs --study (a folder of"
-            " `fcsd layers`)"
-        )
-    if links is not None and measured is not None:
-        raise UserError(
+            " `fcsd layers`)",
+        ),
+        (
+            links is not None and measured is not None,
             "--links and --measured are both given; measured times already include the"
-            " exchanges"
-        )
-    if routing is not None and measured is not None:
-        raise UserError(
+            " exchanges",
+        ),
+        (
+            routing is not None and measured is not None,
             "--routing and --measured are both given; measured times already include"
-            " the routing"
-        )
+            " the routing",
+        ),
+    )
     times = None if measured is None else read_times(measured)
     if study is not None:
         # What is wrong with it is said before the planning.

@@ -314,6 +314,35 @@ def _has_backend(recipe: "Recipe", backend: str) -> bool:
     return recipe.teacher is not None and recipe.teacher.backend == backend
 
 
+def _sweep_problem(recipe: "Recipe") -> str | None:
+    """Return why a training of the sweep, or the one that it chooses, has fewer steps
+    than its warm-up and its decay.
+    """
+    if (plan := recipe.sweep) is None:
+        return None
+    for batch in plan.batch_size_tokens:
+        steps = plan.steps_of(batch, recipe.train)
+        warmup = plan.steps_of(batch, recipe.train, plan.warmup_steps)
+        if (decay := recipe.train.num_decay_steps(steps)) > steps - warmup:
+            of = f" of {batch} tokens" if plan.equal == "tokens" else ""
+            return (
+                f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps"
+                f" ({warmup}) and train.lr_scheduler_kwargs.num_decay_steps"
+                f" ({decay}), where a number below 1 is a fraction"
+            )
+        # Not only the sweep's own short trainings must hold warm-up and decay: the main
+        # training, too, for whichever batch size is chosen.
+        steps, warmup = recipe.steps_with(batch), recipe.train.warmup_steps
+        if (decay := recipe.train.num_decay_steps(steps)) + warmup > steps:
+            return (
+                f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch}"
+                f" tokens is {steps} steps, fewer than train.warmup_steps"
+                f" ({warmup}){f' and the {decay} of the decay' if decay else ''};"
+                " change one of them"
+            )
+    return None
+
+
 def _shards_instead(recipe: "Recipe") -> str:
     return f"use sharded{' or adapter_off' if recipe.lora is not None else ''}"
 
@@ -408,6 +437,7 @@ _RULES: tuple[Rule, ...] = (
         lambda recipe: recipe.evaluation.layer_study and recipe.data.heldout is None,
         "evaluation.layer_study needs data.heldout, the text on which KL is measured",
     ),
+    (_sweep_problem, _sweep_problem),
 )
 
 
@@ -471,32 +501,6 @@ class Recipe(Strict):
         for source in self.data.train:
             if source.written is not None and source.written.server is not None:
                 ServerConfig(url=source.written.server)
-        return self
-
-    @model_validator(mode="after")
-    def _check_sweep_choices(self) -> "Recipe":
-        if (plan := self.sweep) is None:
-            return self
-        for batch in plan.batch_size_tokens:
-            steps = plan.steps_of(batch, self.train)
-            warmup = plan.steps_of(batch, self.train, plan.warmup_steps)
-            if (decay := self.train.num_decay_steps(steps)) > steps - warmup:
-                of = f" of {batch} tokens" if plan.equal == "tokens" else ""
-                raise ValueError(
-                    f"sweep.steps ({steps}{of}) are fewer than sweep.warmup_steps"
-                    f" ({warmup}) and train.lr_scheduler_kwargs.num_decay_steps"
-                    f" ({decay}), where a number below 1 is a fraction"
-                )
-            # Not only the sweep's own short trainings must hold warm-up and decay: the
-            # main training, too, for whichever batch size is chosen.
-            steps, warmup = self.steps_with(batch), self.train.warmup_steps
-            if (decay := self.train.num_decay_steps(steps)) + warmup > steps:
-                raise ValueError(
-                    f"sweep.train_tokens ({plan.train_tokens}) in batches of {batch}"
-                    f" tokens is {steps} steps, fewer than train.warmup_steps"
-                    f" ({warmup}){f' and the {decay} of the decay' if decay else ''};"
-                    " change one of them"
-                )
         return self
 
     def steps_with(self, batch_size_tokens: int) -> int:

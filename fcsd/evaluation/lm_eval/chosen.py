@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.strict import did_you_mean, validate
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import tasks_folder
@@ -208,16 +208,18 @@ def _leaves(
 def _settings(name: str, leaf: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Build the keys of a row from the definition of a task, `leaf`, of `name`."""
     # lm-eval would run generated programs in this process, without a sandbox.
-    if config.get("unsafe_code"):
-        raise UserError(
+    refuse(
+        (
+            config.get("unsafe_code"),
             f"task {name}: runs generated code inside lm-eval; use a suite's row of"
-            " kind: code"
-        )
-    if not isinstance(config.get("dataset_path"), str):
-        raise UserError(
+            " kind: code",
+        ),
+        (
+            not isinstance(config.get("dataset_path"), str),
             f"task {name}: the definition of {leaf} names no dataset_path, so fcsd"
-            " cannot tell which data it is graded on"
-        )
+            " cannot tell which data it is graded on",
+        ),
+    )
     output = config.get("output_type") or "generate_until"  # lm-eval's default
     if output not in _DEFAULTS:
         raise UserError(

@@ -544,7 +544,7 @@ def _misfits(
             lambda: _quantised_or(
                 checkpoint,
                 others[0] in quantised_tensors(checkpoint.dtypes),
-                _other_shape(checkpoint, others[0], known[others[0]]),
+                _other_shape(checkpoint, others[0], known[others[0]] or ()),
             ),
         ),
         (

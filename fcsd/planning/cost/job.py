@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from pydantic import field_validator
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.strict import Strict, like, option
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.hardware import find_gpu
@@ -94,21 +94,25 @@ def machine_of(hardware: Hardware) -> Machine:
     launch has.
     """
     find_gpu(hardware.gpu)
-    if hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE:
-        raise UserError(
+    refuse(
+        (
+            hardware.sharding == "hsdp" and hardware.num_gpus % GPUS_PER_NODE,
             f"--sharding hsdp: a copy is shared by the {GPUS_PER_NODE} GPUs of a node,"
-            f" so --gpus must be a multiple of {GPUS_PER_NODE}, got {hardware.num_gpus}"
-        )
-    if hardware.num_gpus % (ranks := hardware.expert_parallel):
-        raise UserError(
-            f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs"
-            " (--gpus)"
-        )
-    if ranks > 1 and hardware.sharding != "fsdp2":
-        raise UserError(
+            f" so --gpus must be a multiple of {GPUS_PER_NODE}, got {hardware.num_gpus}",
+        ),
+        (
+            hardware.num_gpus % (ranks := hardware.expert_parallel),
+            lambda: (
+                f"--expert-parallel {ranks}: does not divide the {hardware.num_gpus} GPUs"
+                " (--gpus)"
+            ),
+        ),
+        (
+            ranks > 1 and hardware.sharding != "fsdp2",
             f"--expert-parallel {ranks}: shards all other weights as well, by FSDP2;"
-            " add --sharding fsdp2"
-        )
+            " add --sharding fsdp2",
+        ),
+    )
     return make_machine(
         hardware.gpu, hardware.num_gpus, GPUS_PER_NODE, hardware.network_gb_s
     )

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import read_json
 from fcsd.base.text import markdown, nats
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers, selection_text
@@ -333,19 +333,25 @@ def measure_selections(
     # A difference is only comparable with the study on the very same weights and data.
     study_inputs = read_json(folder / "manifest.json")["inputs"]
     current_inputs = layers_stage(spec, source, folder).inputs
-    if study_inputs["original"] != current_inputs["original"]:
-        raise UserError(
+    refuse(
+        (
+            study_inputs["original"] != current_inputs["original"],
             f"{spec.model.path}: is not the model of the study in {folder} (its weights"
             " differ); give the original with --model, or run `fcsd layers` on"
-            " this one"
-        )
-    if changed := sorted(
-        name for name in study_inputs if study_inputs[name] != current_inputs.get(name)
-    ):
-        raise UserError(
-            f"{folder}: {', '.join(changed)}: has changed since the study; run `fcsd"
-            " layers` again"
-        )
+            " this one",
+        ),
+        (
+            changed := sorted(
+                name
+                for name in study_inputs
+                if study_inputs[name] != current_inputs.get(name)
+            ),
+            lambda: (
+                f"{folder}: {', '.join(changed)}: has changed since the study; run `fcsd"
+                " layers` again"
+            ),
+        ),
+    )
     _refuse_without_error(folder, spec, study, metric)
     # Calibration text is not needed for copied weights; without it none is loaded.
     if not calibrated:

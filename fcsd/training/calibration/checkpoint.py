@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fcsd.base.errors import UserError
+from fcsd.base.errors import UserError, refuse
 from fcsd.base.files import check_regular, file_fingerprint, write_json, writing
 from fcsd.base.fingerprints import content_fingerprint, read_sealed, write_sealed
 from fcsd.base.temporary import discard_folder
@@ -209,18 +209,22 @@ def calibratable(original: ModelFolder) -> Checkpoint:
         UserError: it is converted, calibrated or quantised.
     """
     checkpoint, where = read_checkpoint(original.folder), original.config.path
-    if CALIBRATED in checkpoint.config:
-        raise UserError(f"{where}: is calibrated already; give the original")
-    if checkpoint.connectivity is not None:
-        raise UserError(
+    refuse(
+        (
+            CALIBRATED in checkpoint.config,
+            f"{where}: is calibrated already; give the original",
+        ),
+        (
+            checkpoint.connectivity is not None,
             f"{where}: is converted already; give the original: calibration converts"
-            " it, and it is the teacher as well"
-        )
-    if checkpoint.quantisation is not None:
-        raise UserError(
+            " it, and it is the teacher as well",
+        ),
+        (
+            checkpoint.quantisation is not None,
             f"{where}: its weights are quantised, so folded maps would be rounded away;"
-            " run `fcsd dequantize`, calibrate its output, then quantise the result"
-        )
+            " run `fcsd dequantize`, calibrate its output, then quantise the result",
+        ),
+    )
     return checkpoint
 
 
