@@ -583,7 +583,7 @@ def _quantised_or(checkpoint: Checkpoint, has_quantised: bool, message: str) -> 
     """
     if has_quantised and (names := quantised_tensors(checkpoint.dtypes)):
         dtype = checkpoint.dtypes[names[0]]
-        return str(quantised_without_word(checkpoint.folder, names[0], dtype))
+        return quantised_without_word(checkpoint.folder, names[0], dtype)
     return message
 
 

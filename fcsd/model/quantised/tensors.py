@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from fcsd.base.errors import UserError
 from fcsd.base.weights import CONFIG
 from fcsd.model.quantised.methods import FIELD, MODELOPT, PACKING, Quantisation
 
@@ -106,9 +105,9 @@ def missing_tensors(
     ] + lacking
 
 
-def quantised_without_word(folder: Path, name: str, dtype: str) -> UserError:
-    """Return the error of quantised weights that no file says how to read."""
-    return UserError(
+def quantised_without_word(folder: Path, name: str, dtype: str) -> str:
+    """Return the message about quantised weights that no file says how to read."""
+    return (
         f"{folder}: tensor '{name}' ({dtype}) is of quantised weights, but neither"
         f" {FIELD} in {CONFIG} nor {MODELOPT} says how; fetch the config again"
     )
