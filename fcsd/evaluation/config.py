@@ -25,6 +25,7 @@ from fcsd.base.strict import (
 from fcsd.base.unions import one_of
 from fcsd.data.columns import Column as Meaning
 from fcsd.data.columns import check_meanings
+from fcsd.evaluation.kinds import KINDS
 from fcsd.model.config import DROP_NEEDS_A_CAPACITY
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class TaskBase(Strict, strict=True):
             "thinking needs chat_template: true",
         ),
         (
-            lambda task: task.thinking and task.kind == "likelihood",
+            lambda task: task.thinking and not KINDS[task.kind].writes,
             "thinking has no meaning for kind 'likelihood', which generates no answers",
         ),
     )
@@ -292,8 +293,8 @@ class SuiteConfig(Strict, strict=True):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"tasks: {', '.join(twice)} is listed twice")
-        own_text = all(row.kind == "own_text" for row in self.tasks)
-        if not own_text and not any(row.headline for row in self.tasks):
+        scored = not all(KINDS[row.kind].distance for row in self.tasks)
+        if scored and not any(row.headline for row in self.tasks):
             raise ValueError("tasks: at least one must have headline: true")
         if unknown_tasks := sorted(self.columns.keys() - set(names)):
             raise ValueError(
@@ -355,7 +356,7 @@ def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
     # A task that is named on its own counts, whether or not it does in its suite.
     chosen = [
         row
-        if (row := rows[task]).kind == "own_text"
+        if KINDS[(row := rows[task]).kind].distance
         else row.model_copy(update={"headline": True})
         for task in tasks
     ]
@@ -375,7 +376,7 @@ def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
         row_changes = {
             key: value
             for key, value in changes.items()
-            if key != "thinking" or row.kind != "likelihood"
+            if key != "thinking" or KINDS[row.kind].writes
         }
         # Only keys that were set, so that the rules of each kind see a row as in a
         # file.

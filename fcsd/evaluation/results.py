@@ -9,11 +9,11 @@ import hashlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, field_validator
 
 import fcsd
 from fcsd.base.artifact import check_outputs, command_record
@@ -25,6 +25,7 @@ from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
+from fcsd.evaluation.kinds import KINDS, Kind, task_kind
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
@@ -55,6 +56,13 @@ class _Row(_Read):
     kind: str
     headline: bool
     dataset: str
+
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        if value not in KINDS:
+            raise ValueError(f"no kind of task; allowed: {', '.join(KINDS)}")
+        return value
 
 
 class _SuiteRow(_Read):
@@ -237,15 +245,17 @@ def task_result(
             row.revision if data_root is None else fetched_revision(row, data_root)
         ),
     }
-    if row.kind == "code":
-        result |= code_numbers(samples)
-    elif row.kind == "own_text":
-        result["metrics"] = own_text_numbers(samples)
-    else:
-        result["prompts_cut"] = sum(sample.get("cut", False) for sample in samples)
-        if metrics := _metrics_beside(samples):
-            result["metrics"] = metrics
-    return result
+    return result | NUMBERS[row.kind](samples)
+
+
+def lm_eval_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Count the prompts that were cut, and compute the task's other metrics."""
+    numbers: dict[str, Any] = {
+        "prompts_cut": sum(sample.get("cut", False) for sample in samples)
+    }
+    if metrics := _metrics_beside(samples):
+        numbers["metrics"] = metrics
+    return numbers
 
 
 def _metrics_beside(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -302,9 +312,22 @@ def code_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def own_text_numbers(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the figures of own text beside its metric, means over prompts."""
+    """Compute the figures of own text beside its metric, means over prompts."""
     figures = [figures_of(sample) for sample in samples]
-    return {name: mean_of([sample[name] for sample in figures]) for name in figures[0]}
+    return {
+        "metrics": {
+            name: mean_of([sample[name] for sample in figures]) for name in figures[0]
+        }
+    }
+
+
+NUMBERS: dict[str, Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]] = {
+    "likelihood": lm_eval_numbers,
+    "generation": lm_eval_numbers,
+    "code": code_numbers,
+    "own_text": own_text_numbers,
+}
+"""Kind of a task -> its numbers beside the score."""
 
 
 def whole_result(
@@ -429,10 +452,10 @@ def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
     }
 
 
-def _is_sample(value: Any, kind: str) -> bool:
+def _is_sample(value: Any, task_kind: Kind) -> bool:
     if not isinstance(value, dict):
         return False
-    if kind == "own_text":
+    if task_kind.distance:
         try:
             figures_of(value)
         except (KeyError, TypeError, AttributeError, ZeroDivisionError):
@@ -460,7 +483,7 @@ def read_samples(
     check_outputs(folder, file.name)
     samples = []
     for where, sample in json_lines(file, advice="; evaluate again"):
-        if not _is_sample(sample, row["kind"]):
+        if not _is_sample(sample, task_kind(row)):
             raise UserError(
                 f"{where}: not a sample ({', '.join(_SAMPLE_KEYS)}); evaluate again"
             )

@@ -34,6 +34,7 @@ from fcsd.evaluation.config import (
     check_batch_size,
     items_limit,
 )
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.own_text.text import at_limit as texts_at_limit
 from fcsd.evaluation.progress import Progress, Work
@@ -111,9 +112,9 @@ def prepare_evaluation(
             row, suite, data_root, tokenizer, items_limit(row, config.limit)
         )
         facts[row.task] = task_facts
-        if row.kind == "own_text" and original is not None:
+        if KINDS[row.kind].distance and original is not None:
             task_facts["original"] = original.name
-        compared = task_facts["higher_is_better"] or row.kind == "own_text"
+        compared = task_facts["higher_is_better"] or KINDS[row.kind].distance
         if not (compared or any_direction):
             raise UserError(
                 f"task {row.task}: lower is better in {row.metric}; fcsd compares"
@@ -157,7 +158,7 @@ def prepare_evaluation(
 def check_original(rows: Iterable[TaskConfig], original: Any) -> None:
     """Raise UserError where a task needs an original and none is named."""
     for row in rows:
-        if row.kind == "own_text" and original is None:
+        if KINDS[row.kind].distance and original is None:
             raise UserError(
                 f"task {row.task}: compares what the model writes with its original;"
                 " name that with --original MODEL (in Python: original=)"
@@ -199,7 +200,7 @@ def _prepare_task(
         own_prompts = load_prompts(row, data_root, tokenizer)
         return own_prompts[:limit], {
             "num_items_total": len(own_prompts),
-            "higher_is_better": False,
+            "higher_is_better": not KINDS[row.kind].distance,
         }
     if row.kind == "code":
         problems = load_problems(row, data_root)
@@ -309,7 +310,7 @@ class PreparedEvaluation:
 
     def _tell_unused(self, name: str, unused: Mapping[str, Any]) -> None:
         """Say which of the model's generation settings change no score."""
-        writes = any(row.kind != "likelihood" for row in self.missing)
+        writes = any(KINDS[row.kind].writes for row in self.missing)
         if unused and writes and self.progress and self.ranks.first:
             words = ", ".join(f"{key} {value!s:.60}" for key, value in unused.items())
             print(

@@ -24,6 +24,7 @@ from fcsd.base.stats import (
     plain_mean,
     standard_error,
 )
+from fcsd.evaluation.kinds import KINDS, task_kind
 from fcsd.evaluation.own_text.text import figures_of
 
 Sample = Mapping[str, Any]
@@ -203,8 +204,8 @@ def compare(
             ) from None
         tasks[task] = {
             key: row[key] for key in ("metric", "num_fewshot", "kind", "headline")
-        } | _paired(pairs, higher_is_better=row["kind"] != "own_text")
-        if row["kind"] == "own_text":
+        } | _paired(pairs, higher_is_better=not task_kind(row).distance)
+        if task_kind(row).distance:
             tasks[task] |= _own_text(original_samples, converted_samples)
         tasks[task] |= _floor(tasks[task], floor_of(row, original_samples))
         # Answers that were cut, or have thoughts, may explain a lower score.
@@ -246,11 +247,10 @@ def by_kind(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Sort tasks by what their scores have seen: "likelihood" of given answers, or
     "generation", what the model writes (answers, programs, own text).
     """
-    kinds: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
     for task, row in tasks.items():
-        kind = "likelihood" if row["kind"] == "likelihood" else "generation"
-        kinds.setdefault(kind, {})[task] = row
-    return kinds
+        groups.setdefault(task_kind(row).group, {})[task] = row
+    return groups
 
 
 def _floor(row: Mapping[str, Any], floor: float | None) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
     # The original has no distance from itself: nothing is to be tested.
     rows = []
     for row in tasks.values():
-        if row["kind"] == "own_text" and not row["original"]:
+        if task_kind(row).distance and not row["original"]:
             row |= {"verdict": "distance", "p_value": None, "p_holm": None}
         else:
             rows.append(row)
@@ -298,7 +298,7 @@ def _decide(tasks: Mapping[str, dict[str, Any]]) -> None:
         # With fractional scores many small gains may stand against few large losses.
         direction = row["gained"] - row["lost"]
         better = row["delta"]
-        if row["kind"] == "own_text":  # tested by its mean
+        if task_kind(row).distance:  # tested by its mean
             direction = better = -better
         if p_value >= ALPHA or better * direction <= 0:
             # At the floor there is nothing to lose.
@@ -344,7 +344,7 @@ def _same_rules(
     """Yield what may not be of a task in two results that are compared."""
     scored = original_result["tasks"][task], converted_result["tasks"][task]
     yield (
-        scored[0]["kind"] != "own_text"
+        not task_kind(scored[0]).distance
         and any(row.get("higher_is_better") is False for row in scored),
         f"lower is better in {scored[0]['metric']}; fcsd compares only metrics where"
         " higher is better; leave the task out with --tasks (in Python: tasks=[…])",
@@ -456,9 +456,9 @@ def floor_of(
     """
     if row.get("floor") is not None:
         return float(row["floor"])
-    if row["kind"] == "own_text":
+    if task_kind(row).distance:
         return None
-    if row["kind"] != "likelihood":
+    if task_kind(row).writes:
         return 0.0
     metric = row["metric"].partition(",")[0]
     counts = [len(sample.get("loglikelihoods", ())) for sample in samples]
@@ -483,13 +483,13 @@ def by_member(samples: Sequence[Sample], kind: str) -> dict[str, list[Sample]]:
     no group.
 
     Items of a group are named `member/number`; so are problems of code tasks
-    (`Mbpp/2`), which have no members.
+    (`Mbpp/2`), but groups are lm-eval's.
     """
     members: dict[str, list[Sample]] = {}
     for sample in samples:
         # Either all items of a task have a member in their names, or none has.
         member, slash, _ = str(sample["doc_id"]).rpartition("/")
-        if not slash or kind == "code":
+        if not slash or not KINDS[kind].by_lm_eval:
             return {}
         members.setdefault(member, []).append(sample)
     return members

@@ -31,6 +31,7 @@ from fcsd.evaluation.config import (
     check_batch_size,
     check_server,
 )
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
 from fcsd.evaluation.runner import (
@@ -137,7 +138,7 @@ class Evaluation:
     @property
     def writes_own_text(self) -> bool:
         """Whether a task compares the model with its original."""
-        return any(row.kind == "own_text" for row in self.suite.tasks)
+        return any(KINDS[row.kind].distance for row in self.suite.tasks)
 
     @property
     def data_root(self) -> Path | None:
@@ -345,7 +346,7 @@ def _store(
     for row in evaluation.suite.tasks:
         items = inputs.get(f"task {row.task}", "")
         data[row.task] = items + inputs.get(f"task {row.task}{DEFINITION}", "")
-        if row.kind == "own_text":
+        if KINDS[row.kind].distance:
             data[row.task] += content_fingerprint(original)
     return TaskStore(
         Path(config.cache) if config.cache else stage.folder / FINISHED_TASKS,
@@ -390,7 +391,7 @@ def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
             facts = {name: score[name] for name in names if name in score}
             if row.kind == "code":
                 facts["sandbox"] = result["sandbox"]
-            elif row.kind != "own_text":
+            elif KINDS[row.kind].by_lm_eval:
                 facts["generation"] = recorded[row.task]
             with contextlib.suppress(UserError):
                 store.put(row, read_samples(stage.folder, row.task, score), facts)

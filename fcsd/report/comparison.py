@@ -14,6 +14,7 @@ from fcsd.base.artifact import read_manifest, versions
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold, markdown, metric_words
+from fcsd.evaluation.kinds import task_kind
 from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.scores import compare, floor_of
@@ -21,11 +22,10 @@ from fcsd.report.items import write_items
 from fcsd.report.page import write_page
 from fcsd.report.table import paired_table
 from fcsd.report.training import training_figures
-from fcsd.report.units import is_own_text
+from fcsd.report.units import is_distance
 from fcsd.report.verdict import (
     LEGEND,
     OWN_TEXT_LEGEND,
-    SCORED_BY,
     members_line,
     quick_look,
     verdict_lines,
@@ -127,7 +127,7 @@ def written_lines(evaluated: Evaluated) -> list[str]:
         return []
     first, parts = next(iter(evaluated.values())), list[str]()
     for task, row in first["result"]["tasks"].items():
-        if not is_own_text(row):
+        if not is_distance(row):
             continue
         lines = {
             name: _first_line(evaluation["samples"][task][0]["greedy"])
@@ -227,11 +227,11 @@ def of_scores(comparisons: Comparisons) -> Comparisons:
             "tasks": {
                 task: row
                 for task, row in comparison["tasks"].items()
-                if not is_own_text(row)
+                if not is_distance(row)
             }
         }
         for name, comparison in comparisons.items()
-        if not all(map(is_own_text, comparison["tasks"].values()))
+        if not all(map(is_distance, comparison["tasks"].values()))
     }
 
 
@@ -248,7 +248,7 @@ def _own_text_figures(
         models = {
             name: rows[task]
             for name, rows in results.items()
-            if is_own_text(row) and task in rows and rows[task]["value"]
+            if is_distance(row) and task in rows and rows[task]["value"]
         }
         if models:
             plot_own_text(task, models, folder / f"{task}.png", colours, look)
@@ -333,7 +333,7 @@ def tables(comparisons: Comparisons) -> list[str]:
             )
         parts += [*([f"### {name}"] if len(comparisons) > 1 else []), table]
     own_text = any(
-        is_own_text(row)
+        is_distance(row)
         for comparison in comparisons.values()
         for row in comparison["tasks"].values()
     )
@@ -381,7 +381,7 @@ def settings_tables(evaluated: Evaluated) -> list[str]:
         [
             task,
             metric_words(row["metric"]),
-            SCORED_BY[row["kind"]],
+            task_kind(row).scored_by,
             str(row["num_fewshot"]),
             "chat template" if row.get("chat_template") else "plain text",
             str(row["num_items"]),

@@ -50,7 +50,7 @@ from fcsd.report.training import (
     training_text,
     trainings_table,
 )
-from fcsd.report.units import is_own_text
+from fcsd.report.units import is_distance
 from fcsd.report.verdict import outcome, quick_look, verdict_lines
 from fcsd.training.sweep import choice_text, edges
 
@@ -267,7 +267,7 @@ def _figures(
     figures: dict[str, str] = {}
     models = report["models"]
     first = next(iter(models.values()))["result"]["tasks"] if models else {}
-    tasks = [task for task, row in first.items() if not is_own_text(row)]
+    tasks = [task for task, row in first.items() if not is_distance(row)]
     if len(tasks) > _FEW_TASKS:  # a few tasks are easier to read in the table
         scores = {
             name: {

@@ -7,7 +7,7 @@ from typing import Any
 from fcsd.base.text import markdown, metric_words, nats
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import at_floor
-from fcsd.report.units import NATS, PER_CENT, Unit, is_own_text, unit_of
+from fcsd.report.units import NATS, PER_CENT, Unit, is_distance, unit_of
 from fcsd.report.verdict import (
     mean_verdict,
     p_text,
@@ -97,7 +97,7 @@ def _notes_of_task(name: str, row: Mapping[str, Any]) -> list[str]:
         name,
         row["num_items"],
         # of own text, the table of what models write tells it
-        None if is_own_text(row) else row.get("answers_at_limit"),
+        None if is_distance(row) else row.get("answers_at_limit"),
         row.get("answers_with_thoughts"),
     )
     if row.get("lower_bound"):
@@ -157,7 +157,7 @@ def _written_tables(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
             },
         )
         for task, row in first.items()
-        if is_own_text(row)
+        if is_distance(row)
     ]
 
 
@@ -173,12 +173,12 @@ def _compared_notes(comparison: Mapping[str, Any]) -> list[str]:
             },
         )
         for task, row in comparison["tasks"].items()
-        if is_own_text(row)
+        if is_distance(row)
     ]
     return written + [
         note
         for task, row in comparison["tasks"].items()
-        if not is_own_text(row)
+        if not is_distance(row)
         for name, key in (("original", "original"), ("model", "converted"))
         for note in _answer_notes(
             f"{task}, {name}",
@@ -207,7 +207,7 @@ def paired_table(comparison: Mapping[str, Any]) -> str:
         [
             task if row["headline"] else f"{task} (not in the mean)",
             row["metric"].removesuffix(",none")
-            + (" (nats)" if is_own_text(row) else ""),
+            + (" (nats)" if is_distance(row) else ""),
             str(row["num_fewshot"]),
             str(row["num_items"]),
             *_scores(row),
@@ -331,7 +331,7 @@ def score_table(result: Mapping[str, Any]) -> str:
                 ]
             )
         # What a model writes has a table of its own.
-        others = {} if is_own_text(row) else row.get("metrics", {})
+        others = {} if is_distance(row) else row.get("metrics", {})
         for metric, other in others.items():
             score = with_error(percent(other["value"]), other["stderr"])
             rows.append([task, metric, str(row["num_fewshot"]), items, score])

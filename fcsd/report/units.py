@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fcsd.evaluation.kinds import task_kind
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -44,13 +46,13 @@ PER_CENT = Unit(100.0, 1, "points")
 NATS = Unit(1.0, 3, "nats")
 
 
-def is_own_text(row: Mapping[str, Any]) -> bool:
-    """Tell whether a task's figure is a divergence from the original, of which less is
-    better.
+def is_distance(row: Mapping[str, Any]) -> bool:
+    """Tell whether a task's figure is a divergence from the original (own text); that
+    of the mean over tasks is none.
     """
-    return row.get("kind") == "own_text"
+    return "kind" in row and task_kind(row).distance
 
 
 def unit_of(row: Mapping[str, Any]) -> Unit:
     """Return the unit of a task's row; the mean's is that of scores."""
-    return NATS if is_own_text(row) else PER_CENT
+    return NATS if is_distance(row) else PER_CENT

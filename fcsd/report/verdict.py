@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.stats import ALPHA
+from fcsd.evaluation.kinds import GROUPS
 from fcsd.evaluation.scores import by_kind
-from fcsd.report.units import NATS, PER_CENT, is_own_text, unit_of
+from fcsd.report.units import NATS, PER_CENT, is_distance, unit_of
 
 LEGEND = (
     "Per cent ± one standard error; the delta's is paired (same items and prompts for"
@@ -38,17 +39,6 @@ def quick_look(*limits: float | None) -> str:
     return f"Only the first {part} items of every task: a quick look, not a result."
 
 
-SCORED_BY = {
-    "likelihood": "likelihood of given answers",
-    "generation": "the answer that it writes",
-    "code": "the program that it writes",
-    "own_text": "its own text",
-}
-"""Kind of a task -> what its score has seen."""
-_KINDS = {
-    "likelihood": "by likelihood of given answers",
-    "generation": "by what it writes",
-}
 _UNSEEN = "Choice tasks alone have not seen the model write"
 
 
@@ -57,7 +47,7 @@ def scored_by(tasks: Mapping[str, Any]) -> str:
     kinds = by_kind(tasks)
     words = [
         f"{text.removeprefix('by ')}: {', '.join(kinds[kind])}"
-        for kind, text in _KINDS.items()
+        for kind, text in GROUPS.items()
         if kind in kinds
     ]
     unseen = "" if "generation" in kinds else f" {_UNSEEN}."
@@ -111,12 +101,12 @@ def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
     kinds = by_kind(comparison["tasks"])
     lines = [
         f"**{name}**, {words}: {_sentences(kinds[kind], comparison['kinds'][kind])}"
-        for kind, words in _KINDS.items()
+        for kind, words in GROUPS.items()
         if kind in kinds
     ]
     if "generation" not in kinds:
         lines.append(
-            f"**{name}**, {_KINDS['generation']}: not measured. {_UNSEEN}"
+            f"**{name}**, {GROUPS['generation']}: not measured. {_UNSEEN}"
             " (docs/evaluate.md)."
         )
     return lines
@@ -284,7 +274,7 @@ def _hidden(tasks: Mapping[str, Any], names: Sequence[str]) -> str:
         task: tasks[task]["interval"][0]
         for task in names
         # nats are no points
-        if tasks[task]["interval"] and not is_own_text(tasks[task])
+        if tasks[task]["interval"] and not is_distance(tasks[task])
     }
     worst = min(lows, key=lows.__getitem__, default=None)
     if worst is None or lows[worst] >= 0:

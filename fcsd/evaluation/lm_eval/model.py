@@ -29,6 +29,7 @@ from fcsd.data.thoughts import Thoughts, thinking_options
 from fcsd.data.tokenizers import template_errors, tokenizer_name
 from fcsd.evaluation.answers import Answer, Question, Reader
 from fcsd.evaluation.config import LMEvalTaskConfig
+from fcsd.evaluation.kinds import KINDS
 from fcsd.parallel.ranks import input_device
 from fcsd.training.generation import (
     OVERFLOW,
@@ -86,7 +87,7 @@ class LanguageModel(HFLM):
             **dated_options(self.tokenizer),
         }
         # Likelihoods are those of answers, which thoughts must not precede.
-        self.closes, self.closed = row.kind == "likelihood", ""
+        self.closes, self.closed = not KINDS[row.kind].writes, ""
         # task and document of answers that the token limit ended, or that have
         # thoughts which were not asked for
         self.at_limit: set[tuple[str, int]] = set()

@@ -26,6 +26,7 @@ from fcsd.base.strict import did_you_mean
 from fcsd.base.temporary import scratch_folder
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.config import GenerationTaskConfig, LMEvalTaskConfig, SuiteConfig
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.columns import check_files, check_rows, columns_of
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.progress import Work
@@ -226,7 +227,7 @@ def task_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path:
 def _apply(task: Any, row: LMEvalTaskConfig) -> None:
     """Apply the settings that lm-eval does not take as overrides."""
     likelihood = task.OUTPUT_TYPE in ("multiple_choice", "loglikelihood")
-    if likelihood != (row.kind == "likelihood"):
+    if likelihood == KINDS[row.kind].writes:
         raise UserError(
             f"task {row.task}: kind is {row.kind!r}, but lm-eval's output_type is"
             f" {task.OUTPUT_TYPE}"
@@ -269,7 +270,7 @@ def num_items(tasks: dict[str, Any], limit: int | None) -> int:
 def work(row: LMEvalTaskConfig, tasks: dict[str, Any], limit: int | None) -> Work:
     """Estimate the work of a row for a model, from a few prompts of every task."""
     items = num_items(tasks, limit)
-    if row.kind == "generation":
+    if KINDS[row.kind].writes:
         tokens = [generation(task)["max_new_tokens"] for task in tasks.values()]
         return Work(items, "tokens", items * max(tokens))
     characters = 0.0
@@ -411,7 +412,7 @@ def run_task(
         _require_mean(row, float(output["results"][task][row.metric]), scores)
         beside = [
             key
-            for key in (tasks[task].aggregation() if row.kind == "generation" else ())
+            for key in (tasks[task].aggregation() if KINDS[row.kind].writes else ())
             if key != metric and _adds_up(chosen, key, output["results"][task], name)
         ]
         for item, score in zip(chosen, scores, strict=True):

@@ -14,6 +14,7 @@ from typing import Any
 
 from fcsd.base.files import inside, write_json, write_text
 from fcsd.base.stats import pooled_standard_error, standard_error
+from fcsd.evaluation.kinds import task_kind
 from fcsd.evaluation.results import text_hash
 from fcsd.evaluation.scores import by_member
 
@@ -56,7 +57,7 @@ def write_lm_eval(
     # lm-eval has one file of samples for each member of a group, and a score for the
     # group.
     for task, row in result["tasks"].items():
-        if row["kind"] == "own_text":  # which lm-eval does not know
+        if task_kind(row).distance:  # which lm-eval does not know
             continue
         members: Mapping[str, Sequence[Mapping[str, Any]]] = by_member(
             samples[task], row["kind"]
@@ -71,7 +72,7 @@ def write_lm_eval(
                 items,
                 None if members else row.get("num_items_total"),
             )
-            if row["kind"] != "likelihood" and task in suite:
+            if task_kind(row).writes and task in suite:
                 report["configs"][part]["generation_kwargs"] = _generation_kwargs(
                     suite[task]
                 )
@@ -160,7 +161,7 @@ def _add_task(
 ) -> None:
     metric, rule = lm_eval_key(row["metric"])
     _add_scores(report, name, row, items)
-    generates = row["kind"] != "likelihood"
+    generates = task_kind(row).writes
     higher_is_better = row.get("higher_is_better", True)
     report["configs"][name] = {
         "task": name,

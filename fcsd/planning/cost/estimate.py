@@ -9,6 +9,7 @@ from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.workers import MOST_WORKERS
+from fcsd.evaluation.kinds import KINDS
 from fcsd.model.families import expert_counts
 from fcsd.parallel.engine import Engine
 from fcsd.parallel.gathered import fits_whole
@@ -268,7 +269,7 @@ def _scoring(recipe: Recipe, job: Job, memory: dict[str, Any]) -> dict[str, Any]
     gathered once for the whole score, else for every token.
     """
     rule, layout = recipe.early_stopping, job.layout
-    generates = isinstance(rule, TaskStoppingConfig) and rule.row.kind != "likelihood"
+    generates = isinstance(rule, TaskStoppingConfig) and KINDS[rule.row.kind].writes
     if not generates or layout.num_shards == 1 or layout.expert_parallel > 1:
         return None
     num_bytes = job.trace.num_parameters * compute_dtype(job.setting).itemsize

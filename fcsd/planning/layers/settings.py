@@ -15,6 +15,7 @@ from fcsd.evaluation.config import (
     SuiteConfig,
     named_tasks,
 )
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.study import ModelStudy
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
@@ -161,7 +162,7 @@ def metrics(study: Study) -> list[dict[str, str]]:
     rows = [divergence(KL)] if study.text is not None else []
     suite = suite_of(study)
     for row in suite.tasks if suite is not None else []:
-        if row.kind == "own_text":
+        if KINDS[row.kind].distance:
             rows.append(divergence(row.task))
         else:
             unit = row.metric.split(",")[0]

@@ -39,7 +39,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import ITEMS_LINK, sandbox_text, settings_line
 from fcsd.report.publish.public import public_text, without_places
 from fcsd.report.table import narrow_table, score_table
-from fcsd.report.units import is_own_text
+from fcsd.report.units import is_distance
 from fcsd.report.verdict import quick_look, verdict_lines
 from fcsd.training.card.card import card_of
 from fcsd.training.card.facts import (
@@ -116,7 +116,7 @@ def _tasks(
         (task, row, suite[task])
         for task, row in result["tasks"].items()
         # A divergence from the original is no benchmark's result.
-        if not is_own_text(row)
+        if not is_distance(row)
         # Nor is one of its first items.
         and row["num_items"] == row.get("num_items_total", row["num_items"])
         and task in suite

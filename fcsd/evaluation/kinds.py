@@ -1,0 +1,48 @@
+"""The kinds of tasks, and what holds of every task of a kind. What a kind adds to that:
+the keys of its rows (`config`), and how it is prepared and run (`runner`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Group = Literal["likelihood", "generation"]
+GROUPS: dict[Group, str] = {
+    "likelihood": "by likelihood of given answers",
+    "generation": "by what it writes",
+}
+"""What scores have seen: a verdict has a line, and a comparison a mean, for each."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What holds of every task of a kind.
+
+    scored_by: what its score has seen, in words. by_lm_eval: lm-eval loads and grades
+    it, so that it may be a group with members. distance: its figure is a divergence
+    from the original, in nats: less is better, it has no floor and no place in a mean
+    of scores, and the original must be named.
+    """
+
+    group: Group
+    scored_by: str
+    by_lm_eval: bool = False
+    distance: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model writes; otherwise it is asked for likelihoods alone."""
+        return self.group == "generation"
+
+
+KINDS = {
+    "likelihood": Kind("likelihood", "likelihood of given answers", by_lm_eval=True),
+    "generation": Kind("generation", "the answer that it writes", by_lm_eval=True),
+    "code": Kind("generation", "the program that it writes"),
+    "own_text": Kind("generation", "its own text", distance=True),
+}
+
+
+def task_kind(row: Mapping[str, Any]) -> Kind:
+    """Return the kind of a task's row in a result or a comparison."""
+    return KINDS[row["kind"]]

@@ -1,0 +1,36 @@
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import write_json
+from fcsd.evaluation.config import TaskConfig
+from fcsd.evaluation.kinds import GROUPS, KINDS
+from fcsd.evaluation.results import NUMBERS, read_result
+from tests.evaluation.test_scores import result
+
+
+def test_every_kind_of_row_is_in_the_tables_of_kinds() -> None:
+    rows = get_args(get_args(TaskConfig)[0])
+    kinds = [get_args(row.model_fields["kind"].annotation)[0] for row in rows]
+    assert sorted(kinds) == sorted(KINDS) == sorted(NUMBERS)
+    assert {kind.group for kind in KINDS.values()} == set(GROUPS)
+
+
+def test_a_result_with_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    of_task: dict[str, Any] = {
+        "kind": "ranking",
+        "value": 0.5,
+        "stderr": None,
+        "num_items": 1,
+        "dataset": "mine",
+    }
+    whole = result({"mine": [0.5]}, **of_task)["result"] | {"schema_version": 1}
+    write_json(tmp_path / "results.json", whole)
+    with pytest.raises(
+        UserError,
+        match=r"tasks\.mine\.kind: no kind of task; allowed: likelihood, generation, code, "
+        "own_text, got 'ranking'; evaluate again",
+    ):
+        read_result(tmp_path)
