@@ -125,6 +125,10 @@ class Served(Backend, Protocol):
     """A model that a server answers for (`fcsd.evaluation.served`)."""
 
     @property
+    def server(self) -> Any:
+        """The `Server`, with what it can do."""
+
+    @property
     def facts(self) -> dict[str, Any]:
         """The engine and its configuration, which the answers depend on."""
 
@@ -134,9 +138,6 @@ class Served(Backend, Protocol):
         """Return the log-probabilities of the likeliest tokens at each token of the
         texts after these prompts.
         """
-
-    def check(self, evaluation: Any) -> None:
-        """Refuse a task of a `PreparedEvaluation` that the server cannot answer."""
 
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that the server serves this model, which `load` loads into memory."""

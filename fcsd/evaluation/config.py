@@ -231,7 +231,7 @@ TaskConfig = Annotated[
 ]
 
 
-def items_limit(row: TaskConfig, limit: int | None) -> int | None:
+def items_limit(row: TaskBase, limit: int | None) -> int | None:
     """Return how many of a task's first items are evaluated: the smaller of its own
     limit and of the evaluation's; None: all.
     """

@@ -1,5 +1,5 @@
-"""The kinds of tasks, and what holds of every task of a kind. What a kind adds to that:
-the keys of its rows (`config`), and how it is prepared and run (`runner`).
+"""The kinds of tasks, and what holds of every task of a kind, also in the results of
+another machine. `fcsd.evaluation.steps` has what an evaluation does with them.
 """
 
 from collections.abc import Mapping

@@ -17,14 +17,10 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from fcsd.base.errors import Rule, errors_begin, refuse
 from fcsd.base.text import progress_bar
 from fcsd.data.thoughts import Thoughts
 from fcsd.evaluation.answers import Answer, Question
-from fcsd.evaluation.code.generate import prompt_tokens
-from fcsd.evaluation.config import OwnTextTaskConfig, TaskConfig, items_limit
 from fcsd.evaluation.identity import check_identity
-from fcsd.evaluation.runner import PreparedEvaluation
 from fcsd.evaluation.server import Body, Server
 from fcsd.evaluation.store import Journal
 from fcsd.model.load import ModelFolder
@@ -66,14 +62,6 @@ class ServedBackend:
         """The engine and its configuration, which the answers depend on."""
         return self.server.facts
 
-    def check(self, evaluation: PreparedEvaluation) -> None:
-        """Refuse a task that the server cannot answer (no `prompt_logprobs`, a short
-        context). It is not asked.
-        """
-        for row in evaluation.missing:
-            limit = items_limit(row, evaluation.config.limit)
-            self._check(row, evaluation.prepared[row.task], limit)
-
     def identify(self, load: Callable[[], PreTrainedModel]) -> None:
         """Check that the server serves this model; `load` loads it into memory, where
         it is freed afterwards.
@@ -99,51 +87,6 @@ class ServedBackend:
     def asking(self) -> Iterator[None]:
         """Do nothing: the tokenizer that lm-eval changes is a copy."""
         yield
-
-    def _check(self, row: TaskConfig, items: Any, limit: int | None) -> None:
-        where = f"server {self.server.url} "
-        if row.kind == "own_text":
-            refuse(*self._own_text_rules(row, items), where=where)
-        elif row.kind == "code":
-            tokens = prompt_tokens(self.config, self.tokenizer, items, row)
-            num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
-            refuse(self._needs(row, num_tokens, "completion"), where=where)
-        else:
-            refuse(
-                (
-                    row.kind == "likelihood" and not self.server.prompt_logprobs,
-                    f"returns no prompt_logprobs, which task {row.task} needs because it"
-                    " is scored by likelihood; vLLM returns them",
-                ),
-                where=where,
-            )
-            with errors_begin(f"task {row.task}: "):
-                self.language_model.look(row, items, limit)
-
-    def _needs(self, row: TaskConfig, tokens: int, text: str) -> Rule:
-        """Return the rule about the server's context, and the tokens that a task needs
-        for a prompt and a text.
-        """
-        context = self.server.context
-        return (
-            context is not None and tokens > context,
-            f"accepts {context} tokens, but task {row.task} needs {tokens} for a prompt"
-            f" and its {text}; start it with --max-model-len {tokens} or more",
-        )
-
-    def _own_text_rules(self, row: OwnTextTaskConfig, items: Any) -> list[Rule]:
-        needed = row.max_new_tokens + max(len(item.tokens) for item in items)
-        return [
-            *(
-                (
-                    not getattr(self.server, name),
-                    f"returns no {name}, which task {row.task} needs; vLLM returns them",
-                )
-                for name in ("token_ids", "prompt_logprobs")
-            ),
-            # One more, because a request for log-probabilities also writes a token.
-            self._needs(row, needed + 1, "text"),
-        ]
 
     def begin(self, journal: Journal) -> None:
         """Start a task."""

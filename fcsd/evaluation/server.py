@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx2
 
-from fcsd.base.errors import UserError, one_line
+from fcsd.base.errors import Rule, UserError, one_line, refuse
 
 API_KEY = "FCSD_SERVER_API_KEY"
 # without any answer, until an evaluation gives up: a server restarts in minutes
@@ -358,6 +358,21 @@ class Server:
     def error(self, text: str) -> UserError:
         """Return an error that begins with the address."""
         return UserError(f"server {self.url} {text}")
+
+    def refuse(self, *rules: Rule) -> None:
+        """Raise this error for the first of the rules that does not hold."""
+        refuse(*rules, where=f"server {self.url} ")
+
+    def context_rule(self, task: str, tokens: int, text: str) -> Rule:
+        """Return the rule about the context, and the tokens that a task needs for a
+        prompt and a text.
+        """
+        context = self.context
+        return (
+            context is not None and tokens > context,
+            f"accepts {context} tokens, but task {task} needs {tokens} for a prompt and"
+            f" its {text}; start it with --max-model-len {tokens} or more",
+        )
 
 
 def _engine_of(answer: Body) -> str:

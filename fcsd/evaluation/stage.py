@@ -243,7 +243,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
     ) as prepared:
         measure = None
         if backend is not None:
-            backend.check(prepared)
+            prepared.check_server(backend)
             if evaluation.server_check:
                 backend.identify(lambda: model.load(launch))
         # The original is read before the model is loaded: a device may not hold both.

@@ -22,7 +22,6 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.base.text import duration
 from fcsd.cli.main import main
-from fcsd.evaluation import runner
 from fcsd.evaluation.backend import BatchSizer
 from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig, load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
@@ -87,7 +86,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         seen.append(row.task)
         return run(wrapper, row, *rest)
 
-    monkeypatch.setattr(runner.likelihood, "run_task", spy)
+    monkeypatch.setattr(likelihood, "run_task", spy)
     yield seen
 
 
@@ -209,7 +208,7 @@ def test_an_error_in_a_later_task_keeps_the_finished_ones_and_says_so(
             raise kind("task gsm8k: something is wrong")
         return run(wrapper, row, *rest)
 
-    monkeypatch.setattr(runner.likelihood, "run_task", fails)
+    monkeypatch.setattr(likelihood, "run_task", fails)
     with pytest.raises(
         kind,
         match=(

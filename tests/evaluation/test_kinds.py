@@ -8,13 +8,14 @@ from fcsd.base.files import write_json
 from fcsd.evaluation.config import TaskConfig
 from fcsd.evaluation.kinds import GROUPS, KINDS
 from fcsd.evaluation.results import NUMBERS, read_result
+from fcsd.evaluation.steps import STEPS
 from tests.evaluation.test_scores import result
 
 
 def test_every_kind_of_row_is_in_the_tables_of_kinds() -> None:
     rows = get_args(get_args(TaskConfig)[0])
     kinds = [get_args(row.model_fields["kind"].annotation)[0] for row in rows]
-    assert sorted(kinds) == sorted(KINDS) == sorted(NUMBERS)
+    assert sorted(kinds) == sorted(KINDS) == sorted(STEPS) == sorted(NUMBERS)
     assert {kind.group for kind in KINDS.values()} == set(GROUPS)
 
 

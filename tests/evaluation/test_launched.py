@@ -13,8 +13,8 @@ import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.evaluation import runner
 from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.stage import FINISHED_TASKS
 from fcsd.model.connectivity import load_model
@@ -46,14 +46,14 @@ def test_an_evaluation_whose_process_was_killed_continues_with_the_next_task(
     place: Path, tmp_path: Path
 ) -> None:
     def killed_in_the_second_task(rank: int) -> int:
-        run = runner.likelihood.run_task
+        run = likelihood.run_task
 
         def deadly(wrapper: Any, row: Any, *rest: Any) -> Any:
             if rank == 1 and row.task == "t_answers":
                 os.kill(os.getpid(), signal.SIGKILL)
             return run(wrapper, row, *rest)
 
-        runner.likelihood.run_task = deadly  # a fork of its own
+        likelihood.run_task = deadly  # a fork of its own
         return main(command(place, tmp_path / "out"))
 
     (status, text), (second, _) = in_forked_ranks(

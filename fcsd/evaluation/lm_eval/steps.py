@@ -1,0 +1,105 @@
+"""lm-eval's tasks in an evaluation (`fcsd.evaluation.steps`): scored by likelihood, or
+by the answer that the model writes.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import errors_begin
+from fcsd.data.decontaminate import Item, all_texts
+from fcsd.evaluation.backend import Backend, Served
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, items_limit
+from fcsd.evaluation.context import Answered, Context
+from fcsd.evaluation.kinds import KINDS
+from fcsd.evaluation.lm_eval import tasks
+from fcsd.evaluation.progress import Work
+from fcsd.evaluation.suites import chat_text
+
+Tasks = dict[str, Any]
+
+
+def prepare(
+    row: LMEvalTaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: Any,
+    limit: int | None,
+) -> tuple[Tasks, dict[str, Any]]:
+    """Load lm-eval's task, or the members of its group."""
+    items = tasks.load_task(row, suite, data_root, tokenizer)
+    return items, {
+        "num_items_total": tasks.num_items(items, None),
+        "higher_is_better": tasks.higher_is_better(items, row),
+        # of a group, as its first task
+        "generation": tasks.generation(next(iter(items.values()))),
+    }
+
+
+def work(
+    row: LMEvalTaskConfig, items: Tasks, limit: int | None, context: Context
+) -> Work:
+    """Count the characters that are read, or the tokens that may be written."""
+    return tasks.work(row, items, limit)
+
+
+def check_server(
+    row: LMEvalTaskConfig, items: Tasks, limit: int | None, served: Served
+) -> None:
+    """Refuse a server that gives no log-probabilities, or has too short a context."""
+    served.server.refuse(
+        (
+            not (KINDS[row.kind].writes or served.server.prompt_logprobs),
+            f"returns no prompt_logprobs, which task {row.task} needs because it is"
+            " scored by likelihood; vLLM returns them",
+        )
+    )
+    with errors_begin(f"task {row.task}: "):
+        served.language_model.look(row, items, limit)
+
+
+def run(
+    row: LMEvalTaskConfig,
+    items: Tasks,
+    facts: Mapping[str, Any],
+    backend: Backend,
+    context: Context,
+) -> Answered:
+    """Let lm-eval ask the model."""
+    model, limit = backend.language_model, items_limit(row, context.config.limit)
+    samples = tasks.run_task(model, row, items, limit)
+    if not KINDS[row.kind].writes:
+        return samples, {"thoughts_closed_by": model.closed} if model.closed else {}
+    return samples, {
+        "answers_at_limit": len(model.at_limit),
+        "answers_with_thoughts": len(model.unasked),
+    }
+
+
+def texts(
+    row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> Iterator[Item]:
+    """Yield the texts of all documents."""
+    for name, task in tasks.load_task(row, suite, data_root, tokenizer).items():
+        for index, document in enumerate(task.eval_docs):
+            item = str(index) if name == row.task else f"{name}/{index}"
+            yield Item(row.task, item, tuple(all_texts(document)))
+
+
+def prompts(
+    row: LMEvalTaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: Any,
+    limit: int | None,
+) -> list[list[int]]:
+    """Tokenize the documents' prompts as lm-eval does, without a first token of ours."""
+    chat = functools.partial(chat_text, tokenizer, bool(row.thinking))
+    return [
+        tokenizer(str(requests[0].args[0]), add_special_tokens=False)["input_ids"]
+        for task in tasks.load_task(row, suite, data_root, tokenizer).values()
+        for requests in tasks.item_requests(
+            task, row, range(tasks.num_items({"": task}, limit)), chat
+        )
+    ]

@@ -1,0 +1,91 @@
+"""Own text in an evaluation (`fcsd.evaluation.steps`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fcsd.data.decontaminate import Item
+from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
+from fcsd.evaluation.config import OwnTextTaskConfig, SuiteConfig
+from fcsd.evaluation.context import Answered, Context
+from fcsd.evaluation.own_text.prompts import Prompt, load_prompts
+from fcsd.evaluation.own_text.text import at_limit
+from fcsd.evaluation.progress import Work
+
+
+def prepare(
+    row: OwnTextTaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: Any,
+    limit: int | None,
+) -> tuple[list[Prompt], dict[str, Any]]:
+    """Read the prompts."""
+    found = load_prompts(row, data_root, tokenizer)
+    return found[:limit], {"num_items_total": len(found), "higher_is_better": False}
+
+
+def work(
+    row: OwnTextTaskConfig,
+    items: Sequence[Prompt],
+    limit: int | None,
+    context: Context,
+) -> Work:
+    """Count the tokens that the texts may have."""
+    return Work(len(items), "tokens", 2 * len(items) * row.max_new_tokens)
+
+
+def check_server(
+    row: OwnTextTaskConfig, items: Sequence[Prompt], limit: int | None, served: Served
+) -> None:
+    """Refuse a server that gives no token ids or log-probabilities, or has too short a
+    context.
+    """
+    server = served.server
+    needed = row.max_new_tokens + max(len(item.tokens) for item in items)
+    server.refuse(
+        *(
+            (
+                not getattr(server, name),
+                f"returns no {name}, which task {row.task} needs; vLLM returns them",
+            )
+            for name in ("token_ids", "prompt_logprobs")
+        ),
+        # One more, because a request for log-probabilities also writes a token.
+        server.context_rule(row.task, needed + 1, "text"),
+    )
+
+
+def run(
+    row: OwnTextTaskConfig,
+    items: Sequence[Prompt],
+    facts: Mapping[str, Any],
+    backend: Backend,
+    context: Context,
+) -> Answered:
+    """Let the model write, and compare it with its original along its samples."""
+    from fcsd.evaluation.own_text.measure import own_text
+
+    assert context.original is not None
+    samples = own_text(backend, row, items, context.original, facts, context.in_memory)
+    served = not isinstance(backend, InMemoryBackend)
+    return samples, {**at_limit(samples), "lower_bound": served}
+
+
+def texts(
+    row: OwnTextTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
+) -> Iterator[Item]:
+    """Yield nothing: prompts have no answers that a training could have seen."""
+    yield from ()
+
+
+def prompts(
+    row: OwnTextTaskConfig,
+    suite: SuiteConfig,
+    data_root: Path | None,
+    tokenizer: Any,
+    limit: int | None,
+) -> list[list[int]]:
+    """Return the prompts' tokens."""
+    found = load_prompts(row, data_root, tokenizer)[:limit]
+    return [list(prompt.tokens) for prompt in found]
