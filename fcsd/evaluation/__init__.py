@@ -1,8 +1,15 @@
 """Evaluate a model: suites as data, lm-eval's tasks, executed code, paired scores.
 
-`stage.run_evaluation` is the door: `runner` evaluates a `backend` (a model in memory,
-or behind a server) on a suite, task by task; `store` keeps finished tasks, `results`
-reads and writes their results, `scores` compares two models.
+    stage.run_evaluation            owns the folder: begins, continues, finishes it
+      runner.prepare_evaluation     reads the items, starts the sandbox
+        steps.STEPS[kind].prepare   in code/, lm_eval/, own_text/
+      runner.PreparedEvaluation     called with a model: asks it task by task
+        steps.STEPS[kind].run       samples; questions go to `backend` or `served`
+        store.TaskStore.put         keeps a finished task
+        results.whole_result        the content of results.json
+      results.write_result
+
+`scores` compares two results; `kinds` has what holds of tasks of a kind.
 
 Not covered: starting servers (vLLM, SGLang); they must be running.
 """
