@@ -226,7 +226,7 @@ OPEN = {
     "data": ["batches", "dataset", "local"],
     "parallel": ["join", "launch", "overlap.measure", "overlap.transport", "place", "ranks", "stages"],
     "training": ["calibration.checkpoint", "calibration.shards", "losses.heldout_kl"],
-    "evaluation": ["backend", "config", "items", "results", "store", "study", "suites"],
+    "evaluation": ["backend", "config", "datasets", "items", "results", "store", "study", "suites"],
     "recipe": ["layout", "load_recipe"],
     "planning": ["cost.measured", "cost.times", "cost.windows", "network.links", "network.simulate"],
     "report": ["figure", "study_plots", "table", "verdict"],

@@ -47,9 +47,9 @@ from transformers import (
 from fcsd.base.errors import UserError, one_line
 from fcsd.base.files import new_folder, write_text
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.lm_eval.tasks import task_folder
+from fcsd.evaluation.suites import load_suite
 from fcsd.recipe.recipe import to_yaml
 
 NUM_EXPERTS, NUM_ACTIVE = 8, 2

@@ -14,12 +14,13 @@ from torch import nn
 
 from fcsd.base.errors import UserError, check_kind, kind_of
 from fcsd.evaluation.backend import Batches
-from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.results import Samples, read_result, save_result
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.evaluation.store import TaskStore
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.finite import refuse_not_finite
 from fcsd.model.load import tokenizer_of
 from fcsd.model.preserve import preserved

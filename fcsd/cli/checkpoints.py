@@ -43,7 +43,8 @@ def _convert(arguments: Namespace) -> None:
 
 
 def _calibrate(arguments: Namespace) -> None:
-    from fcsd.evaluation.config import EvaluationConfig, named_tasks
+    from fcsd.evaluation.config import EvaluationConfig
+    from fcsd.evaluation.suites import named_tasks
 
     options, suite = vars(arguments), arguments.decontaminate
     if suite is None and not arguments.task and arguments.data_root is not None:

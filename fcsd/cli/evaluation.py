@@ -37,7 +37,7 @@ def _evaluate(arguments: Namespace) -> None:
     if arguments.fetch is not None:
         if arguments.data_root is not None:
             raise UserError("--fetch and --data-root are both given; leave one out")
-        from fcsd.evaluation.suites import fetch_suite
+        from fcsd.evaluation.datasets import fetch_suite
 
         fetched = launch.ranks.from_first(lambda: fetch_suite(suite, arguments.fetch))
         if launch.first:
@@ -143,8 +143,8 @@ def _suite(arguments: Namespace) -> SuiteConfig:
     """Return the suite, or the named tasks of it, with the settings that the options
     give for all tasks.
     """
-    from fcsd.evaluation.config import changed_suite, load_suite
     from fcsd.evaluation.lm_eval.chosen import chosen_suite
+    from fcsd.evaluation.suites import changed_suite, load_suite
 
     suite = load_suite(arguments.suite)
     if arguments.tasks is not None:

@@ -3,7 +3,6 @@ recipe's `evaluation`, and of `fcsd evaluate --samples`.
 """
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 from urllib.parse import urlsplit
@@ -11,7 +10,6 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from fcsd.base.errors import CREDENTIALS, Rule, UserError
-from fcsd.base.files import data_dir
 from fcsd.base.strict import (
     FolderPath,
     Name,
@@ -19,8 +17,6 @@ from fcsd.base.strict import (
     did_you_mean,
     like,
     option,
-    read_yaml,
-    validate,
 )
 from fcsd.base.unions import one_of
 from fcsd.data.columns import Column as Meaning
@@ -302,93 +298,6 @@ class SuiteConfig(Strict, strict=True):
                 f"{did_you_mean(unknown_tasks[0], names)}"
             )
         return self
-
-
-def suite_names() -> list[str]:
-    """Return the suites that ship with fcsd."""
-    return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
-
-
-def is_suite_file(text: str) -> bool:
-    """Tell the path of a suite file from the name of a shipped suite."""
-    return "/" in text or text.endswith((".yaml", ".yml"))
-
-
-def load_suite(name_or_path: str | Path) -> SuiteConfig:
-    """Read a shipped suite by name, or a suite file by its path (a text with `/` or
-    ending in .yaml).
-
-    Raises:
-        UserError: no such suite, invalid YAML, unknown key, or a key that does not
-            belong to the task's kind.
-    """
-    text = str(name_or_path)
-    if isinstance(name_or_path, Path) or is_suite_file(text):
-        path = Path(text)
-    else:
-        names = suite_names()
-        if text not in names:
-            raise UserError(
-                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the"
-                " path of a .yaml file; --tasks names single tasks)"
-            )
-        path = data_dir("eval") / "suites" / f"{text}.yaml"
-    suite = validate(SuiteConfig, read_yaml(path), str(path))
-    # A field of the record and no key of a file: only here is it known where a suite
-    # lies.
-    if "folder" in suite.model_fields_set:
-        raise UserError(f"{path}: folder: unknown key")
-    return suite.model_copy(update={"folder": str(path.parent)})
-
-
-def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
-    """Return a suite with these of its tasks, in the order given; UserError where it
-    has no such task.
-    """
-    suite = load_suite(suite_name)
-    rows = {row.task: row for row in suite.tasks}
-    for task in tasks:
-        if task not in rows:
-            raise UserError(
-                f"task {task!r}: not in suite"
-                f" {suite.name}{did_you_mean(task, list(rows))}"
-            )
-    # A task that is named on its own counts, whether or not it does in its suite.
-    chosen = [
-        row
-        if KINDS[(row := rows[task]).kind].distance
-        else row.model_copy(update={"headline": True})
-        for task in tasks
-    ]
-    return suite.model_copy(update={"tasks": chosen})
-
-
-def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
-    """Return the suite with settings that apply to all its tasks (None: unchanged);
-    `thinking` applies to tasks that write their answers. With a template the stop
-    strings of a base model's programs are left out; those of visible tests, as lm-eval
-    grades, stay."""
-    changes = {key: value for key, value in settings.items() if value is not None}
-    if not changes:
-        return suite
-    rows = []
-    for row in suite.tasks:
-        row_changes = {
-            key: value
-            for key, value in changes.items()
-            if key != "thinking" or KINDS[row.kind].writes
-        }
-        # Only keys that were set, so that the rules of each kind see a row as in a
-        # file.
-        kept = row.model_dump(mode="json", exclude_unset=True)
-        answers = changes.get("chat_template") and not row.chat_template
-        if answers and row.kind == "code" and row.tests == "all":
-            kept.pop("stop", None)
-        rows.append(kept | row_changes)
-    changed = validate(
-        SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
-    )
-    return suite.model_copy(update={"tasks": changed.tasks})
 
 
 BatchSize = int | Literal["auto"]

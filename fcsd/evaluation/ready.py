@@ -27,7 +27,6 @@ from fcsd.evaluation.config import (
     Scoring,
     SuiteConfig,
     TaskConfig,
-    load_suite,
     pass_k,
 )
 from fcsd.evaluation.lines import json_lines
@@ -39,6 +38,7 @@ from fcsd.evaluation.results import (
     task_result,
     whole_result,
 )
+from fcsd.evaluation.suites import load_suite
 
 _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]

@@ -25,11 +25,11 @@ from fcsd.base.strict import check_name, validate
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import Outcome, pass_at_k
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, pass_k
+from fcsd.evaluation.datasets import dataset_location, fetched_revision
 from fcsd.evaluation.kinds import KINDS, Kind, task_kind
 from fcsd.evaluation.lines import json_lines
 from fcsd.evaluation.own_text.text import figures_of
 from fcsd.evaluation.scores import floor_of
-from fcsd.evaluation.suites import dataset_location, fetched_revision
 
 SCHEMA_VERSION = 1
 _SAVED = "saved result"  # in place of a stage, in the manifest

@@ -31,6 +31,7 @@ from fcsd.evaluation.config import (
     check_batch_size,
     check_server,
 )
+from fcsd.evaluation.datasets import DEFINITION, test_set_fingerprints
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.results import Samples, read_result, read_samples, write_result
@@ -40,7 +41,6 @@ from fcsd.evaluation.runner import (
     prepare_evaluation,
 )
 from fcsd.evaluation.store import TaskStore, configuration_fingerprint
-from fcsd.evaluation.suites import DEFINITION, test_set_fingerprints
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch

@@ -1,317 +1,98 @@
-"""Find the data set of a suite's row, and what its task needs of the tokenizer; and
-`fcsd evaluate --fetch ROOT`, which fills a data root with the data sets of a suite, at
-their pinned revisions.
+"""Read suites (`eval/suites/*.yaml`), and make others of their rows."""
 
-ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
-fetched. A data set is fetched into a hidden folder beside its destination and renamed
-when complete; the next fetch continues an interrupted one.
-
-Not covered: data sets that need the user to agree to terms on the Hub first, other than
-with the user's own token.
-"""
-
-import os
-import shutil
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fcsd.base.errors import UserError, refuse
-from fcsd.base.files import (
-    data_dir,
-    home,
-    inside,
-    make_folder,
-    read_json,
-    write_json,
-    writing,
-)
-from fcsd.data.dates import dated_options
-from fcsd.data.local import data_fingerprint, is_path, local_place, making_of
-from fcsd.data.thoughts import thinking_options
-from fcsd.data.tokenizers import template_errors, tokenizer_name
-from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
-
-MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
-# Loading scripts are dead since datasets 4, and one that lies in the folder makes the
-# folder unreadable.
-_IGNORED = ["*.py", ".gitattributes", "*.zip"]
-
-DEFINITION = ", its definition"
-"""Ends the name of a fingerprint of the files that define a task's prompts."""
+from fcsd.base.errors import UserError
+from fcsd.base.files import data_dir
+from fcsd.base.strict import did_you_mean, read_yaml, validate
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.kinds import KINDS
 
 
-def dataset_location(row: TaskBase, data_root: Path | None) -> str:
-    """Find where the row's data set is: below `data_root` or, where that has none of
-    its name, in the current folder; without either, it is the id itself.
-
-    UserError where the data root has no such folder, or the name of a file is that of
-    none.
-    """
-    name, path = row.dataset, home(row.dataset)
-    if path.is_absolute():
-        return str(path)
-    making = making_of(name, None if data_root is None else str(data_root))
-    if data_root is not None and not data_root.is_dir():
-        raise UserError(f"{data_root}: no such folder (data root){making}")
-    folder = local_place(name, data_root)
-    if is_path(name) and not folder.exists():
-        places = f", neither in the current folder nor below {data_root} (data root)"
-        raise UserError(
-            f"task {row.task}: {name}: no such file or folder"
-            f"{'' if data_root is None else places}{making}"
-        )
-    if data_root is None or (folder == path and folder.exists()):
-        return name
-    if not folder.exists():
-        # The root is often taken for the folder around it, and the tiny data are made
-        # in that one: making them again would end here again.
-        if (data_root / "data" / row.dataset).exists():
-            raise UserError(
-                f"task {row.task}: {folder}: no such folder; the data sets are in"
-                f" {data_root / 'data'}; give that folder as the data root"
-            )
-        raise UserError(
-            f"task {row.task}: {folder}: no such folder; the data root must hold the"
-            f" data set {row.dataset} in the layout of its hub repository"
-            + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
-        )
-    return str(folder.resolve())
+def suite_names() -> list[str]:
+    """Return the suites that ship with fcsd."""
+    return sorted(path.stem for path in (data_dir("eval") / "suites").glob("*.yaml"))
 
 
-def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
-    """Find the row's task YAML, beside the suite or in eval/tasks; None: in
-    lm-eval's own tasks, if at all.
-    """
-    name = row.lm_eval_include or row.task
-    roots = [Path(suite.folder)] if suite.folder else []
-    folders = [root / name for root in (*roots, data_dir("eval") / "tasks")]
-    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+def is_suite_file(text: str) -> bool:
+    """Tell the path of a suite file from the name of a shipped suite."""
+    return "/" in text or text.endswith((".yaml", ".yml"))
 
 
-def damaged_file(location: str) -> str:
-    """Name a parquet file in a folder that cannot be read completely, and the reason;
-    "" if there is none.
-    """
-    import pyarrow
-    from pyarrow.parquet import ParquetFile
-
-    for file in (
-        sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
-    ):
-        try:
-            # Damage may lie anywhere in the file, so all of it is read.
-            for _ in ParquetFile(file).iter_batches():
-                pass
-        except (OSError, pyarrow.ArrowException) as error:
-            return f"{file}: is damaged ({first_line(error)}); fetch it again"
-    return ""
-
-
-def hub_advice(row: TaskBase, data_root: Path | None) -> str:
-    """Say what to do if a row's data set cannot be read from the Hub."""
-    if data_root is not None or is_path(row.dataset):
-        return ""
-    if making_of(row.dataset):
-        return "; `fcsd tiny-data OUT` makes it; give OUT/data as --data-root"
-    return (
-        "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
-        " --fetch ROOT --suite SUITE`) and give it as --data-root"
-    )
-
-
-def require_chat_template(tokenizer: Any, row: TaskBase) -> None:
-    """Refuse a task that wants a chat template where the tokenizer has none."""
-    if row.chat_template and not getattr(tokenizer, "chat_template", None):
-        raise UserError(
-            f"task {row.task}: chat_template: true, but the tokenizer has no chat"
-            " template; set chat_template: false for this task or add a chat template"
-            " to the tokenizer"
-        )
-
-
-def chat_text(
-    tokenizer: Any,
-    thinking: bool,
-    turns: list[dict[str, str]],
-    add_generation_prompt: bool = True,
-    **given: Any,
-) -> str:
-    """Render turns as text, as lm-eval's model in memory does; without a generation
-    prompt the last turn is left open.
-
-    thinking: asks a hybrid model for thoughts or for none; other templates ignore it.
-    given: options of the template, and tools, that the data have.
-    """
-    options = {
-        **dated_options(tokenizer),
-        **thinking_options(tokenizer, thinking),
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": not add_generation_prompt,
-        **given,
-    }
-    with template_errors(tokenizer_name(tokenizer), "a prompt"):
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its name, without the text
-    that `datasets` puts around it.
-    """
-    if error.__cause__ is not None and str(error).startswith(
-        "An error occurred while generating the dataset"
-    ):
-        return first_line(error.__cause__)
-    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return text.partition(" with any supported extension")[0]
-
-
-def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
-    """Fetch every data set of `suite` that `root` does not hold yet, and return which.
+def load_suite(name_or_path: str | Path) -> SuiteConfig:
+    """Read a shipped suite by name, or a suite file by its path (a text with `/` or
+    ending in .yaml).
 
     Raises:
-        UserError: a data set cannot be fetched, or `root` holds another revision. What
-            was fetched before stays.
+        UserError: no such suite, invalid YAML, unknown key, or a key that does not
+            belong to the task's kind.
     """
-    rows: dict[str, TaskConfig] = {}
-    for row in suite.tasks:
-        if home(row.dataset).is_absolute():
-            continue
-        inside(root, row.dataset)
-        if is_path(row.dataset):
-            continue
-        # A folder holds one revision, so tasks that share a data set must agree on it.
-        first = rows.setdefault(row.dataset, row)
-        if first.revision != row.revision:
+    text = str(name_or_path)
+    if isinstance(name_or_path, Path) or is_suite_file(text):
+        path = Path(text)
+    else:
+        names = suite_names()
+        if text not in names:
             raise UserError(
-                f"suite {suite.name}: tasks {first.task} and {row.task} need two"
-                f" revisions of {row.dataset}, but a data root holds one"
+                f"suite {text!r}: no such suite{did_you_mean(text, names)} (or give the"
+                " path of a .yaml file; --tasks names single tasks)"
             )
-    missing = [row for row in rows.values() if not _is_there(row, root)]
-    for number, row in enumerate(missing, start=1):
-        print(f"[{number}/{len(missing)}] {row.dataset}", file=sys.stderr, flush=True)
-        _fetch(row, root)
-    return [row.dataset for row in missing]
+        path = data_dir("eval") / "suites" / f"{text}.yaml"
+    suite = validate(SuiteConfig, read_yaml(path), str(path))
+    # A field of the record and no key of a file: only here is it known where a suite
+    # lies.
+    if "folder" in suite.model_fields_set:
+        raise UserError(f"{path}: folder: unknown key")
+    return suite.model_copy(update={"folder": str(path.parent)})
 
 
-def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
-    """Read the commit of a data set in a data root; None where it was not fetched by
-    `fetch_suite`.
+def named_tasks(suite_name: str, tasks: Sequence[str]) -> SuiteConfig:
+    """Return a suite with these of its tasks, in the order given; UserError where it
+    has no such task.
     """
-    mark = data_root / row.dataset / MARK
-    return str(read_json(mark)["revision"]) if mark.is_file() else None
+    suite = load_suite(suite_name)
+    rows = {row.task: row for row in suite.tasks}
+    for task in tasks:
+        if task not in rows:
+            raise UserError(
+                f"task {task!r}: not in suite"
+                f" {suite.name}{did_you_mean(task, list(rows))}"
+            )
+    # A task that is named on its own counts, whether or not it does in its suite.
+    chosen = [
+        row
+        if KINDS[(row := rows[task]).kind].distance
+        else row.model_copy(update={"headline": True})
+        for task in tasks
+    ]
+    return suite.model_copy(update={"tasks": chosen})
 
 
-def _is_there(row: TaskConfig, root: Path) -> bool:
-    folder = root / row.dataset
-    if not folder.exists():
-        return False
-    revision = fetched_revision(row, root)
-    refuse(
-        (
-            revision is None,
-            f"task {row.task}: {folder}: exists, but not from `fcsd evaluate --fetch`;"
-            " remove it to fetch it, or use the data root as it is",
-        ),
-        (
-            row.revision is not None and revision != row.revision,
-            f"task {row.task}: {folder}: holds revision {revision}, but the suite needs"
-            f" {row.revision}; remove the folder to fetch it again",
-        ),
+def changed_suite(suite: SuiteConfig, **settings: Any) -> SuiteConfig:
+    """Return the suite with settings that apply to all its tasks (None: unchanged);
+    `thinking` applies to tasks that write their answers. With a template the stop
+    strings of a base model's programs are left out; those of visible tests, as lm-eval
+    grades, stay."""
+    changes = {key: value for key, value in settings.items() if value is not None}
+    if not changes:
+        return suite
+    rows = []
+    for row in suite.tasks:
+        row_changes = {
+            key: value
+            for key, value in changes.items()
+            if key != "thinking" or KINDS[row.kind].writes
+        }
+        # Only keys that were set, so that the rules of each kind see a row as in a
+        # file.
+        kept = row.model_dump(mode="json", exclude_unset=True)
+        answers = changes.get("chat_template") and not row.chat_template
+        if answers and row.kind == "code" and row.tests == "all":
+            kept.pop("stop", None)
+        rows.append(kept | row_changes)
+    changed = validate(
+        SuiteConfig, {"name": suite.name, "tasks": rows}, f"suite {suite.name}"
     )
-    return True
-
-
-def _fetch(row: TaskConfig, root: Path) -> None:
-    folder = root / row.dataset
-    staging = folder.with_name(f".{folder.name}.fetch")
-    make_folder(staging)
-    with writing(folder):
-        try:
-            commit = _download(row.dataset, row.revision, staging)
-        except Exception as error:
-            network = isinstance(error, ConnectionError | TimeoutError)
-            # Disk errors are raised unchanged; others get advice on the Hub.
-            if isinstance(error, OSError) and error.errno is not None and not network:
-                raise  # a full disk
-            raise _unreachable(row, error) from error
-        # huggingface_hub's notes on unfinished files
-        shutil.rmtree(staging / ".cache", ignore_errors=True)
-        write_json(staging / MARK, {"dataset": row.dataset, "revision": commit})
-        # The folder appears complete or not at all.
-        os.replace(staging, folder)
-
-
-def _download(dataset: str, revision: str | None, folder: Path) -> str:
-    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else
-    here talks to the Hub.
-    """
-    from huggingface_hub import HfApi, snapshot_download
-
-    commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
-    snapshot_download(
-        dataset,
-        repo_type="dataset",
-        revision=commit,
-        local_dir=folder,
-        ignore_patterns=_IGNORED,
-    )
-    return commit
-
-
-def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
-    from huggingface_hub import errors
-
-    name = f"{row.dataset}@{row.revision or 'main'}"
-    # The order matters: a gated repository's error is a subclass of a missing
-    # repository's.
-    advice: dict[Any, str] = {
-        errors.GatedRepoError: (
-            "agree to its terms on the Hub and log in with `hf auth login`"
-        ),
-        errors.RepositoryNotFoundError: (
-            "check the name, or log in with `hf auth login` if it is private"
-        ),
-        errors.RevisionNotFoundError: (
-            "the revision does not exist; correct it in the suite"
-        ),
-        errors.OfflineModeIsEnabled: (
-            "HF_HUB_OFFLINE is set; unset it on a machine with a network"
-        ),
-    }
-    general_advice = (
-        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
-        " machine and copy the folder"
-    )
-    suggestion = next(
-        (text for kind, text in advice.items() if isinstance(error, kind)),
-        general_advice,
-    )
-    continuing = (
-        f"; {suggestion}; run the same command again to continue after the files"
-        " fetched so far"
-    )
-    if making_of(row.dataset):  # is not on the Hub
-        continuing = hub_advice(row, None)
-    return UserError(
-        f"task {row.task}: data set {name} cannot be fetched"
-        f" ({first_line(error)}){continuing}"
-    )
-
-
-def test_set_fingerprints(
-    suite: SuiteConfig | None, data_root: Path | None
-) -> dict[str, str]:
-    """Return fingerprints of the test sets' items and of the lm-eval files that define
-    their prompts: a score is never reused for others.
-    """
-    fingerprints: dict[str, str] = {}
-    for row in suite.tasks if suite is not None else ():
-        location = dataset_location(row, data_root)
-        fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
-        folder = None
-        if suite is not None and isinstance(row, LMEvalTaskConfig):
-            folder = definition_folder(row, suite)
-        if folder is not None:
-            fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
-    return fingerprints
+    return suite.model_copy(update={"tasks": changed.tasks})

@@ -16,15 +16,11 @@ from fcsd.base.errors import UserError, errors_begin, refuse
 from fcsd.data.config import DataConfig, TrainingDataConfig
 from fcsd.data.sources import check_source
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import (
-    LMEvalTaskConfig,
-    SuiteConfig,
-    check_server,
-    named_tasks,
-)
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, check_server
+from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.lm_eval.tasks import task_folder
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.suites import named_tasks
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.export import tell_first_layers
 from fcsd.model.connectivity.modeling import base_model_class, register

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place
-from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.progress import Progress
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, find_model, load_tokenizer
 from fcsd.parallel.launch import Launch

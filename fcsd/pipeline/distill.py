@@ -15,7 +15,7 @@ from fcsd.base.strict import validate
 from fcsd.base.temporary import discard_folder
 from fcsd.data.counts import tell_examples
 from fcsd.data.dataset import heldout_fingerprint
-from fcsd.evaluation.suites import test_set_fingerprints
+from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.model.connectivity.checkpoint import all_files
 from fcsd.model.connectivity.export import link_or_copy

@@ -20,8 +20,8 @@ from fcsd.data.decontaminate import Decontaminator, ItemIndex
 from fcsd.data.local import data_fingerprint
 from fcsd.data.rows import PackedRows
 from fcsd.data.shards import MEANING
-from fcsd.evaluation.config import load_suite
-from fcsd.evaluation.suites import test_set_fingerprints
+from fcsd.evaluation.datasets import test_set_fingerprints
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.families.structure import packing_of
 from fcsd.model.load import ModelFolder, load_tokenizer
 from fcsd.parallel.launch import Launch

@@ -16,7 +16,8 @@ from fcsd.base.temporary import discard_folder
 from fcsd.base.terminal import show, terminal_columns
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import tell_examples
-from fcsd.evaluation.config import EvaluationConfig, check_batch_size, load_suite
+from fcsd.evaluation.config import EvaluationConfig, check_batch_size
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity import convert_checkpoint
 from fcsd.parallel.stages import begin_stage, finish_stage
 from fcsd.pipeline.checks import check_run

@@ -17,7 +17,8 @@ from fcsd.base.files import data_dir, home
 from fcsd.base.strict import did_you_mean, parse_yaml, places, read_yaml, validate
 from fcsd.data.config import SourceConfig, TrainingDataConfig
 from fcsd.data.local import local_place
-from fcsd.evaluation.config import SuiteConfig, is_suite_file, load_suite
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.suites import is_suite_file, load_suite
 from fcsd.recipe.recipe import Recipe, TaskStoppingConfig, drop_inherited, set_dotted
 
 _FILES_BESIDE = (

@@ -41,8 +41,8 @@ from fcsd.evaluation.config import (
     ServerConfig,
     SuiteConfig,
     TaskConfig,
-    named_tasks,
 )
+from fcsd.evaluation.suites import named_tasks
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.recipe.layout import MAIN, RESERVED

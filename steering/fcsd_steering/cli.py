@@ -102,9 +102,9 @@ def _prompts(
     """Return the fingerprints of the tasks' items, and a function that tokenizes their
     prompts.
     """
-    from fcsd.evaluation.config import named_tasks
+    from fcsd.evaluation.datasets import test_set_fingerprints
     from fcsd.evaluation.items import suite_prompts
-    from fcsd.evaluation.suites import test_set_fingerprints
+    from fcsd.evaluation.suites import named_tasks
 
     suite = named_tasks(study.suite, study.tasks)
     root = Path(study.data_root) if study.data_root is not None else None
@@ -267,8 +267,8 @@ def _evaluate(arguments: Namespace) -> None:
 
     tables = read_tables(arguments.tables)
     quiet_transformers()
-    from fcsd.evaluation.config import load_suite, named_tasks
     from fcsd.evaluation.results import read_result
+    from fcsd.evaluation.suites import load_suite, named_tasks
     from fcsd.model.config import ModelConfig
     from fcsd.model.load import find_model
     from fcsd.parallel.place import load_for_evaluation

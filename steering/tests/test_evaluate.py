@@ -14,9 +14,10 @@ import pytest
 from fcsd import compare
 from fcsd.base.files import read_json
 from fcsd.cli.main import main as fcsd_main
-from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families.routers import find_routers
 from fcsd.model.load import ModelFolder

@@ -17,7 +17,7 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.cli.main import main
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.load import load_checkpoint
 from fcsd.pipeline.reference import heldout_of
 from fcsd.pipeline.run import convert, evaluate_models

@@ -27,7 +27,7 @@ from fcsd.base.files import (
 )
 from fcsd.base.weights import weights_fingerprint
 from fcsd.data.shards import Shard
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.checkpoint import read_header
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.config import may_change

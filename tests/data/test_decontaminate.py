@@ -17,8 +17,8 @@ from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex, all_texts, words
-from fcsd.evaluation.config import load_suite, named_tasks
 from fcsd.evaluation.items import suite_items
+from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.support import Bench
 

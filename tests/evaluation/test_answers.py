@@ -14,15 +14,11 @@ import yaml
 from transformers import GenerationConfig
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import (
-    EvaluationConfig,
-    ServerConfig,
-    SuiteConfig,
-    load_suite,
-)
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
 from fcsd.model.load import find_model

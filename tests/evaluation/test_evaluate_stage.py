@@ -18,9 +18,9 @@ from fcsd.base.artifact import model_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.evaluation import stage
-from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.stage import EvaluatedFolder
 from fcsd.evaluation.store import configuration_fingerprint
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder, to_device
 from fcsd.parallel import place as placed

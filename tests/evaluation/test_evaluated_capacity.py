@@ -11,8 +11,9 @@ import pytest
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
-from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.join import join_launch

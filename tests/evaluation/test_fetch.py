@@ -18,10 +18,11 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.data.local import data_fingerprint
-from fcsd.evaluation import suites
-from fcsd.evaluation.config import SuiteConfig, TaskConfig, load_suite
+from fcsd.evaluation import datasets
+from fcsd.evaluation.config import SuiteConfig, TaskConfig
+from fcsd.evaluation.datasets import MARK, fetch_suite, fetched_revision, hub_advice
 from fcsd.evaluation.lm_eval.tasks import load_task
-from fcsd.evaluation.suites import MARK, fetch_suite, fetched_revision, hub_advice
+from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.support import start
@@ -64,7 +65,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
         return COMMIT
 
-    monkeypatch.setattr(suites, "_download", download)
+    monkeypatch.setattr(datasets, "_download", download)
     return asked
 
 

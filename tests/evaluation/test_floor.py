@@ -8,9 +8,10 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
-from fcsd.evaluation.config import SuiteConfig, load_suite, suite_names
+from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.results import task_result
 from fcsd.evaluation.scores import at_floor, compare, floor_of
+from fcsd.evaluation.suites import load_suite, suite_names
 from fcsd.report.publish.card import model_index
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
 from fcsd.report.verdict import outcome, verdict_lines

@@ -15,11 +15,12 @@ import lm_eval
 import pytest
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
+from fcsd.evaluation.config import Scoring, SuiteConfig
 from fcsd.evaluation.lm_eval.packages import provide_packages
 from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import at_floor
+from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.table import score_table
 from tests.evaluation.rows import write_repository

@@ -23,7 +23,8 @@ from fcsd.base.strict import validate
 from fcsd.base.text import duration
 from fcsd.cli.main import main
 from fcsd.evaluation.backend import BatchSizer
-from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.datasets import test_set_fingerprints as fingerprints_of
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.stage import (
@@ -33,7 +34,7 @@ from fcsd.evaluation.stage import (
     run_evaluation,
 )
 from fcsd.evaluation.store import Journal, TaskStore
-from fcsd.evaluation.suites import test_set_fingerprints as fingerprints_of
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch

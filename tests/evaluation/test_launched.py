@@ -13,10 +13,10 @@ import yaml
 
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
-from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.lm_eval import tasks as likelihood
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.stage import FINISHED_TASKS
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity import load_model
 from fcsd.parallel.ranks import input_device
 from fcsd.pipeline.tiny.models import tiny_tokenizer

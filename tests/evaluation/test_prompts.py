@@ -5,8 +5,8 @@ use.
 import json
 from pathlib import Path
 
-from fcsd.evaluation.config import changed_suite, load_suite, named_tasks
 from fcsd.evaluation.items import suite_prompts
+from fcsd.evaluation.suites import changed_suite, load_suite, named_tasks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 

@@ -16,8 +16,9 @@ import yaml
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.load import ModelFolder

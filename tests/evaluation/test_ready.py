@@ -15,11 +15,12 @@ from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.code.ready import programs_of
-from fcsd.evaluation.config import Scoring, SuiteConfig, load_suite
+from fcsd.evaluation.config import Scoring, SuiteConfig
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
+from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
 from tests.reference.tiny import tiny_model

@@ -7,7 +7,7 @@ import pytest
 
 from fcsd.evaluation.code.problems import Tests, read_problems
 from fcsd.evaluation.code.scorer import CodeScorer
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate

@@ -12,9 +12,10 @@ import torch
 import yaml
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.results import read_result, write_result
 from fcsd.evaluation.scores import compare
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model

@@ -15,12 +15,7 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation import server as client
-from fcsd.evaluation.config import (
-    EvaluationConfig,
-    ServerConfig,
-    SuiteConfig,
-    load_suite,
-)
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.lm_eval import served as lm_eval_served
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
@@ -29,6 +24,7 @@ from fcsd.evaluation.stage import (
     run_evaluation,
 )
 from fcsd.evaluation.store import Journal
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.export import convert_checkpoint
 from fcsd.model.connectivity.load import load_model

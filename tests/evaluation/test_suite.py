@@ -6,8 +6,9 @@ import pytest
 from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.evaluation.code.problems import load_problems
-from fcsd.evaluation.config import CodeTaskConfig, TaskConfig, load_suite, suite_names
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
+from fcsd.evaluation.datasets import dataset_location
+from fcsd.evaluation.suites import load_suite, suite_names
 from tests.support import ROOT
 
 CODE = {"task": "c", "kind": "code", "metric": "pass@1", "dataset": "owner/problems"}

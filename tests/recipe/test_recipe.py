@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.base.strict import Strict, validate
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.suites import load_suite
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig

@@ -11,7 +11,7 @@ from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.suites import chat_text, require_chat_template
+from fcsd.evaluation.template import chat_text, require_chat_template
 from fcsd.model.positions import num_positions
 from fcsd.training.generation import SAMPLING_SEED, Decoding, Sampling
 

@@ -21,7 +21,7 @@ from fcsd.base.files import check_is_file
 from fcsd.data.local import fresh_cache
 from fcsd.evaluation.code.evalplus import Grading, gradings
 from fcsd.evaluation.config import CodeTaskConfig
-from fcsd.evaluation.suites import (
+from fcsd.evaluation.datasets import (
     damaged_file,
     dataset_location,
     first_line,

@@ -13,9 +13,9 @@ from fcsd.evaluation.code import generate
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.context import Answered, Context
+from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.progress import Work
 from fcsd.evaluation.results import code_sample
-from fcsd.evaluation.suites import dataset_location, hub_advice
 
 _GENERATED = ("test",)
 

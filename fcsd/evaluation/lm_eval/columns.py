@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import UserError, errors_begin
-from fcsd.evaluation.config import Column, SuiteConfig, load_suite, suite_names
+from fcsd.evaluation.config import Column, SuiteConfig
 from fcsd.evaluation.lines import json_lines
+from fcsd.evaluation.suites import load_suite, suite_names
 
 # (what is allowed, in words; whether a value is allowed)
 Check = tuple[str, Callable[[Any], bool]]

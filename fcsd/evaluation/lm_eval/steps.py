@@ -15,7 +15,7 @@ from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval import tasks
 from fcsd.evaluation.progress import Work
-from fcsd.evaluation.suites import chat_text
+from fcsd.evaluation.template import chat_text
 
 Tasks = dict[str, Any]
 

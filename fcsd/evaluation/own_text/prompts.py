@@ -19,13 +19,9 @@ from fcsd.data.shards import token_ids
 from fcsd.data.sources import columns_of, open_source
 from fcsd.data.template import message_form_of
 from fcsd.evaluation.config import OwnTextTaskConfig
+from fcsd.evaluation.datasets import dataset_location, hub_advice
 from fcsd.evaluation.results import text_hash
-from fcsd.evaluation.suites import (
-    chat_text,
-    dataset_location,
-    hub_advice,
-    require_chat_template,
-)
+from fcsd.evaluation.template import chat_text, require_chat_template
 
 
 @dataclass(frozen=True)

@@ -32,15 +32,10 @@ from fcsd.data.config import (
     TrainingDataConfig,
 )
 from fcsd.data.local import FILE_FORMATS, local_place, making_of
-from fcsd.evaluation.config import (
-    LMEvalTaskConfig,
-    SuiteConfig,
-    TaskConfig,
-    load_suite,
-    suite_names,
-)
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskConfig
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
+from fcsd.evaluation.suites import load_suite, suite_names
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity.modeling import base_config_class
 from fcsd.model.connectivity.spec import parse_selection

@@ -8,15 +8,10 @@ from pydantic import Field
 from fcsd.base.errors import Rule
 from fcsd.base.strict import like, option
 from fcsd.data.config import DataConfig, SourceConfig, source_option
-from fcsd.evaluation.config import (
-    EvaluationConfig,
-    LayerStudyConfig,
-    Side,
-    SuiteConfig,
-    named_tasks,
-)
+from fcsd.evaluation.config import EvaluationConfig, LayerStudyConfig, Side, SuiteConfig
 from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.study import ModelStudy
+from fcsd.evaluation.suites import named_tasks
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.connectivity.spec import Connectivity, resolve_layers
 from fcsd.training.config import CalibrationConfig

@@ -42,9 +42,9 @@ from fcsd.data.dataset import build_dataset, heldout_fingerprint, heldout_rows
 from fcsd.data.dates import TEMPLATE_DATE
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation.config import EvaluationConfig
+from fcsd.evaluation.datasets import test_set_fingerprints
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.runner import prepare_evaluation
-from fcsd.evaluation.suites import test_set_fingerprints
 from fcsd.model.connectivity import convert_model, unconvert_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.connectivity.convert import farskip_layers

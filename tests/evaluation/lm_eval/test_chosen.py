@@ -20,10 +20,11 @@ from fcsd.cli.main import main
 from fcsd.evaluation.answers import first_stop
 from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.config import CodeTaskConfig, changed_suite, load_suite
+from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.lm_eval.tasks import _prediction, load_task, tasks_folder
+from fcsd.evaluation.suites import changed_suite, load_suite
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
 from tests.support import few
 

@@ -14,11 +14,12 @@ from tokenizers import processors
 
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
-from fcsd.evaluation.config import OwnTextTaskConfig, load_suite, named_tasks
+from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text import measure
 from fcsd.evaluation.own_text.prompts import load_prompts
 from fcsd.evaluation.own_text.text import equal_beginning, repeated_4grams
 from fcsd.evaluation.results import read_result
+from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model

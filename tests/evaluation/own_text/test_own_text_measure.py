@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fcsd.base.errors import UserError
-from fcsd.evaluation.config import SuiteConfig, load_suite
+from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
+from fcsd.evaluation.suites import load_suite
 from fcsd.parallel.ranks import Ranks
 from tests.float64 import BOUND, in_float64
 from tests.reference.ranks import run_ranks

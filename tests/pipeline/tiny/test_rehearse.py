@@ -23,9 +23,9 @@ from fcsd.base.files import data_dir, read_json
 from fcsd.cli.main import build_parser, main
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import making_of
-from fcsd.evaluation.config import load_suite
+from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
-from fcsd.evaluation.suites import dataset_location
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
 from fcsd.parallel.join import join_launch

@@ -14,7 +14,8 @@ import yaml
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
-from fcsd.evaluation.config import LMEvalTaskConfig, load_suite
+from fcsd.evaluation.config import LMEvalTaskConfig
+from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.operations import OPERATIONS
 from fcsd.pipeline.tiny.questions import LETTERS, WORDS, split_of
 from fcsd.pipeline.tiny.tasks import write_tiny_data

@@ -19,8 +19,8 @@ from fcsd.cli.main import main
 from fcsd.cli.planning import COMMANDS
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
-from fcsd.evaluation.config import load_suite
 from fcsd.evaluation.own_text.measure import Original
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.model.connectivity.config import ConnectivityConfig
 from fcsd.model.load import load_tokenizer

@@ -24,8 +24,9 @@ from fcsd.cli.main import main
 from fcsd.data.chat import tokenize_examples
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, heldout_rows
-from fcsd.evaluation.config import EvaluationConfig, load_suite
+from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
+from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,

@@ -1,0 +1,279 @@
+"""Find the data set of a suite's row; and `fcsd evaluate --fetch ROOT`, which fills a
+data root with the data sets of a suite, at their pinned revisions.
+
+ROOT/openai/gsm8k has the repository's files, and `.fcsd-fetch` with the commit that was
+fetched. A data set is fetched into a hidden folder beside its destination and renamed
+when complete; the next fetch continues an interrupted one.
+
+Not covered: data sets that need the user to agree to terms on the Hub first, other than
+with the user's own token.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from fcsd.base.errors import UserError, refuse
+from fcsd.base.files import (
+    data_dir,
+    home,
+    inside,
+    make_folder,
+    read_json,
+    write_json,
+    writing,
+)
+from fcsd.data.local import data_fingerprint, is_path, local_place, making_of
+from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskBase, TaskConfig
+
+MARK = ".fcsd-fetch"  # not a data suffix: it must not change the identity of the rows
+# Loading scripts are dead since datasets 4, and one that lies in the folder makes the
+# folder unreadable.
+_IGNORED = ["*.py", ".gitattributes", "*.zip"]
+
+DEFINITION = ", its definition"
+"""Ends the name of a fingerprint of the files that define a task's prompts."""
+
+
+def dataset_location(row: TaskBase, data_root: Path | None) -> str:
+    """Find where the row's data set is: below `data_root` or, where that has none of
+    its name, in the current folder; without either, it is the id itself.
+
+    UserError where the data root has no such folder, or the name of a file is that of
+    none.
+    """
+    name, path = row.dataset, home(row.dataset)
+    if path.is_absolute():
+        return str(path)
+    making = making_of(name, None if data_root is None else str(data_root))
+    if data_root is not None and not data_root.is_dir():
+        raise UserError(f"{data_root}: no such folder (data root){making}")
+    folder = local_place(name, data_root)
+    if is_path(name) and not folder.exists():
+        places = f", neither in the current folder nor below {data_root} (data root)"
+        raise UserError(
+            f"task {row.task}: {name}: no such file or folder"
+            f"{'' if data_root is None else places}{making}"
+        )
+    if data_root is None or (folder == path and folder.exists()):
+        return name
+    if not folder.exists():
+        # The root is often taken for the folder around it, and the tiny data are made
+        # in that one: making them again would end here again.
+        if (data_root / "data" / row.dataset).exists():
+            raise UserError(
+                f"task {row.task}: {folder}: no such folder; the data sets are in"
+                f" {data_root / 'data'}; give that folder as the data root"
+            )
+        raise UserError(
+            f"task {row.task}: {folder}: no such folder; the data root must hold the"
+            f" data set {row.dataset} in the layout of its hub repository"
+            + (making or "; `fcsd evaluate --fetch ROOT --suite SUITE` fetches it")
+        )
+    return str(folder.resolve())
+
+
+def definition_folder(row: LMEvalTaskConfig, suite: SuiteConfig) -> Path | None:
+    """Find the row's task YAML, beside the suite or in eval/tasks; None: in
+    lm-eval's own tasks, if at all.
+    """
+    name = row.lm_eval_include or row.task
+    roots = [Path(suite.folder)] if suite.folder else []
+    folders = [root / name for root in (*roots, data_dir("eval") / "tasks")]
+    return next((folder.resolve() for folder in folders if folder.is_dir()), None)
+
+
+def damaged_file(location: str) -> str:
+    """Name a parquet file in a folder that cannot be read completely, and the reason;
+    "" if there is none.
+    """
+    import pyarrow
+    from pyarrow.parquet import ParquetFile
+
+    for file in (
+        sorted(Path(location).rglob("*.parquet")) if Path(location).is_dir() else ()
+    ):
+        try:
+            # Damage may lie anywhere in the file, so all of it is read.
+            for _ in ParquetFile(file).iter_batches():
+                pass
+        except (OSError, pyarrow.ArrowException) as error:
+            return f"{file}: is damaged ({first_line(error)}); fetch it again"
+    return ""
+
+
+def hub_advice(row: TaskBase, data_root: Path | None) -> str:
+    """Say what to do if a row's data set cannot be read from the Hub."""
+    if data_root is not None or is_path(row.dataset):
+        return ""
+    if making_of(row.dataset):
+        return "; `fcsd tiny-data OUT` makes it; give OUT/data as --data-root"
+    return (
+        "; without a network, fill a folder on a machine that has one (`fcsd evaluate"
+        " --fetch ROOT --suite SUITE`) and give it as --data-root"
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its name, without the text
+    that `datasets` puts around it.
+    """
+    if error.__cause__ is not None and str(error).startswith(
+        "An error occurred while generating the dataset"
+    ):
+        return first_line(error.__cause__)
+    text = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    return text.partition(" with any supported extension")[0]
+
+
+def fetch_suite(suite: SuiteConfig, root: Path) -> list[str]:
+    """Fetch every data set of `suite` that `root` does not hold yet, and return which.
+
+    Raises:
+        UserError: a data set cannot be fetched, or `root` holds another revision. What
+            was fetched before stays.
+    """
+    rows: dict[str, TaskConfig] = {}
+    for row in suite.tasks:
+        if home(row.dataset).is_absolute():
+            continue
+        inside(root, row.dataset)
+        if is_path(row.dataset):
+            continue
+        # A folder holds one revision, so tasks that share a data set must agree on it.
+        first = rows.setdefault(row.dataset, row)
+        if first.revision != row.revision:
+            raise UserError(
+                f"suite {suite.name}: tasks {first.task} and {row.task} need two"
+                f" revisions of {row.dataset}, but a data root holds one"
+            )
+    missing = [row for row in rows.values() if not _is_there(row, root)]
+    for number, row in enumerate(missing, start=1):
+        print(f"[{number}/{len(missing)}] {row.dataset}", file=sys.stderr, flush=True)
+        _fetch(row, root)
+    return [row.dataset for row in missing]
+
+
+def fetched_revision(row: TaskConfig, data_root: Path) -> str | None:
+    """Read the commit of a data set in a data root; None where it was not fetched by
+    `fetch_suite`.
+    """
+    mark = data_root / row.dataset / MARK
+    return str(read_json(mark)["revision"]) if mark.is_file() else None
+
+
+def _is_there(row: TaskConfig, root: Path) -> bool:
+    folder = root / row.dataset
+    if not folder.exists():
+        return False
+    revision = fetched_revision(row, root)
+    refuse(
+        (
+            revision is None,
+            f"task {row.task}: {folder}: exists, but not from `fcsd evaluate --fetch`;"
+            " remove it to fetch it, or use the data root as it is",
+        ),
+        (
+            row.revision is not None and revision != row.revision,
+            f"task {row.task}: {folder}: holds revision {revision}, but the suite needs"
+            f" {row.revision}; remove the folder to fetch it again",
+        ),
+    )
+    return True
+
+
+def _fetch(row: TaskConfig, root: Path) -> None:
+    folder = root / row.dataset
+    staging = folder.with_name(f".{folder.name}.fetch")
+    make_folder(staging)
+    with writing(folder):
+        try:
+            commit = _download(row.dataset, row.revision, staging)
+        except Exception as error:
+            network = isinstance(error, ConnectionError | TimeoutError)
+            # Disk errors are raised unchanged; others get advice on the Hub.
+            if isinstance(error, OSError) and error.errno is not None and not network:
+                raise  # a full disk
+            raise _unreachable(row, error) from error
+        # huggingface_hub's notes on unfinished files
+        shutil.rmtree(staging / ".cache", ignore_errors=True)
+        write_json(staging / MARK, {"dataset": row.dataset, "revision": commit})
+        # The folder appears complete or not at all.
+        os.replace(staging, folder)
+
+
+def _download(dataset: str, revision: str | None, folder: Path) -> str:
+    """Fetch the rest of a repository into `folder`, and return its commit. Nothing else
+    here talks to the Hub.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    commit = str(HfApi().dataset_info(dataset, revision=revision).sha)
+    snapshot_download(
+        dataset,
+        repo_type="dataset",
+        revision=commit,
+        local_dir=folder,
+        ignore_patterns=_IGNORED,
+    )
+    return commit
+
+
+def _unreachable(row: TaskConfig, error: BaseException) -> UserError:
+    from huggingface_hub import errors
+
+    name = f"{row.dataset}@{row.revision or 'main'}"
+    # The order matters: a gated repository's error is a subclass of a missing
+    # repository's.
+    advice: dict[Any, str] = {
+        errors.GatedRepoError: (
+            "agree to its terms on the Hub and log in with `hf auth login`"
+        ),
+        errors.RepositoryNotFoundError: (
+            "check the name, or log in with `hf auth login` if it is private"
+        ),
+        errors.RevisionNotFoundError: (
+            "the revision does not exist; correct it in the suite"
+        ),
+        errors.OfflineModeIsEnabled: (
+            "HF_HUB_OFFLINE is set; unset it on a machine with a network"
+        ),
+    }
+    general_advice = (
+        "check the network (HF_ENDPOINT names the Hub or a mirror), or fetch on another"
+        " machine and copy the folder"
+    )
+    suggestion = next(
+        (text for kind, text in advice.items() if isinstance(error, kind)),
+        general_advice,
+    )
+    continuing = (
+        f"; {suggestion}; run the same command again to continue after the files"
+        " fetched so far"
+    )
+    if making_of(row.dataset):  # is not on the Hub
+        continuing = hub_advice(row, None)
+    return UserError(
+        f"task {row.task}: data set {name} cannot be fetched"
+        f" ({first_line(error)}){continuing}"
+    )
+
+
+def test_set_fingerprints(
+    suite: SuiteConfig | None, data_root: Path | None
+) -> dict[str, str]:
+    """Return fingerprints of the test sets' items and of the lm-eval files that define
+    their prompts: a score is never reused for others.
+    """
+    fingerprints: dict[str, str] = {}
+    for row in suite.tasks if suite is not None else ():
+        location = dataset_location(row, data_root)
+        fingerprints[f"task {row.task}"] = data_fingerprint(location, row.revision)
+        folder = None
+        if suite is not None and isinstance(row, LMEvalTaskConfig):
+            folder = definition_folder(row, suite)
+        if folder is not None:
+            fingerprints[f"task {row.task}{DEFINITION}"] = data_fingerprint(str(folder))
+    return fingerprints
