@@ -172,7 +172,7 @@ def _grade_samples(arguments: Namespace) -> None:
     reason = "has no meaning with --samples, which runs no model"
     _refuse_given(arguments, defaults, reason)
     from fcsd.evaluation.config import Scoring
-    from fcsd.evaluation.ready import score_file
+    from fcsd.evaluation.grade_file import score_file
     from fcsd.report.table import score_table
 
     scoring = Scoring.from_options(vars(arguments), dataset=arguments.tasks)

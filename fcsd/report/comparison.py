@@ -15,8 +15,8 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import check_folder_place, new_folder, write_json, write_text
 from fcsd.base.text import fold, markdown, metric_words
 from fcsd.evaluation.kinds import task_kind
-from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.scores import compare, floor_of
 from fcsd.report.items import write_items
 from fcsd.report.page import write_page
@@ -48,7 +48,7 @@ def read_evaluated(
     """Read name -> {"result": …, "samples": …, "training": …}, the original first.
 
     A name is the shortest end of the folder's path that is unique; training is
-    `training_of` the folder. Raises as `read_results`.
+    `training_of` the folder. Raises as `read_any_result`.
     """
     folders = [original, *converted]
     resolved = [folder.resolve() for folder in folders]
@@ -58,10 +58,10 @@ def read_evaluated(
         raise UserError(f"{twice[0]}: is given twice")
     # Plain lm-eval may have several metrics for a task: a result of fcsd decides which.
     fcsds = [folder for folder in folders if (folder / "results.json").is_file()]
-    like = read_results(fcsds[0])[0] if fcsds else None
+    like = read_any_result(fcsds[0])[0] if fcsds else None
     evaluated = {}
     for folder, name in zip(folders, _names(resolved), strict=True):
-        result, samples = read_results(folder, like)
+        result, samples = read_any_result(folder, like)
         like = like or result
         evaluated[name] = {
             "result": result,

@@ -16,15 +16,15 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Scoring, SuiteConfig
+from fcsd.evaluation.grade_file import score_file
 from fcsd.evaluation.lm_eval.packages import provide_packages
-from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import at_floor
 from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.table import score_table
 from tests.evaluation.rows import write_repository
-from tests.evaluation.test_ready import lines
+from tests.evaluation.test_grade_file import lines
 from tests.reference.tiny import tiny_model
 from tests.support import evaluate
 

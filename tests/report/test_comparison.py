@@ -12,8 +12,8 @@ import pytest
 
 from fcsd.base.files import write_json, write_text
 from fcsd.cli.main import main
-from fcsd.evaluation.lm_eval.read import read_results
 from fcsd.evaluation.lm_eval.write import write_lm_eval
+from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.results import write_result
 from fcsd.evaluation.scores import by_member, compare
 from fcsd.report.comparison import read_evaluated, training_of
@@ -235,7 +235,7 @@ def test_results_written_for_lm_eval_are_named_and_read_by_its_own_tools(
 def test_what_was_written_for_lm_eval_is_read_back_the_same(tmp_path: Path) -> None:
     whole, samples = with_a_group(1)
     place = write_lm_eval(whole, samples, tmp_path)
-    back, rows = read_results(place, like=whole)
+    back, rows = read_any_result(place, like=whole)
     assert {task: row["value"] for task, row in back["tasks"].items()} == {
         task: row["value"] for task, row in whole["tasks"].items()
     }
@@ -331,7 +331,7 @@ def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
         sample | {"completion": text, "outcome": "wrong"} for sample in samples["code"]
     ]
     samples["choice"][0]["target"] = "\ud800"
-    back, rows = read_results(write_lm_eval(whole, samples, tmp_path), like=whole)
+    back, rows = read_any_result(write_lm_eval(whole, samples, tmp_path), like=whole)
     assert [row["completion"] for row in rows["code"]] == [text] * 4
     (results,) = tmp_path.glob("*/results_*")
     assert (

@@ -20,8 +20,8 @@ from typing import Any, Literal
 from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.memory import available_memory
 from fcsd.base.text import progress_bar
-from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import PROBE, Problem
+from fcsd.evaluation.code.programs import program_in
 from fcsd.evaluation.code.sandbox.client import SandboxServer
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]

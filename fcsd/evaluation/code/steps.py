@@ -9,7 +9,7 @@ from fcsd.data.config import SourceConfig
 from fcsd.data.decontaminate import Item, all_texts
 from fcsd.data.sources import load_source
 from fcsd.evaluation.backend import Backend, Served
-from fcsd.evaluation.code import generate
+from fcsd.evaluation.code import prompts as code_prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
 from fcsd.evaluation.config import CodeTaskConfig, SuiteConfig
 from fcsd.evaluation.context import Answered, Context
@@ -30,7 +30,7 @@ def prepare(
     """Read the problems."""
     problems = load_problems(row, data_root)
     # Only for its errors, before a model runs: for example, a missing chat template.
-    generate.prompts(tokenizer, problems[:1], row)
+    code_prompts.prompts(tokenizer, problems[:1], row)
     facts = {"num_items_total": len(problems), "higher_is_better": True}
     return problems[:limit], facts
 
@@ -49,7 +49,7 @@ def check_server(
     row: CodeTaskConfig, items: Sequence[Problem], limit: int | None, served: Served
 ) -> None:
     """Refuse a server whose context is too short."""
-    tokens = generate.prompt_tokens(served.config, served.tokenizer, items, row)
+    tokens = code_prompts.prompt_tokens(served.config, served.tokenizer, items, row)
     num_tokens = max(map(len, tokens), default=0) + row.max_new_tokens
     served.server.refuse(served.server.context_rule(row.task, num_tokens, "completion"))
 
@@ -64,7 +64,7 @@ def run(
     """Generate `num_samples` programs a problem on all ranks, and score them on the
     first, which has the scorer.
     """
-    answers = backend.answers(generate.questions_of(backend, items, row))
+    answers = backend.answers(code_prompts.questions_of(backend, items, row))
     by_problem = [
         answers[first : first + row.num_samples]
         for first in range(0, len(answers), row.num_samples)
@@ -86,7 +86,7 @@ def run(
         # Try once more with new servers: generating may have taken hours.
         except ScorerError:
             outcomes = context.scorer.score_samples(items, completions, **options)
-        texts = generate.prompts(context.tokenizer, items, row)
+        texts = code_prompts.prompts(context.tokenizer, items, row)
         return [
             code_sample(row, problem, prompt, completions[problem.task_id], grades)
             for problem, prompt, grades in zip(items, texts, outcomes, strict=True)
@@ -146,5 +146,5 @@ def prompts(
     special = not row.chat_template
     return [
         tokenizer(text, add_special_tokens=special)["input_ids"]
-        for text in generate.prompts(tokenizer, problems, row)
+        for text in code_prompts.prompts(tokenizer, problems, row)
     ]

@@ -18,7 +18,6 @@ from fcsd.evaluation.results import (
     generation_settings,
     lm_eval_sample,
     mean_of,
-    read_result,
     whole_result,
 )
 
@@ -37,28 +36,19 @@ chooses one.
 """
 
 
-def read_results(
-    folder: Path, like: Mapping[str, Any] | None = None
+def read_lm_eval(
+    folder: Path, files: Sequence[Path], like: Mapping[str, Any] | None = None
 ) -> tuple[Result, Samples]:
-    """Read the results in a folder of `fcsd evaluate`, or of plain lm-eval.
+    """Read the results of one model in `files`, which lie in `folder`.
 
     like: a result with which this one will be compared; its metrics are chosen where
     lm-eval has several.
 
     Raises:
-        UserError: as `read_result`; lm-eval's results of several models, without
-            samples, damaged, or without a metric that is a mean over items.
+        UserError: results of several models, without samples, damaged, or without a
+            metric that is a mean over items.
     """
-    files = sorted([*folder.glob("results_*.json"), *folder.glob("*/results_*.json")])
-    # An unfinished evaluation of ours: `read_result` raises the error that says so.
-    unfinished = not files and (folder / "stage.json").is_file()
-    if (folder / "results.json").is_file() or not folder.is_dir() or unfinished:
-        return read_result(folder)
-    if not files:
-        raise UserError(
-            f"{folder}: holds no result of `fcsd evaluate` (results.json) or of lm_eval"
-            " (results_*.json)"
-        )
+    files = sorted(files)
     model_folders = sorted({file.parent for file in files})
     if len(model_folders) > 1:
         names = ", ".join(model_folder.name for model_folder in model_folders)

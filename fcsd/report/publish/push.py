@@ -29,7 +29,7 @@ from fcsd.base.files import file_sha256, is_empty, new_folder, read_json, write_
 from fcsd.base.fingerprints import read_sealed
 from fcsd.base.temporary import scratch_folder
 from fcsd.base.weights import check_finite, weight_files, weights_fingerprint
-from fcsd.evaluation.lm_eval.read import read_results
+from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.scores import compare
 from fcsd.model.connectivity.checkpoint import (
     CARRIED,
@@ -425,8 +425,8 @@ def _results(
             f" results never do); make sure that it was measured on {source}",
             file=sys.stderr,
         )
-    result, samples = read_results(converted)
-    original_result, original_samples = read_results(original, like=result)
+    result, samples = read_any_result(converted)
+    original_result, original_samples = read_any_result(original, like=result)
     return result, compare(
         {"result": original_result, "samples": original_samples},
         {"result": result, "samples": samples},

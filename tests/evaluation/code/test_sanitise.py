@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fcsd.data.thoughts import answer_in
-from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import Problem, read_problems
+from fcsd.evaluation.code.programs import program_in
 from fcsd.evaluation.code.sanitise import longest_block, sanitised
 from tests.evaluation.rows import humaneval_row, mbpp_row, write_repository
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from fcsd.data.thoughts import answer_in
-from fcsd.evaluation.code.generate import program_in
 from fcsd.evaluation.code.problems import Problem
+from fcsd.evaluation.code.programs import program_in
 from tests.evaluation.code.test_sanitise import DOCUMENTED, FORMS
 
 sanitizer = pytest.importorskip(

@@ -18,8 +18,8 @@ from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation.answers import first_stop
-from fcsd.evaluation.code.generate import prompts
 from fcsd.evaluation.code.problems import Problem
+from fcsd.evaluation.code.prompts import prompts
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite

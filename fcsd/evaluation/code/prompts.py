@@ -1,6 +1,5 @@
-"""Build the prompts of code tasks, and extract programs from their completions."""
+"""Build the prompts of code tasks."""
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,6 @@ from fcsd.data.thoughts import END_OF_PROMPT
 from fcsd.evaluation.answers import Question, Reader
 from fcsd.evaluation.backend import Backend
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.template import chat_text, require_chat_template
 from fcsd.model.positions import num_positions
@@ -17,39 +15,6 @@ from fcsd.training.generation import SAMPLING_SEED, Decoding, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_FENCE = re.compile(
-    r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
-)
-
-
-def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
-    """Take the program out of a completion, by the rules of the benchmark's grader
-    (`Problem.block`).
-
-    chat: the completion is an answer to a question. Otherwise it continues the head of
-    the function, as base models do; if that gives no complete function, it is read as
-    an answer, whose program follows the head.
-    """
-    if problem.block == "first":
-        return problem.prefix + str((_FENCE.findall(text) or [text])[0])
-    # As EvalPlus does (evalplus/provider/hf.py): the heads of functions are indented
-    # with spaces, which Python does not let tabs continue.
-    text = text.replace("\t", "    ")
-    if problem.entry_point is None:
-        return problem.prefix + longest_block(text, least=1)
-    # EvalPlus's sanitiser, which also drops calls and tests that follow the function.
-    answer = sanitised(text, problem.entry_point)
-    if chat or not problem.prefix:
-        return answer
-    program = sanitised(problem.prefix + text, problem.entry_point)
-    # A base model continues the head of the function. Where that gives no complete
-    # function but the text alone does, the model has written the whole program.
-    if defines(program, problem.entry_point) or not defines(
-        answer, problem.entry_point
-    ):
-        return program
-    return f"{problem.prefix}{answer}\n"
 
 
 def prompts(

@@ -19,7 +19,7 @@ from fcsd.base.files import (
     read_json,
 )
 from fcsd.evaluation.code.problems import load_problems
-from fcsd.evaluation.code.ready import programs_of
+from fcsd.evaluation.code.programs import programs_of
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import (
     CodeTaskConfig,
@@ -228,7 +228,7 @@ def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
 def _answers(
     scoring: Scoring, suite: SuiteConfig, row: LMEvalTaskConfig, lines: Lines
 ) -> Graded:
-    from fcsd.evaluation.lm_eval.ready import grade_answers
+    from fcsd.evaluation.lm_eval.grade import grade_answers
     from fcsd.evaluation.lm_eval.tasks import load_task, num_items
 
     # Neither the form of the prompts nor the tokenizer is known here: prompts are

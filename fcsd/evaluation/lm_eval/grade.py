@@ -23,7 +23,7 @@ Lines = Sequence[tuple[str, Mapping[str, Any]]]
 _Item = tuple[str, int]  # task, and number of the document
 
 
-class Ready(LM):
+class AnswersOfFile(LM):
     """Replaces a model; its answers end at the task's stop strings, as a model's do."""
 
     def __init__(
@@ -141,7 +141,11 @@ def grade_answers(
     selected = documents if partial or row.limit else None
     graded = [
         run_task(
-            Ready(pass_answers, selected, thinking=thinking), row, tasks, None, selected
+            AnswersOfFile(pass_answers, selected, thinking=thinking),
+            row,
+            tasks,
+            None,
+            selected,
         )
         for pass_answers in passes
     ]
@@ -244,6 +248,6 @@ def _hashes(row: LMEvalTaskConfig, tasks: dict[str, Any]) -> dict[str, _Item]:
     """
     return {
         sample[key]: _item(sample["doc_id"], row.task)
-        for sample in run_task(Ready({}), row, tasks, None)
+        for sample in run_task(AnswersOfFile({}), row, tasks, None)
         for key in ("doc_hash", "prompt_hash")
     }

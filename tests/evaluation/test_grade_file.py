@@ -14,10 +14,10 @@ import yaml
 from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import read_problems
-from fcsd.evaluation.code.ready import programs_of
+from fcsd.evaluation.code.programs import programs_of
 from fcsd.evaluation.config import Scoring, SuiteConfig
+from fcsd.evaluation.grade_file import score_file
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
-from fcsd.evaluation.ready import score_file
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
 from fcsd.evaluation.suites import load_suite
@@ -136,7 +136,7 @@ def test_fewer_samples_than_pass_at_k_needs_are_refused_before_any_program_runs(
         {"task_id": f"HumanEval/{i}", "completion": f"    return a + b + {i}\n"}
         for i in (0, 0, 1, 2, 2)
     ]
-    monkeypatch.setattr("fcsd.evaluation.ready.CodeScorer", None)
+    monkeypatch.setattr("fcsd.evaluation.grade_file.CodeScorer", None)
     with pytest.raises(
         UserError,
         match=r"HumanEval/1 has 1 samples, but pass@2 of task humaneval_plus needs 2 of",
