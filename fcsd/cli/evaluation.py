@@ -225,7 +225,7 @@ def _evaluate_options(parser: ArgumentParser) -> None:
         EvaluationConfig,
         "suite",
         help=(
-            "paper11, paper11_chat, pretrain9, camoe9, instruct, written, tiny, or the path of"
+            "paper11, paper11_chat, pretrain9, camoe9, instruct, own_text, tiny, or the path of"
             " your suite file (docs/evaluate.md)"
         ),
         default="paper11",
