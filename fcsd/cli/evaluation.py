@@ -49,7 +49,7 @@ def _evaluate(arguments: Namespace) -> None:
     for name in ("model", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{'MODEL' if name == 'model' else '--output'} is required")
-    from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+    from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
     from fcsd.model.load import find_model
     from fcsd.parallel.place import check_device_map, check_overlap_of
     from fcsd.report.table import result_table
@@ -65,7 +65,7 @@ def _evaluate(arguments: Namespace) -> None:
             find_model(model.model_copy(update={"path": arguments.original})),
             arguments.device_map,
         )
-    evaluation = Evaluation(
+    evaluation = PlannedEvaluation(
         name=arguments.model,
         model=EvaluatedFolder(checkpoint, arguments.device_map),
         suite=suite,

@@ -39,7 +39,7 @@ class BatchSizer:
     """The batch size of an evaluation; "auto" begins every task at 128 and halves when
     memory runs out.
 
-    lm-eval and `InMemoryBackend.continued` begin with the longest sequences, so a
+    lm-eval and `InMemoryBackend.new_tokens` begin with the longest sequences, so a
     failure comes early and costs little. Where several ranks hold whole copies, each
     may halve its own.
     """
@@ -97,7 +97,7 @@ class Backend(Protocol):
     def thoughts(self) -> Thoughts:
         """The marks of the model's thoughts."""
 
-    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+    def new_tokens(self, questions: Sequence[Question]) -> list[list[int]]:
         """Return the new tokens after each prompt, and perhaps others behind their end,
         in the order of the questions, on all ranks.
         """
@@ -255,13 +255,13 @@ class InMemoryBackend:
 
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
         """Return the answers, in the order of the questions, on all ranks."""
-        texts = self.continued(questions)
+        texts = self.new_tokens(questions)
         return [
             question.reader.tokens(text)
             for question, text in zip(questions, texts, strict=True)
         ]
 
-    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+    def new_tokens(self, questions: Sequence[Question]) -> list[list[int]]:
         """Return the new tokens after each prompt, and what follows their end in the
         batch, in the order of the questions, which have one decoding; all ranks call
         this together.
@@ -293,11 +293,11 @@ class InMemoryBackend:
 
         with preserved(self.model), torch.no_grad():
             self.model.eval()
-            texts = self.in_batches(batches, self.generated, idle, **bar)
+            texts = self.in_batches(batches, self.tokens_of_batch, idle, **bar)
         by_number = dict(zip(order, texts, strict=True))
         return [by_number[number] for number in range(len(questions))]
 
-    def generated(self, batch: Sequence[Question], size: int) -> list[list[int]]:
+    def tokens_of_batch(self, batch: Sequence[Question], size: int) -> list[list[int]]:
         """Return what `generate` gives for the prompts of a batch, `size` at a time."""
         texts: list[list[int]] = []
         for start in range(0, len(batch), size):
@@ -320,7 +320,9 @@ class InMemoryBackend:
         exchanges.
         """
         token = self.tokenizer.bos_token_id or 0
-        self.generated([Question([token], replace(reader, limit=1), 0, Decoding())], 1)
+        self.tokens_of_batch(
+            [Question([token], replace(reader, limit=1), 0, Decoding())], 1
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return precision and device, and which settings of the model were not used."""

@@ -201,13 +201,13 @@ class PreparedEvaluation:
         """Return result and samples of a model in memory, both JSON-able."""
         config, backend = self.context.config, self.context.in_memory(model, batches)
         if config.capacity_factor is None:
-            return self.ask(backend, name)
+            return self.evaluate(backend, name)
         from fcsd.model.families.capacity import dropping
 
         with dropping(
             model, config.capacity_factor, config.capacity_drop or "order"
         ) as counts:
-            result, samples = self.ask(backend, name)
+            result, samples = self.evaluate(backend, name)
         pairs = self.context.ranks.share(
             lambda: [int(number) for number in counts.take() or (0, 0)]
         )
@@ -216,7 +216,7 @@ class PreparedEvaluation:
         result["settings"]["dropped_share"] = dropped / total if total else None
         return result, samples
 
-    def ask(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
+    def evaluate(self, backend: Backend, name: str) -> tuple[dict[str, Any], Samples]:
         """Return result and samples of a model wherever it is computed, both JSON-able."""
         start = time.monotonic()
         samples = dict(self.finished)

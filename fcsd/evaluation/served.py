@@ -74,7 +74,7 @@ class ServedBackend:
             # A separate journal: these answers belong to no task.
             return [
                 logprobs
-                for logprobs, _ in self.ask(
+                for logprobs, _ in self.responses(
                     "likelihood", bodies, Journal(), quietly=True
                 )
             ]
@@ -105,7 +105,7 @@ class ServedBackend:
         """The marks of the model's thoughts."""
         return Thoughts(self.tokenizer)
 
-    def continued(self, questions: Sequence[Question]) -> list[list[int]]:
+    def new_tokens(self, questions: Sequence[Question]) -> list[list[int]]:
         """Return the new tokens after each prompt, special ones and what follows an end
         included.
         """
@@ -120,7 +120,7 @@ class ServedBackend:
             for question in questions
         ]
         texts = []
-        for answer in self.ask("generation", bodies):
+        for answer in self.responses("generation", bodies):
             if not isinstance(answer, list):
                 ended = [] if answer["at_limit"] else self.ends[:1]
                 tokens = self.tokenizer(answer["text"], add_special_tokens=False)
@@ -138,7 +138,7 @@ class ServedBackend:
             {"prompt": [*prompt, *text], "answer_tokens": len(text), "top": TOP}
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        rows = self.ask("likeliest", bodies)
+        rows = self.responses("likeliest", bodies)
         # JSON has no other keys than texts.
         return [
             [{int(token): p for token, p in place.items()} for place in row]
@@ -159,11 +159,11 @@ class ServedBackend:
             }
             for question in questions
         ]
-        answers = self.ask("generation", bodies)
+        answers = self.responses("generation", bodies)
         # A server knows no thoughts, and has stopped in some at a stop string.
         cut = [n for n, reader in enumerate(reading) if reader.is_cut(answers[n])]
         again = [{**bodies[n], "stop": reading[n].special_stop} for n in cut]
-        longer = self.ask("generation", again) if again else []
+        longer = self.responses("generation", again) if again else []
         for n, answer in zip(cut, longer, strict=True):
             answers[n] = answer
         return [
@@ -192,7 +192,7 @@ class ServedBackend:
             },
         }
 
-    def ask(
+    def responses(
         self,
         kind: str,
         bodies: Sequence[Body],

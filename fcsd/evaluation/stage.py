@@ -1,7 +1,7 @@
 """Evaluate one model on a suite, in a folder with a manifest: in memory or behind a
 server, with or without a recipe.
 
-    evaluation = Evaluation("MODEL", EvaluatedFolder(model), load_suite("tiny"), config)
+    evaluation = PlannedEvaluation("MODEL", EvaluatedFolder(model), suite, config)
     stage = run_evaluation(evaluation, folder, launch)
 
 Not covered: a model's measurements other than scores (`fcsd.pipeline.reference`).
@@ -99,7 +99,7 @@ class EvaluatedFolder:
         return ServedBackend(client, self.checkpoint, tokenizer)
 
 
-class Reference(Protocol):
+class ReferenceLike(Protocol):
     """The reference against which a recipe's models are measured, in addition to their
     scores.
     """
@@ -117,7 +117,7 @@ class Reference(Protocol):
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class PlannedEvaluation:
     """One model on one suite.
 
     name: the model's name in the result. config: batch size, limit, data root, cache,
@@ -130,7 +130,7 @@ class Evaluation:
     model: EvaluatedFolder
     suite: SuiteConfig
     config: EvaluationConfig
-    reference: Reference | None = None
+    reference: ReferenceLike | None = None
     server_check: bool = True
     original: EvaluatedFolder | None = None
     texts_of_original: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -197,7 +197,9 @@ class Evaluation:
         return fingerprints | test_set_fingerprints(self.suite, self.data_root)
 
 
-def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stage:
+def run_evaluation(
+    evaluation: PlannedEvaluation, folder: Path, launch: Launch
+) -> Stage:
     """Evaluate a model on its suite, and what its reference measures beside; the result
     is in `folder`.
 
@@ -250,7 +252,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
         if evaluation.reference is not None:
             measure = evaluation.reference.measure(tokenizer, launch)
         if backend is not None:
-            result, samples = prepared.ask(backend, evaluation.name)
+            result, samples = prepared.evaluate(backend, evaluation.name)
             if measure is not None:
                 result |= measure(model.load(launch))
         else:
@@ -263,7 +265,7 @@ def run_evaluation(evaluation: Evaluation, folder: Path, launch: Launch) -> Stag
 
 
 def _original(
-    evaluation: Evaluation, stage: Stage, launch: Launch
+    evaluation: PlannedEvaluation, stage: Stage, launch: Launch
 ) -> "Original | None":
     """Return the original of an evaluation whose tasks need one; its own samples are
     kept beside the finished tasks, as those of its own evaluation.
@@ -308,7 +310,7 @@ def _original(
 
 
 def _store(
-    evaluation: Evaluation,
+    evaluation: PlannedEvaluation,
     stage: Stage,
     inputs: Mapping[str, Any],
     backend: Served | None = None,
@@ -355,7 +357,7 @@ def _store(
     )
 
 
-def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
+def _begin(evaluation: PlannedEvaluation, stage: Stage, launch: Launch) -> str:
     """Begin the stage; a finished one whose result is damaged is taken back, and its
     whole tasks are kept.
     """
@@ -376,7 +378,7 @@ def _begin(evaluation: Evaluation, stage: Stage, launch: Launch) -> str:
     return begin_stage(stage, launch)
 
 
-def _keep_whole_tasks(evaluation: Evaluation, stage: Stage) -> None:
+def _keep_whole_tasks(evaluation: PlannedEvaluation, stage: Stage) -> None:
     store = _store(evaluation, stage, stage.inputs)
     # Other versions of the packages might give other scores.
     own_versions = read_manifest(stage.folder).get("versions")

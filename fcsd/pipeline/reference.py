@@ -19,7 +19,7 @@ from fcsd.evaluation.stage import Measure
 from fcsd.model.load import ModelFolder
 from fcsd.parallel.launch import Launch
 from fcsd.parallel.place import load_for_evaluation
-from fcsd.training.losses.heldout_kl import Original, mean_kl, read_original
+from fcsd.training.losses.heldout_kl import OriginalOutputs, mean_kl, read_original
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Reference:
 
     original: ModelFolder
     data: DataConfig
-    _known: list[tuple[Any, Original]] = field(
+    _known: list[tuple[Any, OriginalOutputs]] = field(
         default_factory=list, repr=False, compare=False
     )
 
@@ -63,7 +63,7 @@ class Reference:
 
         return kl
 
-    def read(self, rows: Any, launch: Launch) -> Original:
+    def read(self, rows: Any, launch: Launch) -> OriginalOutputs:
         """Return the original's outputs on held-out text. All ranks call this."""
         if not any(_same_rows(rows, known_rows) for known_rows, _ in self._known):
             if launch.first:

@@ -262,7 +262,7 @@ def _distill_all(run: Run) -> None:
 
 def evaluate_models(run: Run) -> None:
     """Evaluate every model of the run that exists, on the same items."""
-    from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+    from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
     from fcsd.pipeline.reference import Reference
 
     config = run.recipe.evaluation
@@ -275,7 +275,7 @@ def evaluate_models(run: Run) -> None:
     for name in run.models():
         run.begin(evaluation(name))
         model = EvaluatedFolder(run.model(name))
-        model_evaluation = Evaluation(
+        model_evaluation = PlannedEvaluation(
             name,
             model,
             suite,

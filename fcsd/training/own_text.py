@@ -52,7 +52,7 @@ _SHOWN_PROMPT = 16  # last tokens of a prompt that a sample shows
 
 
 @dataclass(frozen=True)
-class Prompt:
+class StudentPrompt:
     """The beginning of an example that the student continues, by at most `limit`
     tokens; its text also ends with one of `stops`.
     """
@@ -69,7 +69,7 @@ class _Ending:
 
     tokenizer: "PreTrainedTokenizerBase"
     ends: Sequence[int]
-    prompt: Prompt
+    prompt: StudentPrompt
     look_back: int = 1
 
     @property
@@ -99,7 +99,7 @@ def prompts_of(
     ends: frozenset[int],
     special: frozenset[int],
     max_tokens: int | None,
-) -> list[Prompt]:
+) -> list[StudentPrompt]:
     """Return the prompts of a row (`fcsd.data.batches.row_of`), in order.
 
     ends: tokens that end every text. special: those of which one may be the end of a
@@ -128,10 +128,10 @@ def prompts_of(
     # Each example has had a token with loss, so there is room for one.
     room = len(ids) - sum(len(tokens) for tokens, _, _ in found)
     limit = min(room // max(len(found), 1), max_tokens or room)
-    return [Prompt(tokens, stops, limit, seed) for tokens, stops, seed in found]
+    return [StudentPrompt(tokens, stops, limit, seed) for tokens, stops, seed in found]
 
 
-def cut(tokens: Sequence[int], prompt: Prompt) -> list[int]:
+def cut(tokens: Sequence[int], prompt: StudentPrompt) -> list[int]:
     """Return the new tokens of a prompt up to the end of its text, which is included."""
     return up_to_end(tokens[: prompt.limit], prompt.stops)
 
@@ -169,7 +169,7 @@ class OwnText:
         """
         start, objective = time.perf_counter(), self.objective
         ends = end_tokens(model.generation_config, self.tokenizer)
-        chosen: list[tuple[Batch, int, list[Prompt]]] = []
+        chosen: list[tuple[Batch, int, list[StudentPrompt]]] = []
         for batch in batches:
             columns = {name: batch[name].cpu().numpy() for name in ROW_FEATURES}
             for index in range(len(batch["input_ids"])):
@@ -212,7 +212,7 @@ class OwnText:
         return self.sample
 
     def _continued(
-        self, model: Any, prompts: Sequence[Prompt], ends: Sequence[int]
+        self, model: Any, prompts: Sequence[StudentPrompt], ends: Sequence[int]
     ) -> list[list[int]]:
         """Return the student's text for each prompt."""
         head: Any = output_head(model)
@@ -230,7 +230,7 @@ class OwnText:
                 decoding.needs_one_length(model.config),
             )
         )
-        idle = Prompt([self.tokenizer.bos_token_id or 0], frozenset(ends), 1, 0)
+        idle = StudentPrompt([self.tokenizer.bos_token_id or 0], frozenset(ends), 1, 0)
         texts: dict[int, list[int]] = {}
         with preserved(model), torch.no_grad(), gathered_once(model, self.ranks):
             model.eval()
@@ -256,7 +256,10 @@ class OwnText:
         return [texts[number] for number in range(len(prompts))]
 
     def _put(
-        self, batch: Batch, index: int, written: Sequence[tuple[Prompt, list[int]]]
+        self,
+        batch: Batch,
+        index: int,
+        written: Sequence[tuple[StudentPrompt, list[int]]],
     ) -> None:
         """Put prompts and own text in the place of a row."""
         examples = []
@@ -268,7 +271,7 @@ class OwnText:
         for name in ROW_FEATURES:
             batch[name][index] = torch.as_tensor(row[name]).to(batch[name])
 
-    def _shown(self, prompt: Prompt, text: list[int]) -> str:
+    def _shown(self, prompt: StudentPrompt, text: list[int]) -> str:
         """Show a text, and the end of its prompt."""
         before = self.tokenizer.decode(prompt.tokens[-_SHOWN_PROMPT:])
         return f"…{before} ▸ {self.tokenizer.decode(text)}"

@@ -30,7 +30,7 @@ from fcsd.planning.network.links import LinkModel, read_links
 from fcsd.planning.network.simulate import Payload
 from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.calibration.checkpoint import take_rows
-from fcsd.training.losses.heldout_kl import Original
+from fcsd.training.losses.heldout_kl import OriginalOutputs
 from fcsd_steering.config import SteeringStudy
 from fcsd_steering.evaluate import SteeredEvaluation, model_inputs
 from fcsd_steering.report import evaluation_folder, tables_folder, write_report
@@ -144,7 +144,7 @@ class _SteeredModel:
         return heldout_of(self.run.recipe.data, self.run.tokenizer, self.run.original)
 
     @functools.cached_property
-    def original(self) -> Original | None:
+    def original(self) -> OriginalOutputs | None:
         if self.name == "original":
             return None
         return self.reference.read(self.rows, self.launch)

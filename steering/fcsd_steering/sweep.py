@@ -27,7 +27,7 @@ from fcsd.planning.network.simulate import (
     exchange_times,
     time_summary,
 )
-from fcsd.training.losses.heldout_kl import Original, mean_kl, read_original
+from fcsd.training.losses.heldout_kl import OriginalOutputs, mean_kl, read_original
 from fcsd_steering.evaluate import biased_routers
 from fcsd_steering.routing.bias import BiasTables
 from fcsd_steering.routing.metrics import (
@@ -52,7 +52,7 @@ class Sweep:
     """
 
     loaded: PreTrainedModel
-    original: Original | None
+    original: OriginalOutputs | None
     rows: Sequence[Any]
     links: LinkModel
     placement: NDArray[np.integer]
@@ -62,7 +62,7 @@ class Sweep:
     launch: Launch
 
     @functools.cached_property
-    def _unbiased(self) -> tuple[Original, Routes]:
+    def _unbiased(self) -> tuple[OriginalOutputs, Routes]:
         """The original's outputs on the rows, and the routes of the model without a
         bias.
         """

@@ -17,7 +17,7 @@ from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.families import FAMILIES
@@ -407,7 +407,7 @@ def served(
         )
         evaluated = EvaluatedFolder(find_model(ModelConfig(path=str(model))))
         run_evaluation(
-            Evaluation("model", evaluated, suite, config, server_check=False),
+            PlannedEvaluation("model", evaluated, suite, config, server_check=False),
             folder,
             join_launch(),
         )
@@ -517,7 +517,7 @@ def test_settings_of_a_file_are_told_once_and_reach_neither_memory_nor_server(
     )
     model = EvaluatedFolder(find_model(ModelConfig(path=str(folder))))
     run_evaluation(
-        Evaluation("mine", model, suite, config), tmp_path / "out", join_launch()
+        PlannedEvaluation("mine", model, suite, config), tmp_path / "out", join_launch()
     )
     said = capsys.readouterr().err
     assert said.count("scores do not depend on them") == 1

@@ -46,7 +46,7 @@ def evaluated(recipe: Path, name: str, folder: Path) -> None:
         load_suite(plan.evaluation.suite),
         reference.Reference(model, plan.data),
     )
-    evaluation = stage.Evaluation(
+    evaluation = stage.PlannedEvaluation(
         name, EvaluatedFolder(model), suite, plan.evaluation, original
     )
     output = plan.folder / "evaluate" / name
@@ -228,8 +228,8 @@ def test_the_original_is_read_once_for_all_models_that_are_measured_against_it(
     tiny_tokenizer().save_pretrained(other)
     shared = reference.Reference(original, plan.data)
 
-    def evaluate(name: str, model: ModelFolder, against: stage.Reference) -> None:
-        one = stage.Evaluation(
+    def evaluate(name: str, model: ModelFolder, against: stage.ReferenceLike) -> None:
+        one = stage.PlannedEvaluation(
             name, EvaluatedFolder(model), load_suite("tiny"), plan.evaluation, against
         )
         stage.run_evaluation(one, bench.folder / name, join_launch())

@@ -30,7 +30,7 @@ from fcsd.evaluation.progress import Progress, Work
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
-    Evaluation,
+    PlannedEvaluation,
     run_evaluation,
 )
 from fcsd.evaluation.store import Journal, TaskStore
@@ -97,7 +97,7 @@ def judge(place: Path, output: Path, **changes: Any) -> Any:
     settings = {"data_root": str(place / "root"), "batch_size": 4} | changes
     suite = load_suite(place / "suite.yaml")
     run_evaluation(
-        Evaluation("model", model, suite, EvaluationConfig(**settings)),
+        PlannedEvaluation("model", model, suite, EvaluationConfig(**settings)),
         output,
         join_launch(),
     )

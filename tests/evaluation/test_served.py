@@ -20,7 +20,7 @@ from fcsd.evaluation.lm_eval import served as lm_eval_served
 from fcsd.evaluation.stage import (
     FINISHED_TASKS,
     EvaluatedFolder,
-    Evaluation,
+    PlannedEvaluation,
     run_evaluation,
 )
 from fcsd.evaluation.store import Journal
@@ -115,7 +115,7 @@ def evaluated(
         "config": config_of(place, **changes),
     }
     model = find_model(ModelConfig(path=str(place / "model")))
-    evaluation = Evaluation("model", EvaluatedFolder(model), **(options | own))
+    evaluation = PlannedEvaluation("model", EvaluatedFolder(model), **(options | own))
     run_evaluation(evaluation, output, join_launch())
     return {
         path.stem.removeprefix("samples_"): [
@@ -287,7 +287,7 @@ def test_a_server_as_long_as_the_model_cuts_a_prompt_to_leave_a_token_to_write(
     with serving(short) as address:
         server = config_of(place, server=ServerConfig(url=address))
         model_of = EvaluatedFolder(find_model(ModelConfig(path=str(folder))))
-        evaluation = Evaluation("short", model_of, only("likelihood"), server)
+        evaluation = PlannedEvaluation("short", model_of, only("likelihood"), server)
         run_evaluation(evaluation, tmp_path / "cut", join_launch())
     assert max(len(body["prompt"]) for body in short.bodies) == longest - 3
     assert (
@@ -522,7 +522,9 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         )
         config = recipe.evaluation.model_copy(update={"server": server})
         reference = Reference(original, recipe.data)
-        evaluation = Evaluation(name, model, load_suite("tiny"), config, reference)
+        evaluation = PlannedEvaluation(
+            name, model, load_suite("tiny"), config, reference
+        )
         stage = run_evaluation(evaluation, tmp_path / name, launch)
         return dict(read_json(stage.folder / "results.json"))
 

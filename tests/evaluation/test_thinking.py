@@ -13,7 +13,7 @@ import yaml
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
-from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import find_model
@@ -210,7 +210,7 @@ def by_server(
         config = EvaluationConfig(
             data_root=str(place / "data"), server=ServerConfig(url=url, concurrency=1)
         )
-        asked = Evaluation(
+        asked = PlannedEvaluation(
             "model",
             EvaluatedFolder(find_model(ModelConfig(path=str(folder / "model")))),
             suite=sums(place, **changes),
@@ -440,7 +440,7 @@ def test_a_special_token_among_the_stop_strings_ends_a_program(
         engine = Scripted(model, tokenizer)
         engine.kind, engine.token_ids = "plain", ids
         with serving(engine) as url:
-            asked = Evaluation(
+            asked = PlannedEvaluation(
                 "model",
                 EvaluatedFolder(find_model(ModelConfig(path=str(tmp_path / "model")))),
                 suite=suite,

@@ -35,7 +35,7 @@ from fcsd.training.card import card as card_module
 from fcsd.training.card.facts import Facts
 from fcsd.training.losses.head import attach_loss_head
 from fcsd.training.meters import Meters
-from fcsd.training.own_text import OwnText, Prompt, cut, prompts_of, row_digest
+from fcsd.training.own_text import OwnText, StudentPrompt, cut, prompts_of, row_digest
 from fcsd.training.run import train
 from fcsd.training.sweep import read_history
 from fcsd.training.teachers.cache import CachedTeacher
@@ -222,7 +222,7 @@ def test_a_prompt_ends_before_a_drawn_turn_or_half_way_through_a_document() -> N
 
 
 def test_own_text_ends_at_its_limit_or_behind_the_token_that_ends_it() -> None:
-    prompt = Prompt([1], frozenset({END, TURN}), 3, 0)
+    prompt = StudentPrompt([1], frozenset({END, TURN}), 3, 0)
     assert cut([5, 6, 8, TURN, 9], prompt) == [5, 6, 8]
     assert cut([5, TURN, 8, END], prompt) == [5, TURN]
     assert cut([END], prompt) == [END]

@@ -295,7 +295,9 @@ class InMemory(LanguageModel):
             self.source.idle(reading[0])
 
         bar = {"desc": "requests", "shown": not self.silent}
-        texts = self.source.in_batches(batches, self.source.generated, idle, **bar)
+        texts = self.source.in_batches(
+            batches, self.source.tokens_of_batch, idle, **bar
+        )
         by_number = dict(zip(order, texts, strict=True))
         answers = [
             reader.tokens(by_number[number]) for number, reader in enumerate(reading)

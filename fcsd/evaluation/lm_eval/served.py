@@ -87,7 +87,7 @@ class ServedModel(LanguageModel):
             return [(0.0, False)] * len(bodies)
         return [
             (sum(logprobs), all(rank == 1 for rank in ranks))
-            for logprobs, ranks in self.backend.ask("likelihood", bodies)
+            for logprobs, ranks in self.backend.responses("likelihood", bodies)
         ]
 
     def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:

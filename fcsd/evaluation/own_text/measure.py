@@ -206,7 +206,7 @@ def write(
         Question(prompt.tokens, reader, seed_of(row, first + number), decoding)
         for number, prompt in enumerate(prompts)
     ]
-    return [cut(tokens, ends) for tokens in backend.continued(questions)]
+    return [cut(tokens, ends) for tokens in backend.new_tokens(questions)]
 
 
 def seed_of(row: OwnTextTaskConfig, number: int) -> int:

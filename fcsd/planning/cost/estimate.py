@@ -34,8 +34,8 @@ from fcsd.planning.cost.memory import (
 from fcsd.planning.cost.own_text import (
     HOST_US,
     TextOfOriginal,
+    text_of_student,
     texts_of_original,
-    written,
 )
 from fcsd.planning.cost.training import (
     Training,
@@ -81,7 +81,7 @@ def estimate(
     # Three cases: all assumptions at their fast ends, as expected, and at their slow
     # ends.
     seconds, memory = step_times(job), _memory(job)
-    own_text = written(job, _free_bytes(job, memory))
+    own_text = text_of_student(job, _free_bytes(job, memory))
     own_s = [0.0, 0.0, 0.0] if own_text is None else own_text.seconds
     step_s = [case["regular_s"] + own for case, own in zip(seconds, own_s, strict=True)]
     # A pre-training has no original.

@@ -36,7 +36,7 @@ _TEXT_BYTES = 4  # of a token of English; SmolLM2's tokenizer: 4.4
 
 
 @dataclass(frozen=True)
-class Written:
+class TextOfStudent:
     """What a rank writes in a step: `texts` of `tokens` each, in `batches`, `passes`
     forward passes in all. seconds: at the fast ends of the assumptions, as expected,
     and at their slow ends.
@@ -49,7 +49,7 @@ class Written:
     seconds: list[float]
 
 
-def written(job: Job, free_bytes: int) -> Written | None:
+def text_of_student(job: Job, free_bytes: int) -> TextOfStudent | None:
     """Return what a rank writes; None where the student does not write.
 
     One text for each row, of half a row unless `own_text_tokens` is less. free_bytes:
@@ -71,7 +71,7 @@ def written(job: Job, free_bytes: int) -> Written | None:
         tokens,
         free_bytes,
     )
-    return Written(texts, tokens, batches, batches * tokens, seconds)
+    return TextOfStudent(texts, tokens, batches, batches * tokens, seconds)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TextOfOriginal:
     `passes` forward passes in all. tokens: of a text, at most.
 
     num_bytes: of the file, which exists twice while its parts are joined. seconds: as in
-    `Written`; None where the original is behind a server.
+    `TextOfStudent`; None where the original is behind a server.
     """
 
     source: str

@@ -172,7 +172,7 @@ def row_parts(row: Mapping[str, Any], num_tokens: int) -> list[dict[str, np.ndar
 
 
 @dataclass(frozen=True)
-class Original:
+class OriginalOutputs:
     """The batches of `read_rows` and the original's head: with them the original need
     not be in memory together with the model.
 
@@ -194,7 +194,7 @@ def read_original(
     ranks: Ranks = ALONE,
     in_parts: bool = False,
     around_row: AroundRow | None = None,
-) -> Original:
+) -> OriginalOutputs:
     """Run the original over this rank's share of `rows`; all ranks call this.
 
     in_parts: split rows (`row_parts`); for models in which a token's output depends on
@@ -224,7 +224,7 @@ def read_original(
             around_row=around_row,
         )
         # The head is gathered while the original is still in memory.
-        return Original(
+        return OriginalOutputs(
             batches, part_rows, whole_head(original, device).cpu(), original.config
         )
 
@@ -249,7 +249,7 @@ def kl_sum(
 
 @torch.no_grad()
 def kl_by_row(
-    original: Original,
+    original: OriginalOutputs,
     model: PreTrainedModel,
     rows: Sequence[Any],
     *,
@@ -288,7 +288,7 @@ def kl_by_row(
 
 
 def mean_kl(
-    original: Original,
+    original: OriginalOutputs,
     model: PreTrainedModel,
     rows: Sequence[Any],
     *,

@@ -24,7 +24,7 @@ from fcsd.cli.main import build_parser, main
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import making_of
 from fcsd.evaluation.datasets import dataset_location
-from fcsd.evaluation.stage import EvaluatedFolder, Evaluation, run_evaluation
+from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
 from fcsd.model.families import UNAVAILABLE
 from fcsd.model.load import find_model
@@ -351,7 +351,7 @@ def test_the_eleven_benchmarks_score_a_rehearsal(tmp_path: Path) -> None:
     small = rehearse(load_recipe(path), tmp_path / "r")
     model = find_model(small.model)
     suite, reference = load_suite(small.evaluation.suite), Reference(model, small.data)
-    evaluation = Evaluation(
+    evaluation = PlannedEvaluation(
         "original", EvaluatedFolder(model), suite, small.evaluation, reference
     )
     stage = run_evaluation(evaluation, tmp_path / "out", join_launch())
