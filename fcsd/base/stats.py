@@ -6,30 +6,34 @@ Not covered: where the scores come from, and which of them are compared
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 
-def ratio(sums: list[float], counts: list[int]) -> dict[str, float | None]:
+class Ratio(NamedTuple):
+    """A ratio estimate and its standard error; None where it is not known."""
+
+    value: float | None
+    stderr: float | None
+
+
+def ratio(sums: list[float], counts: list[int]) -> Ratio:
     """Compute the ratio estimate and its standard error (Cochran, Sampling Techniques,
     6.4): residuals s_i - r c_i over rows. The error is None unless two rows have
-    tokens.
+    tokens; the ratio, too, where none has.
     """
     num_tokens = sum(counts)
     if num_tokens == 0:
-        return {"kl": None, "stderr": None, "num_tokens": 0}
+        return Ratio(None, None)
     ratio = math.fsum(sums) / num_tokens
     n = len(sums)
     if sum(count > 0 for count in counts) < 2:
-        return {"kl": ratio, "stderr": None, "num_tokens": num_tokens}
+        return Ratio(ratio, None)
     # Rows are the independent units, not tokens: the tokens of a row depend on each
     # other.
     residuals = math.fsum(
         (total - ratio * count) ** 2 for total, count in zip(sums, counts, strict=True)
     )
-    return {
-        "kl": ratio,
-        "stderr": math.sqrt(n / (n - 1) * residuals) / num_tokens,
-        "num_tokens": num_tokens,
-    }
+    return Ratio(ratio, math.sqrt(n / (n - 1) * residuals) / num_tokens)
 
 
 ALPHA = 0.05

@@ -271,8 +271,8 @@ def _metrics_beside(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name in names:
         values = [sample["metrics"][name] for sample in samples]
         parts = [value if isinstance(value, list) else [value] for value in values]
-        estimate = ratio([float(sum(part)) for part in parts], list(map(len, parts)))
-        metrics[name] = {"value": estimate["kl"], "stderr": estimate["stderr"]}
+        mean = ratio([float(sum(part)) for part in parts], list(map(len, parts)))
+        metrics[name] = mean._asdict()
     return metrics
 
 

@@ -44,7 +44,7 @@ class Score:
     @property
     def stderr(self) -> float | None:
         """Its standard error, items being independent; None for a single item."""
-        return ratio(list(self.figures), self.counts)["stderr"]
+        return ratio(list(self.figures), self.counts).stderr
 
     def change(self, earlier_figures: Sequence[float]) -> tuple[float, float | None]:
         """Return the difference from an earlier evaluation and its standard error,
@@ -54,8 +54,8 @@ class Score:
             [b - a for a, b in zip(earlier_figures, self.figures, strict=True)],
             self.counts,
         )
-        assert difference["kl"] is not None
-        return difference["kl"], difference["stderr"]
+        assert difference.value is not None
+        return difference.value, difference.stderr
 
 
 _CURVE = (

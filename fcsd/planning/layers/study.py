@@ -512,9 +512,9 @@ def _value(value: float, stderr: float | None, num_items: int) -> Value:
 
 def _kl(items: Sequence[tuple[float, int]]) -> Value:
     """Return the KL in nats per token from the (sum, tokens) of each row."""
-    score = ratio([total for total, _ in items], [count for _, count in items])
-    value = math.nan if score["kl"] is None else score["kl"]
-    return _value(value, score["stderr"], int(score["num_tokens"] or 0))
+    counts = [count for _, count in items]
+    kl = ratio([total for total, _ in items], counts)
+    return _value(math.nan if kl.value is None else kl.value, kl.stderr, sum(counts))
 
 
 def difference(first: Measured, second: Measured, metric: str) -> Value:

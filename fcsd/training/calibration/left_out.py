@@ -115,8 +115,7 @@ class LeftOut:
             for name in (CALIBRATED, COPIED)
         }
         return {"num_tokens": sum(counts)} | {
-            name: {"kl": values["kl"], "stderr": values["stderr"]}
-            for name, values in measured.items()
+            name: {"kl": kl.value, "stderr": kl.stderr} for name, kl in measured.items()
         }
 
 

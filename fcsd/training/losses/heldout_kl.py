@@ -305,11 +305,11 @@ def mean_kl(
     rows as the independent units; `num_tokens`. `stderr` is None for a single row, `kl`
     too when no row keeps a token.
     """
-    return ratio(
-        *kl_by_row(
-            original, model, rows, progress=True, ranks=ranks, around_row=around_row
-        )
+    sums, counts = kl_by_row(
+        original, model, rows, progress=True, ranks=ranks, around_row=around_row
     )
+    kl = ratio(sums, counts)
+    return {"kl": kl.value, "stderr": kl.stderr, "num_tokens": sum(counts)}
 
 
 @contextlib.contextmanager

@@ -574,7 +574,7 @@ def test_a_paired_difference_has_the_error_of_the_differences() -> None:
     )
     kl = difference(one, two, "kl")
     assert kl["value"] == pytest.approx(1.0)  # (1 + 1 + 4) / 6
-    assert kl["stderr"] == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3])["stderr"])
+    assert kl["stderr"] == pytest.approx(ratio([1.0, 1.0, 4.0], [1, 2, 3]).stderr)
     task = difference(one, two, "t")
     assert (task["value"], task["stderr"]) == (
         0.0,
@@ -750,7 +750,7 @@ def test_a_difference_of_single_rows_has_no_standard_error(tmp_path: Path) -> No
     assert difference(one, two, "kl") == {"value": 1.0, "stderr": None, "num_items": 2}
     assert difference(one, two, "t") == {"value": 2.0, "stderr": None, "num_items": 1}
     # rows without a token say nothing
-    assert ratio([3.0, 0.0, 0.0], [2, 0, 0])["stderr"] is None
+    assert ratio([3.0, 0.0, 0.0], [2, 0, 0]).stderr is None
     hand_made([0.9, 0.1, 0.4], tmp_path)
     plan = plan_layers(tmp_path, "1") | {"difference": difference(one, two, "kl")}
     assert (
