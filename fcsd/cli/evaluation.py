@@ -210,7 +210,7 @@ def _compare(arguments: Namespace) -> None:
         only = [task.strip() for task in arguments.tasks.split(",")]
     comparisons = compare_all(evaluated, only)
     if arguments.output is not None:
-        write_comparison(evaluated, arguments.output, only)
+        write_comparison(evaluated, comparisons, arguments.output)
     print_result(
         arguments, comparisons, lambda result: comparison_text(result, evaluated)
     )

@@ -415,7 +415,7 @@ def save_result(
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any], Samples]:
-    """Read the files of `save_result`: (result, samples).
+    """Read what `write_result` wrote into a folder: (result, samples).
 
     Raises:
         UserError: no result there, a damaged file, or a version of the format that this

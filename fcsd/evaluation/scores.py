@@ -47,8 +47,7 @@ def paired(
     delta_stderr  sqrt(sum (d - delta)^2 / (n - 1) / n): paired, so what is hard for both cancels
     interval    95 % interval of the difference (`stats.interval`); None for one item with a fractional score
     gained, lost  numbers of items with d > 0 and with d < 0
-    p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed;
-                of own text Student's paired t-test
+    p_value     exact McNemar: two-sided sign test of gained against lost; 1.0 when no item changed
     retained_percent  100 * converted / original; None when the original scores 0
 
     Standard errors are None for one item.
@@ -62,6 +61,9 @@ def paired(
 def _paired(
     pairs: Sequence[tuple[float, float]], *, higher_is_better: bool = True
 ) -> dict[str, Any]:
+    """Compare as `paired`; where less is better (own text), gained are the items with a
+    lower figure, p is that of Student's paired t-test, and no share is retained.
+    """
     original_scores, converted_scores = [a for a, _ in pairs], [b for _, b in pairs]
     differences = [b - a for a, b in pairs]
     gained, lost = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -269,16 +271,13 @@ def _own_text(
     """Return both sides' figures of own text, paired by prompt."""
     items = {sample["doc_id"]: figures_of(sample) for sample in original}
     pairs = [(items[sample["doc_id"]], figures_of(sample)) for sample in converted]
-    figures = {}
     # A server gives some of the figures only.
-    for name in [name for name in pairs[0][0] if name in pairs[0][1]]:
-        differences = [b[name] - a[name] for a, b in pairs]
-        figures[name] = {
-            "original": math.fsum(a[name] for a, _ in pairs) / len(pairs),
-            "converted": math.fsum(b[name] for _, b in pairs) / len(pairs),
-            "delta": math.fsum(differences) / len(pairs),
-            "delta_stderr": standard_error(differences),
-        }
+    names = [name for name in pairs[0][0] if name in pairs[0][1]]
+    keys = ("original", "converted", "delta", "delta_stderr")
+    figures = {}
+    for name in names:
+        compared = _paired([(a[name], b[name]) for a, b in pairs])
+        figures[name] = {key: compared[key] for key in keys}
     return {"metrics": figures}
 
 

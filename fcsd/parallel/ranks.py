@@ -2,7 +2,7 @@
 them get all answers.
 
     launch = join_launch()                               # all ranks of the launch; one process: that one
-    with prepare_evaluation(tokenizer, suite, plan, ranks=launch.ranks) as evaluate:
+    with prepare_evaluation(tokenizer, suite, config, ranks=launch.ranks) as evaluate:
         result, samples = evaluate(model, "model")
 
 All ranks make these calls, with the same arguments, and get the same results; only the

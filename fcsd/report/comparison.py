@@ -260,18 +260,17 @@ def _own_text_figures(
 
 
 def write_comparison(
-    evaluated: Evaluated, folder: Path, only: Sequence[str] | None = None
+    evaluated: Evaluated, comparisons: Comparisons, folder: Path
 ) -> None:
     """Write `comparison.md`, the same as `comparison.html`, `comparison.json`
     (schema_version 1, docs/results.md), and the files of `write_details`.
 
-    Raises:
-        UserError: the results do not match; `folder` is not empty and not a comparison.
+    comparisons: from `compare_all`. Raises UserError where `folder` is not empty and
+    not a comparison.
     """
     check_folder_place(folder, "comparison.json", "comparison")
     from fcsd.report.figure import model_colours
 
-    comparisons = compare_all(evaluated, only)
     with new_folder(folder) as new:
         colours = model_colours(list(evaluated), next(iter(evaluated)))
         training = {

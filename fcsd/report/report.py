@@ -16,6 +16,7 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import is_empty, new_folder, read_json, write_json, write_text
 from fcsd.base.terminal import fit
 from fcsd.base.text import calibration_kl_text, fold, stopping_text
+from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.first import special_layers, special_text
 from fcsd.planning.layers.settings import KL
@@ -431,7 +432,8 @@ def _also_reported(stopping: EarlyStoppingConfig, models: Mapping[str, Any]) -> 
     if isinstance(stopping, HeldoutKLStoppingConfig):
         return ""
     same = (stopping.row.dataset, stopping.row.dataset_name, stopping.row.split)
-    default = {"code": "test"}  # split of a row that names none
+    # of rows that name no split
+    default = {"code": CodeTaskConfig.model_fields["split"].default}
     graded = {
         row["task"]
         for model in models.values()

@@ -18,7 +18,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -33,8 +33,8 @@ from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text.prompts import Prompt, prompt_hash
 from fcsd.evaluation.own_text.text import (
-    at_limit,
     equal_beginning,
+    facts_of,
     lengths_up_to,
     repeated_4grams,
 )
@@ -100,6 +100,13 @@ class Figures(NamedTuple):
     nats: float
 
 
+class Texts(NamedTuple):
+    """What a model has written after the prompts: a sample, and the greedy text."""
+
+    sampled: list[Written]
+    greedy: list[Written]
+
+
 def own_text(
     backend: Backend,
     row: OwnTextTaskConfig,
@@ -113,42 +120,65 @@ def own_text(
     facts: about the task, kept with the original's samples. in_memory: makes the
     backend of the original.
     """
-    sampled = write(backend, row, prompts, row.temperature)
-    greedy = sampled
-    if row.temperature:
-        greedy = write(backend, row, prompts, 0.0)
-    originals, own = None, _read(backend, prompts, sampled)
-    if original.itself and isinstance(backend, InMemoryBackend):
+    if original.itself:
+        return _of_original(original, backend, row, prompts)
+    texts = _texts(backend, row, prompts)
+    read = _read(backend, prompts, texts.sampled)
+    with original.loaded() as model, preserved(model):
+        _check_vocabularies(row, backend.config, model.config)
+        figures = read.under(model)
+        others = _known_or_new(original, in_memory(model), row, prompts, facts)
+    return _beside(_samples(backend, row, prompts, texts, figures), others)
+
+
+def _of_original(
+    original: Original,
+    backend: Backend,
+    row: OwnTextTaskConfig,
+    prompts: Sequence[Prompt],
+) -> list[Sample]:
+    """Return the samples of the original itself, which are then known."""
+    texts = _texts(backend, row, prompts)
+    read = _read(backend, prompts, texts.sampled)
+    # Behind a server, its own figures need it in memory, too.
+    if isinstance(backend, InMemoryBackend):
         there: AbstractContextManager[Any] = contextlib.nullcontext(backend.model)
     else:
         there = original.loaded()
     with there as model, preserved(model):
         _check_vocabularies(row, backend.config, model.config)
-        figures = own.under(model)
-        if not original.itself:
-            of_original = in_memory(model)
-            originals = _samples_of(original, of_original, row, prompts, facts)
-    if original.itself:
-        # The divergence of a model from itself is 0, without the rounding of a pass.
-        figures = [
-            Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
-            for text, of_text in zip(sampled, figures, strict=True)
-        ]
-    samples = [
-        _sample(backend, row, prompt, (text, greedy_text), of_text)
-        for prompt, text, greedy_text, of_text in zip(
-            prompts, sampled, greedy, figures, strict=True
-        )
+        figures = read.under(model)
+    # The divergence of a model from itself is 0, without the rounding of a pass.
+    figures = [
+        Figures([0.0] * len(text.tokens), [0.0] * len(text.tokens), of_text.nats)
+        for text, of_text in zip(texts.sampled, figures, strict=True)
     ]
-    for sample, other in zip(samples, originals or samples, strict=True):
-        tokens, others = sample["greedy_tokens"], other["greedy_tokens"]
-        sample |= {
-            "original_nats": other["nats"],
-            "greedy_equal": equal_beginning(tokens, others),
-            "greedy_longest": max(len(tokens), len(others)),
-        }
-    if original.itself:
-        original.known[_key(row, prompts)] = samples
+    samples = _samples(backend, row, prompts, texts, figures)
+    original.known[_key(row, prompts)] = _beside(samples, samples)
+    return samples
+
+
+def _known_or_new(
+    original: Original,
+    backend: InMemoryBackend,
+    row: OwnTextTaskConfig,
+    prompts: Sequence[Prompt],
+    facts: Mapping[str, Any],
+) -> list[Sample]:
+    """Return the original's own samples: those that are known or kept, or else new
+    ones. backend: of the original.
+    """
+    key = _key(row, prompts)
+    if key in original.known:
+        return original.known[key]
+    store, ranks = original.store, backend.ranks
+    kept = ranks.from_first(lambda: store.get(row) if store is not None else None)
+    if kept is not None:
+        return original.known.setdefault(key, kept[0])
+    with backend.asking():
+        samples = _of_original(original, backend, row, prompts)
+    if store is not None and ranks.first:
+        store.put(row, samples, {**facts, **facts_of(samples, served=False)})
     return samples
 
 
@@ -156,28 +186,38 @@ def _key(row: OwnTextTaskConfig, prompts: Sequence[Prompt]) -> str:
     return text_hash(f"{row.model_dump_json()} {[prompt_hash(p) for p in prompts]}")
 
 
-def _samples_of(
-    original: Original,
-    of_original: InMemoryBackend,
+def _texts(
+    backend: Backend, row: OwnTextTaskConfig, prompts: Sequence[Prompt]
+) -> Texts:
+    sampled = write(backend, row, prompts, row.temperature)
+    greedy = write(backend, row, prompts, 0.0) if row.temperature else sampled
+    return Texts(sampled, greedy)
+
+
+def _samples(
+    backend: Backend,
     row: OwnTextTaskConfig,
     prompts: Sequence[Prompt],
-    facts: Mapping[str, Any],
+    texts: Texts,
+    figures: Sequence[Figures],
 ) -> list[Sample]:
-    """Return the original's own samples: those that are known, or else new ones."""
-    key = _key(row, prompts)
-    if key in original.known:
-        return original.known[key]
-    store, ranks = original.store, of_original.ranks
-    kept = ranks.from_first(lambda: store.get(row) if store is not None else None)
-    if kept is not None:
-        return original.known.setdefault(key, kept[0])
-    with of_original.asking():
-        itself = replace(original, itself=True)
-        samples = own_text(
-            of_original, row, prompts, itself, facts, lambda model: of_original
+    return [
+        _sample(backend, row, prompt, (sampled, greedy), of_text)
+        for prompt, sampled, greedy, of_text in zip(
+            prompts, *texts, figures, strict=True
         )
-    if store is not None and ranks.first:
-        store.put(row, samples, {**facts, **at_limit(samples)})
+    ]
+
+
+def _beside(samples: list[Sample], others: Sequence[Sample]) -> list[Sample]:
+    """Add to each sample how it compares with the original's own of the same prompt."""
+    for sample, other in zip(samples, others, strict=True):
+        tokens, other_tokens = sample["greedy_tokens"], other["greedy_tokens"]
+        sample |= {
+            "original_nats": other["nats"],
+            "greedy_equal": equal_beginning(tokens, other_tokens),
+            "greedy_longest": max(len(tokens), len(other_tokens)),
+        }
     return samples
 
 

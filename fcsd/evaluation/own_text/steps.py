@@ -9,7 +9,7 @@ from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig, SuiteConfig
 from fcsd.evaluation.context import Answered, Context
 from fcsd.evaluation.own_text.prompts import Prompt, load_prompts
-from fcsd.evaluation.own_text.text import at_limit
+from fcsd.evaluation.own_text.text import facts_of
 from fcsd.evaluation.progress import Work
 
 
@@ -31,8 +31,14 @@ def work(
     limit: int | None,
     context: Context,
 ) -> Work:
-    """Count the tokens that the texts may have."""
-    return Work(len(items), "tokens", 2 * len(items) * row.max_new_tokens)
+    """Count the tokens that the texts may have: a sample and a greedy text of each
+    prompt, and as many of an original whose texts are not known.
+    """
+    num_texts = (2 if row.temperature else 1) * len(items)
+    original = context.original
+    if original is not None and not (original.itself or original.known):
+        num_texts *= 2
+    return Work(len(items), "tokens", num_texts * row.max_new_tokens)
 
 
 def check_server(
@@ -68,8 +74,7 @@ def run(
 
     assert context.original is not None
     samples = own_text(backend, row, items, context.original, facts, context.in_memory)
-    served = not isinstance(backend, InMemoryBackend)
-    return samples, {**at_limit(samples), "lower_bound": served}
+    return samples, facts_of(samples, served=not isinstance(backend, InMemoryBackend))
 
 
 def texts(

@@ -55,6 +55,11 @@ def figures_of(sample: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def at_limit(samples: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Return the fact of a result that counts the texts that the token limit ended."""
-    return {"answers_at_limit": sum(not sample["ended"] for sample in samples)}
+def facts_of(samples: Sequence[Mapping[str, Any]], *, served: bool) -> dict[str, Any]:
+    """Return the facts of a result about its texts: how many the token limit ended, and
+    whether their divergence is a lower bound, as behind a server.
+    """
+    return {
+        "answers_at_limit": sum(not sample["ended"] for sample in samples),
+        "lower_bound": served,
+    }
