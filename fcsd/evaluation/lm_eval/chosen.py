@@ -18,13 +18,12 @@ from typing import Any
 from fcsd.base.errors import UserError, refuse
 from fcsd.base.strict import did_you_mean, validate
 from fcsd.evaluation.config import SuiteConfig
+from fcsd.evaluation.lm_eval.metrics import FILTERS, METRICS, preferred
 from fcsd.evaluation.lm_eval.tasks import tasks_folder
 from fcsd.model.preserve import quiet
 
 _FEW = 40  # an error lists the tasks up to this number
 
-_METRICS = ("acc_norm", "acc", "exact_match", "prompt_level_strict_acc")
-_FILTERS = ("flexible-extract", "none")
 # Of tasks that list no metrics, lm-eval's own (`DEFAULT_METRIC_REGISTRY`) that are means.
 _DEFAULTS = {
     "multiple_choice": ("acc", "acc_norm"),
@@ -229,12 +228,9 @@ def _settings(name: str, leaf: str, config: Mapping[str, Any]) -> dict[str, Any]
     filters = [candidate["name"] for candidate in config.get("filter_list") or []] or [
         "none"
     ]
-    rule = next(
-        (candidate for candidate in _FILTERS if candidate in filters), filters[0]
-    )
     return {
         "kind": "generation" if output == "generate_until" else "likelihood",
-        "metric": f"{_metric(name, config, output)},{rule}",
+        "metric": f"{_metric(name, config, output)},{preferred(filters, FILTERS)}",
         "num_fewshot": int(config.get("num_fewshot") or 0),
         "dataset": config["dataset_path"],
     }
@@ -248,7 +244,7 @@ def _metric(name: str, config: Mapping[str, Any], output: str) -> str:
 
     listed = config.get("metric_list")
     if not listed:
-        return next(kind for kind in _METRICS if kind in _DEFAULTS[output])
+        return preferred(_DEFAULTS[output], METRICS)
     metrics: dict[str, str] = {}
     for candidate in listed:
         # A metric that is a function stands in the index with its file.
@@ -267,7 +263,7 @@ def _metric(name: str, config: Mapping[str, Any], output: str) -> str:
             f"task {name}: none of its metrics ({', '.join(metrics)}) is a mean over"
             " items, by which fcsd compares models"
         )
-    return next((kind for kind in _METRICS if kind in means), means[0])
+    return preferred(means, METRICS)
 
 
 def _include(folder: str, root: Path | None) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.evaluation.lines import json_lines
-from fcsd.evaluation.lm_eval.write import lm_eval_key
+from fcsd.evaluation.lm_eval.metrics import lm_eval_key, preferred_key
 from fcsd.evaluation.results import (
     Samples,
     generation_settings,
@@ -25,15 +25,6 @@ Result = dict[str, Any]
 # Sections that a results file may lack.
 _SECTIONS = ("group_subtasks", "configs", "n-samples", "n-shot", "higher_is_better")
 _DAMAGED = (LookupError, TypeError, ValueError, AttributeError)
-_PREFERRED = (
-    "acc_norm,none",
-    "acc,none",
-    "exact_match,flexible-extract",
-    "exact_match,strict-match",
-)
-"""The metrics that stand for a task with several, in this order, where nothing else
-chooses one.
-"""
 
 
 def read_lm_eval(
@@ -265,7 +256,7 @@ def _metric(
             f"{file}: task {task} has no metric that is a mean over items, so it cannot"
             " be compared"
         )
-    return next((key for key in _PREFERRED if key in means), means[0])
+    return preferred_key(means)
 
 
 def _is_mean(

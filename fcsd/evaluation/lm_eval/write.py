@@ -15,6 +15,7 @@ from typing import Any
 from fcsd.base.files import inside, write_json, write_text
 from fcsd.base.stats import pooled_standard_error, standard_error
 from fcsd.evaluation.kinds import task_kind
+from fcsd.evaluation.lm_eval.metrics import lm_eval_key
 from fcsd.evaluation.results import text_hash
 from fcsd.evaluation.scores import by_member
 
@@ -204,14 +205,6 @@ def _generation_kwargs(row: Mapping[str, Any]) -> dict[str, Any]:
         "top_p": row.get("top_p"),
     }
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def lm_eval_key(metric: str) -> tuple[str, str]:
-    """Split metric and filter: ("acc", "none") of `acc,none`; code tasks have no
-    filter.
-    """
-    name, _, rule = metric.partition(",")
-    return name, rule or "none"
 
 
 def _lm_eval_sample(
