@@ -6,7 +6,7 @@ A line is a JSON object; `task` names its task where --tasks does not
 are scored by likelihood.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +40,10 @@ from fcsd.evaluation.results import (
 )
 from fcsd.evaluation.suites import load_suite
 
+_NOT_IN_A_FILE = {
+    "likelihood": "scored by likelihood",
+    "own_text": "measured on what the model itself writes",
+}
 _SUITE = "score "  # begins the name of the suite in a result
 Lines = Sequence[tuple[str, Mapping[str, Any]]]
 
@@ -72,11 +76,7 @@ def score_file(scoring: Scoring) -> dict[str, Any]:
     graded: dict[str, Graded] = {}
     tasks: dict[str, dict[str, Any]] = {}
     for row, lines in rows:
-        if row.kind == "code":
-            graded[row.task] = _code(scoring, row, lines)
-        elif row.kind != "own_text":  # which `_rows` has refused
-            graded[row.task] = _answers(scoring, suite, row, lines)
-        of_task = graded[row.task]
+        of_task = graded[row.task] = _GRADED[row.kind](scoring, suite, row, lines)
         tasks[row.task] = task_result(
             row, of_task.samples, of_task.num_items, scoring.data_root
         )
@@ -130,12 +130,10 @@ def _rows(scoring: Scoring) -> tuple[list[tuple[TaskConfig, Lines]], SuiteConfig
         by_task.setdefault(name, []).append((where, line))
     chosen = chosen_suite(list(by_task), suite, scoring.include_path)
     for row in chosen.tasks:
-        if row.kind in ("likelihood", "own_text"):
-            measured = "scored by likelihood"
-            if row.kind == "own_text":
-                measured = "measured on what the model itself writes"
+        if row.kind in _NOT_IN_A_FILE:
             raise UserError(
-                f"task {row.task}: is {measured}, which a file of answers does not hold"
+                f"task {row.task}: is {_NOT_IN_A_FILE[row.kind]}, which a file of"
+                " answers does not hold"
             )
     rows: list[tuple[TaskConfig, Lines]] = []
     for row in chosen.tasks:
@@ -185,7 +183,9 @@ def _refuse_foreign(output: Path) -> None:
         )
 
 
-def _code(scoring: Scoring, row: CodeTaskConfig, lines: Lines) -> Graded:
+def _code(
+    scoring: Scoring, suite: SuiteConfig, row: CodeTaskConfig, lines: Lines
+) -> Graded:
     problems = load_problems(row, scoring.data_root)
     thinking = scoring.thinking or bool(row.thinking)
     programs = programs_of(lines, problems, thinking=thinking, chat=row.chat_template)
@@ -242,3 +242,10 @@ def _answers(
         scoring.samples, plain, tasks, lines, partial=scoring.partial, thinking=thinking
     )
     return Graded(graded, num_items(tasks, row.limit), num_items(tasks, None))
+
+
+_GRADED: dict[str, Callable[[Scoring, SuiteConfig, Any, Lines], Graded]] = {
+    "generation": _answers,
+    "code": _code,
+}
+"""Kind of a task -> how its lines are graded."""

@@ -5,10 +5,12 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.base.files import write_json
+from fcsd.evaluation import grade_file
 from fcsd.evaluation.config import TaskConfig
 from fcsd.evaluation.kinds import GROUPS, KINDS
 from fcsd.evaluation.results import NUMBERS, read_result
 from fcsd.evaluation.steps import STEPS
+from fcsd.pipeline.tiny import rehearse
 from tests.evaluation.test_scores import result
 
 
@@ -16,6 +18,8 @@ def test_every_kind_of_row_is_in_the_tables_of_kinds() -> None:
     rows = get_args(get_args(TaskConfig)[0])
     kinds = [get_args(row.model_fields["kind"].annotation)[0] for row in rows]
     assert sorted(kinds) == sorted(KINDS) == sorted(STEPS) == sorted(NUMBERS)
+    in_files = {**grade_file._GRADED, **grade_file._NOT_IN_A_FILE}
+    assert sorted(kinds) == sorted(in_files) == sorted(rehearse._ROW_MAKERS)
     assert {kind.group for kind in KINDS.values()} == set(GROUPS)
 
 

@@ -14,7 +14,7 @@ columns are in no suite are linked from the recipe's own data root.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,14 @@ from fcsd.data.config import (
     TrainingDataConfig,
 )
 from fcsd.data.local import FILE_FORMATS, local_place, making_of
-from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, TaskConfig
+from fcsd.evaluation.config import (
+    CodeTaskConfig,
+    LMEvalTaskConfig,
+    OwnTextTaskConfig,
+    SuiteConfig,
+    TaskConfig,
+)
+from fcsd.evaluation.kinds import KINDS
 from fcsd.evaluation.lm_eval.columns import columns_of
 from fcsd.evaluation.lm_eval.tasks import named_splits
 from fcsd.evaluation.suites import load_suite, suite_names
@@ -345,15 +352,8 @@ def _write_data(
         target = inside(rehearsal / "hub", path)
         files = {} if _is_file(path) else repositories.setdefault(target, {})
         for row, suite in benchmarks:
-            if row.kind == "own_text":
-                columns = row.columns or {"messages": "messages"}
-                if row.columns is None and not row.chat_template:
-                    columns = {"text": "text"}
-                make: Any = partial(training_row, path, columns)
-            elif row.kind == "code":
-                make = CODE[path]
-            else:
-                make = partial(benchmark_row, columns_of(row.task, suite))
+            make = _ROW_MAKERS[row.kind](row, suite)
+            assert make is not None
             rows = [
                 make(index) for index in range(max(_NUM_ITEMS, row.num_fewshot + 1))
             ]
@@ -414,12 +414,7 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
     unknown = set[str]()
     for suite in map(load_suite, dict.fromkeys([*names, *suite_names()])):
         for row in suite.tasks:
-            known: Any = columns_of(row.task, suite)
-            if row.kind == "code":
-                known = row.dataset in CODE
-            if row.kind == "own_text":
-                known = not _leads_out(row.dataset)
-            if known:
+            if _ROW_MAKERS[row.kind](row, suite) is not None:
                 by_dataset.setdefault(row.dataset, {}).setdefault(
                     row.task, (row, suite)
                 )
@@ -430,8 +425,40 @@ def _benchmarks(names: Iterable[str]) -> dict[str, list[Benchmark]]:
     return {
         path: rows
         for path, rows in found.items()
-        if path not in unknown or any(row.kind != "own_text" for row, _ in rows)
+        if path not in unknown or not all(KINDS[row.kind].distance for row, _ in rows)
     }
+
+
+MakeRow = Callable[[int], dict[str, Any]]
+
+
+def _lm_eval_rows(row: LMEvalTaskConfig, suite: SuiteConfig) -> MakeRow | None:
+    columns = columns_of(row.task, suite)
+    return partial(benchmark_row, columns) if columns else None
+
+
+def _code_rows(row: CodeTaskConfig, suite: SuiteConfig) -> MakeRow | None:
+    return CODE.get(row.dataset)
+
+
+def _own_text_rows(row: OwnTextTaskConfig, suite: SuiteConfig) -> MakeRow | None:
+    if _leads_out(row.dataset):
+        return None
+    columns: dict[Any, str] = row.columns or {"messages": "messages"}
+    if row.columns is None and not row.chat_template:
+        columns = {"text": "text"}
+    return partial(training_row, row.dataset, columns)
+
+
+_ROW_MAKERS: dict[str, Callable[[Any, SuiteConfig], MakeRow | None]] = {
+    "likelihood": _lm_eval_rows,
+    "generation": _lm_eval_rows,
+    "code": _code_rows,
+    "own_text": _own_text_rows,
+}
+"""Kind of a task -> the function that invents a row of its data set by number; None
+where its rows cannot be invented.
+"""
 
 
 def _leads_out(path: str) -> bool:
