@@ -1,52 +1,18 @@
-"""Take programs out of completions, and out of the lines of a file.
+"""Read the programs in the lines of a file.
 
 A line is in EvalPlus's form (`solution`, a whole program, or `completion`, what follows
 the prompt), or one that `fcsd evaluate` wrote into samples_<task>.jsonl, from which the
 program is taken as there. Not covered: EvalPlus's folder of .py files.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fcsd.base.errors import UserError
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.sanitise import defines, longest_block, sanitised
+from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.lines import texts_of
-
-_FENCE = re.compile(
-    r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
-)
-
-
-def program_in(problem: Problem, text: str, *, chat: bool = False) -> str:
-    """Take the program out of a completion, by the rules of the benchmark's grader
-    (`Problem.block`).
-
-    chat: the completion is an answer to a question. Otherwise it continues the head of
-    the function, as base models do; if that gives no complete function, it is read as
-    an answer, whose program follows the head.
-    """
-    if problem.block == "first":
-        return problem.prefix + str((_FENCE.findall(text) or [text])[0])
-    # As EvalPlus does (evalplus/provider/hf.py): the heads of functions are indented
-    # with spaces, which Python does not let tabs continue.
-    text = text.replace("\t", "    ")
-    if problem.entry_point is None:
-        return problem.prefix + longest_block(text, least=1)
-    # EvalPlus's sanitiser, which also drops calls and tests that follow the function.
-    answer = sanitised(text, problem.entry_point)
-    if chat or not problem.prefix:
-        return answer
-    program = sanitised(problem.prefix + text, problem.entry_point)
-    # A base model continues the head of the function. Where that gives no complete
-    # function but the text alone does, the model has written the whole program.
-    if defines(program, problem.entry_point) or not defines(
-        answer, problem.entry_point
-    ):
-        return program
-    return f"{problem.prefix}{answer}\n"
 
 
 def programs_of(

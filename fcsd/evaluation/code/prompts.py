@@ -1,4 +1,4 @@
-"""Build the prompts of code tasks."""
+"""Build the prompts of code tasks, and the questions that put them to a model."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -21,15 +21,52 @@ never end a statement), where the best block so far counts.
 
 import ast
 import codeop
+import re
 import warnings
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.code.problems import Problem
 
 Definition = (
     ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.Assign | ast.AnnAssign
 )
 _UNFINISHED = ast.PyCF_ONLY_AST | codeop.PyCF_ALLOW_INCOMPLETE_INPUT  # type: ignore[attr-defined]
 _MOST_LINES = 100_000  # parsed for one text, which takes some seconds
+_FENCE = re.compile(
+    r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE
+)
+
+
+def program_in(problem: "Problem", text: str, *, chat: bool = False) -> str:
+    """Take the program out of a completion, by the rules of the benchmark's grader
+    (`Problem.block`).
+
+    chat: the completion is an answer to a question. Otherwise it continues the head of
+    the function, as base models do; if that gives no complete function, it is read as
+    an answer, whose program follows the head.
+    """
+    if problem.block == "first":
+        return problem.prefix + str((_FENCE.findall(text) or [text])[0])
+    # As EvalPlus does (evalplus/provider/hf.py): the heads of functions are indented
+    # with spaces, which Python does not let tabs continue.
+    text = text.replace("\t", "    ")
+    if problem.entry_point is None:
+        return problem.prefix + longest_block(text, least=1)
+    # EvalPlus's sanitiser, which also drops calls and tests that follow the function.
+    answer = sanitised(text, problem.entry_point)
+    if chat or not problem.prefix:
+        return answer
+    program = sanitised(problem.prefix + text, problem.entry_point)
+    # A base model continues the head of the function. Where that gives no complete
+    # function but the text alone does, the model has written the whole program.
+    if defines(program, problem.entry_point) or not defines(
+        answer, problem.entry_point
+    ):
+        return program
+    return f"{problem.prefix}{answer}\n"
 
 
 def sanitised(text: str, entry_point: str) -> str:

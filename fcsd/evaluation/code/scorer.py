@@ -21,8 +21,8 @@ from fcsd.base.errors import ScorerError, UserError
 from fcsd.base.memory import available_memory
 from fcsd.base.text import progress_bar
 from fcsd.evaluation.code.problems import PROBE, Problem
-from fcsd.evaluation.code.programs import program_in
 from fcsd.evaluation.code.sandbox.client import SandboxServer
+from fcsd.evaluation.code.sanitise import program_in
 
 OutcomeClass = Literal["passed", "wrong", "error", "timeout", "memory"]
 OUTCOME_CLASSES: tuple[OutcomeClass, ...] = (

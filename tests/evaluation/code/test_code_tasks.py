@@ -12,8 +12,8 @@ from fcsd.base.errors import ScorerError, UserError
 from fcsd.evaluation.backend import InMemoryBackend
 from fcsd.evaluation.code import scorer as scorer_module
 from fcsd.evaluation.code.problems import Problem, load_problems, read_problems
-from fcsd.evaluation.code.programs import program_in
 from fcsd.evaluation.code.prompts import prompts, questions_of
+from fcsd.evaluation.code.sanitise import program_in
 from fcsd.evaluation.code.scorer import CodeScorer
 from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.parallel.ranks import ALONE

@@ -10,8 +10,7 @@ import pytest
 
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem, read_problems
-from fcsd.evaluation.code.programs import program_in
-from fcsd.evaluation.code.sanitise import longest_block, sanitised
+from fcsd.evaluation.code.sanitise import longest_block, program_in, sanitised
 from tests.evaluation.rows import humaneval_row, mbpp_row, write_repository
 
 MEAN = """\

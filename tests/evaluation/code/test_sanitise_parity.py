@@ -13,7 +13,7 @@ import pytest
 
 from fcsd.data.thoughts import answer_in
 from fcsd.evaluation.code.problems import Problem
-from fcsd.evaluation.code.programs import program_in
+from fcsd.evaluation.code.sanitise import program_in
 from tests.evaluation.code.test_sanitise import DOCUMENTED, FORMS
 
 sanitizer = pytest.importorskip(
