@@ -237,15 +237,15 @@ def compare(
             {task: row for task, row in tasks.items() if row["headline"]}, scores
         ),
         "kinds": {
-            kind: _mean(
-                {task: row for task, row in of_kind.items() if row["headline"]}, scores
+            group: _mean(
+                {task: row for task, row in of_group.items() if row["headline"]}, scores
             )
-            for kind, of_kind in by_kind(tasks).items()
+            for group, of_group in by_group(tasks).items()
         },
     }
 
 
-def by_kind(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def by_group(tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Sort tasks by what their scores have seen: "likelihood" of given answers, or
     "generation", what the model writes (answers, programs, own text).
     """

@@ -5,7 +5,7 @@ from typing import Any
 
 from fcsd.base.stats import ALPHA
 from fcsd.evaluation.kinds import GROUPS
-from fcsd.evaluation.scores import by_kind
+from fcsd.evaluation.scores import by_group
 from fcsd.report.units import NATS, PER_CENT, is_distance, unit_of
 
 LEGEND = (
@@ -44,13 +44,13 @@ _UNSEEN = "Choice tasks alone have not seen the model write"
 
 def scored_by(tasks: Mapping[str, Any]) -> str:
     """Say which tasks are scored by likelihood and which by what the model writes."""
-    kinds = by_kind(tasks)
+    groups = by_group(tasks)
     words = [
-        f"{text.removeprefix('by ')}: {', '.join(kinds[kind])}"
-        for kind, text in GROUPS.items()
-        if kind in kinds
+        f"{text.removeprefix('by ')}: {', '.join(groups[group])}"
+        for group, text in GROUPS.items()
+        if group in groups
     ]
-    unseen = "" if "generation" in kinds else f" {_UNSEEN}."
+    unseen = "" if "generation" in groups else f" {_UNSEEN}."
     return f"Scored by {'; by '.join(words)}.{unseen}"
 
 
@@ -58,7 +58,7 @@ def outcome(name: str, comparison: Mapping[str, Any]) -> str:
     """Say in a plain sentence how a model compares with the original."""
     tasks, mean = scored(comparison), comparison["mean"]
     look = "In a quick look: " if comparison["limit"] else ""
-    unseen = "" if "generation" in by_kind(comparison["tasks"]) else f" {_UNSEEN}."
+    unseen = "" if "generation" in by_group(comparison["tasks"]) else f" {_UNSEEN}."
     floors = [task for task, row in tasks.items() if row["verdict"] == "at the floor"]
     if tasks and len(floors) == len(tasks):
         return (
@@ -98,13 +98,13 @@ def verdict_lines(name: str, comparison: Mapping[str, Any]) -> list[str]:
     """Write a line of a few sentences on one model for each kind of tasks: those scored
     by likelihood, and those scored by what it writes.
     """
-    kinds = by_kind(comparison["tasks"])
+    groups = by_group(comparison["tasks"])
     lines = [
-        f"**{name}**, {words}: {_sentences(kinds[kind], comparison['kinds'][kind])}"
-        for kind, words in GROUPS.items()
-        if kind in kinds
+        f"**{name}**, {words}: {_sentences(groups[group], comparison['kinds'][group])}"
+        for group, words in GROUPS.items()
+        if group in groups
     ]
-    if "generation" not in kinds:
+    if "generation" not in groups:
         lines.append(
             f"**{name}**, {GROUPS['generation']}: not measured. {_UNSEEN}"
             " (docs/evaluate.md)."
