@@ -221,7 +221,7 @@ class PreparedEvaluation:
         start = time.monotonic()
         samples = dict(self.finished)
         facts = {task: dict(task_facts) for task, task_facts in self.facts.items()}
-        steps = Progress(
+        progress = Progress(
             {row.task: self._work(row) for row in self.missing}, len(self.finished)
         )
         context = self.context
@@ -230,7 +230,7 @@ class PreparedEvaluation:
         with backend.asking():
             for row in self.missing:
                 if context.progress and context.ranks.first:
-                    steps.start(row.task)
+                    progress.start(row.task)
                 backend.begin(
                     self.store.journal(row) if self.store is not None else Journal()
                 )
