@@ -253,7 +253,8 @@ class Shard:
 
     @functools.cached_property
     def _file(self) -> Any:
-        check_regular(self.path, "remove it")
+        if not self.path.is_file():
+            check_regular(self.path, "remove it")
         try:
             return safe_open(self.path, "numpy")
         except (OSError, SafetensorError) as error:

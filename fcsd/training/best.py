@@ -30,7 +30,7 @@ from fcsd.training.checkpoints import (
     set_aside,
 )
 from fcsd.training.early_stopping import Score
-from fcsd.training.guarded import GuardedSteps
+from fcsd.training.safety import GuardedSteps
 
 # folders in `best/` that a training has made: complete, damaged or half-written weights
 _OURS = re.compile(r"(\.|damaged-)*step-\d+.*")

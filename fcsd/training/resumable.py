@@ -26,11 +26,10 @@ from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, Training
 from fcsd.training.checkpoints import BALANCE_FILE, GUARD_FILE, STOPPER_FILE
 from fcsd.training.config import UpdateConfig
 from fcsd.training.early_stopping import EarlyStopper
-from fcsd.training.guarded import GuardedSteps
 from fcsd.training.optimizer import take_rate_of_schedule
 from fcsd.training.record import RECORD_FILE, TrainingRecord
 from fcsd.training.row_order import EpochRows
-from fcsd.training.safety import Guard
+from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.step_loss import StepLoss
 
 TRAINER_STATE = "trainer_state.json"

@@ -15,10 +15,20 @@ Not covered: losses that are finite and far above the usual one.
 
 import json
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from fcsd.base.errors import UserError
+from fcsd.base.files import write_text
+from fcsd.parallel.shard import own_part
 from fcsd.training.config import SafetyConfig
+from fcsd.training.signals import Signals
 
 Verdict = Literal["go", "skip", "stop"]
 
@@ -109,6 +119,152 @@ class Guard:
         self.skipped_steps = state["skipped_steps"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         self.events = [dict(event) for event in state["events"]]
+
+
+class GuardedSteps:
+    """Let a `Guard` decide on every step, from figures that all ranks share.
+
+    signals: those that end the training. received: the number of the signal that came
+    on whichever rank; 0 when there was none. interrupted_by: of the one that ended the
+    training before its last step. events_folder: where `events.jsonl` is written.
+    """
+
+    def __init__(self, guard: Guard, accelerator: Any, events_folder: Path):
+        self.guard, self.accelerator = guard, accelerator
+        self.events_folder = events_folder
+        self.signals = Signals()
+        self.received = self.interrupted_by = 0
+        self.is_written = True  # no rank is still writing its part of a checkpoint
+        self._logged_step = 0
+        self._skipped_since_log = 0
+        # this rank's share of the loss of the present step
+        self._step_loss: Tensor | None = None
+        self._written: list[dict[str, Any]] = []  # the events of events.jsonl
+
+    # ---- one step
+
+    def watched(self, loss: Tensor) -> Tensor:
+        """Add up a micro-batch's loss before its backward pass, and make sure that a
+        loss that is not finite has such a gradient.
+
+        A loss that is not finite may have a finite gradient. It is multiplied by NaN
+        here, which spreads wherever gradients of ranks and micro-batches are added up,
+        so that the norm of the gradient alone decides under every engine.
+        """
+        detached = loss.detach()
+        self._step_loss = detached.float() + (
+            0.0 if self._step_loss is None else self._step_loss
+        )
+        return loss * torch.where(torch.isfinite(detached), 1.0, math.nan)
+
+    def decide(
+        self, step: int, norm: float, model: nn.Module, *, is_writing: bool
+    ) -> Verdict:
+        """Decide on a step once its gradient is complete, before the optimiser uses it;
+        all ranks call this. is_writing: a thread of this rank writes a checkpoint.
+        """
+        assert self._step_loss is not None
+        # Everything that the ranks have to agree on goes through one gather a step:
+        # loss, norm, signal, and whether a thread is still writing a checkpoint.
+        step_figures = self._step_loss.new_tensor(
+            [norm, self.signals.received, is_writing]
+        )
+        figures = torch.stack([self._step_loss, *step_figures])[None]
+        if self.accelerator.num_processes > 1:
+            figures = self.accelerator.gather(figures)
+        losses, norms, received, writing = zip(*figures.tolist(), strict=True)
+        self._step_loss = None
+        self.received, self.is_written = int(max(received)), not any(writing)
+        # The norm is over all ranks, so all have the same number. Should they differ, a
+        # single one that is not finite makes the mean so.
+        verdict = self.guard.decide(
+            step,
+            list(losses),
+            math.fsum(norms) / len(norms),
+            lambda: self._are_finite(model),
+        )
+        if verdict == "skip":
+            self.say(self.guard.line())
+        if self.guard.events != self._written:
+            self._write_events()
+        self._skipped_since_log += verdict == "skip"
+        return verdict
+
+    def _of_all_ranks(self, value: float) -> list[float]:
+        """Gather a value of each rank, in rank order."""
+        values = torch.tensor([value], device=self.accelerator.device)
+        gathered: list[float] = self.accelerator.gather(values).tolist()
+        return gathered
+
+    def _are_finite(self, model: nn.Module) -> bool:
+        """Tell whether all weights are finite; each rank looks at its own shards."""
+        # No early exit: every rank does the same work and then takes part in the
+        # gather.
+        finite = True
+        for weight in model.parameters():
+            finite = finite and bool(torch.isfinite(own_part(weight).detach()).all())
+        return all(value == 1 for value in self._of_all_ranks(float(finite)))
+
+    def stopped(self, step: int, last_checkpoint: Path | None) -> UserError:
+        """Return the error that ends a training before a step."""
+        event = self.guard.events[-1]
+        if self.guard.weights_are_finite:
+            reason = f"{not_finite(event)} for {event['steps']} steps in a row"
+        else:
+            reason = f"{not_finite(event)}, nor are the weights"
+        return UserError(
+            f"training stopped before step {step}: {reason}; the last checkpoint is"
+            f" {last_checkpoint or 'none'}; lower train.learning_rate or check the data"
+        )
+
+    # ---- between steps
+
+    @property
+    def ending(self) -> bool:
+        """True when a signal has made this step the last one; the same on all ranks."""
+        return bool(self.received)
+
+    def listen(self) -> None:
+        """Agree on a signal that arrived after the step on any rank; all ranks call
+        this.
+
+        A score may take hours, and `decide` has gathered the signals before it.
+        """
+        self.received = int(max(self._of_all_ranks(float(self.signals.received))))
+
+    def reset(self, step: int) -> None:
+        """Start the counts of the next log line after `step`."""
+        self._logged_step, self._skipped_since_log = step, 0
+        self._step_loss = None
+
+    def leave_out_skipped(self, logs: dict[str, float], step: int) -> int:
+        """Make the loss in `logs` the mean over the steps that were not skipped, or
+        drop it where all were; return their number.
+        """
+        # The Trainer has divided by all steps since the last log.
+        steps = step - self._logged_step
+        trained = steps - self._skipped_since_log
+        if trained:
+            logs["loss"] *= steps / trained
+        else:
+            del logs["loss"]
+        # The Trainer logs the norm of the last step, which may have been skipped.
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            del logs["grad_norm"]
+        return trained
+
+    # ---- record
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar, on the first rank."""
+        if self.accelerator.is_main_process:
+            tqdm.write(line, file=sys.stderr)
+
+    def _write_events(self) -> None:
+        if self.accelerator.is_main_process:
+            text = events_text(self.guard.events)
+            write_text(self.events_folder / "events.jsonl", text)
+        self._written = [dict(event) for event in self.guard.events]
 
 
 def events_text(events: list[dict[str, Any]]) -> str:

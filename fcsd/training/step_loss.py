@@ -134,7 +134,7 @@ class StepLoss:
             if distance is not None:
                 # One micro-batch at a time: the block outputs of a whole step would not
                 # fit into memory.
-                hidden, teacher_streams = self.teacher.hidden_and_streams(inputs)
+                hidden, teacher_streams = self.teacher.hidden_and_streams(inputs, keep)
             else:
                 hidden = inputs["teacher_hidden"]
             target = {"teacher_hidden": hidden, "teacher_head": self.teacher.head}

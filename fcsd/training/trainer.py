@@ -35,14 +35,14 @@ from fcsd.training.averaging import WeightAverage
 from fcsd.training.checkpoint_writer import CheckpointWriter
 from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections
-from fcsd.training.guarded import GuardedSteps, shield_workers
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts
 from fcsd.training.own_text import OwnText
 from fcsd.training.record import TrainingRecord
 from fcsd.training.resumable import ResumableTrainer
 from fcsd.training.row_order import EpochRows, data_lines
-from fcsd.training.safety import Guard
+from fcsd.training.safety import Guard, GuardedSteps
+from fcsd.training.signals import shield_workers
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
 
@@ -103,6 +103,8 @@ class DistillTrainer(ResumableTrainer):
         # With this flag, which the Trainer sets for a model that was loaded in shards,
         # accelerate wraps the optimiser only.
         self.is_distributed_loading_by_transformers = self.engine.has_dtensors
+        # These engines reduce gradients in every backward pass.
+        self._reduces_each = self.engine.has_dtensors or self.is_deepspeed_enabled
         self.settings, self.teacher = sections.train, teacher
         balance = None
         if sections.train.balances:
@@ -315,7 +317,7 @@ class DistillTrainer(ResumableTrainer):
         where the engine can wait so long.
         """
         self.accelerator.gradient_state._set_sync_gradients(is_last)
-        if is_last or self.engine.has_dtensors or self.is_deepspeed_enabled:
+        if is_last or self._reduces_each:
             return nullcontext()
         waiting: AbstractContextManager[None] = self.accelerator.no_sync(model)
         return waiting

@@ -16,14 +16,14 @@ from torch.utils.data import SequentialSampler
 
 from fcsd.base.errors import Interrupted, UserError
 from fcsd.parallel.ranks import ALONE
-from fcsd.training import guarded
 from fcsd.training import run as run_module
+from fcsd.training import signals as signals_module
 from fcsd.training.arguments import RecipeArguments
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.config import SafetyConfig
-from fcsd.training.guarded import GuardedSteps, Signals
 from fcsd.training.run import train
-from fcsd.training.safety import Guard
+from fcsd.training.safety import Guard, GuardedSteps
+from fcsd.training.signals import Signals
 from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
 from tests.training.test_trainer import Rows, make, teacher
@@ -304,7 +304,7 @@ def test_a_second_signal_ends_at_once_and_an_echo_of_the_first_does_not(
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
         assert signals.received == signal.SIGINT
-        monkeypatch.setattr(guarded, "_ECHO_S", 0.0)
+        monkeypatch.setattr(signals_module, "_ECHO_S", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert (

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError
-from fcsd.data.batches import Batch, trim_padding
+from fcsd.data.batches import Batch, next_token_targets, trim_padding
 from fcsd.model.autocast import UnderAutocast, computing_dtype
 from fcsd.model.dtypes import has_plain_weights, to_dtype
 from fcsd.model.families.structure import head_scaling, output_head
 from fcsd.parallel.failure import further_in_step
-from fcsd.training.losses.head import LossHead, batch_hidden
+from fcsd.training.losses.head import LossHead, final_hidden
 from fcsd.training.losses.hidden_terms import captured_streams
 
 
@@ -54,9 +54,11 @@ class Teacher(ABC):
         training.
         """
 
-    def hidden_and_streams(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        """Return (N, D') as `prepare` does and the streams after every layer, for one
-        micro-batch; UserError for a teacher without layers.
+    def hidden_and_streams(
+        self, batch: Batch, keep: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return (N, D') of the positions to keep, (B, T) bool, and the streams after
+        every layer, for one micro-batch; UserError for a teacher without layers.
         """
         raise UserError(
             f"{type(self).__name__}: has final hidden states only; use teacher.backend:"
@@ -92,25 +94,31 @@ class LiveTeacher(Teacher):
                 self.model, student_dtype=student.dtype
             ).computing
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Compute (N, D') of the kept positions of a batch, within `as_teacher`."""
-        return batch_hidden(self.model, batch)
+    def hidden(self, batch: Batch, keep: Tensor) -> Tensor:
+        """Compute (N, D') of the positions of a batch to keep, (B, T) bool, within
+        `as_teacher`.
+        """
+        return final_hidden(self.model, batch["input_ids"], batch["position_ids"], keep)
 
     @torch.no_grad()
     def prepare(self, batches: list[Batch]) -> None:
         with self.as_teacher(), self.arithmetic():
             for batch in batches:
                 further_in_step()  # a step may have many
-                batch["teacher_hidden"] = self.hidden(trim_padding(batch))
+                trimmed = trim_padding(batch)
+                keep, _ = next_token_targets(trimmed["labels"], trimmed["position_ids"])
+                batch["teacher_hidden"] = self.hidden(trimmed, keep)
 
     @torch.no_grad()
-    def hidden_and_streams(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    def hidden_and_streams(
+        self, batch: Batch, keep: Tensor
+    ) -> tuple[Tensor, list[Tensor]]:
         with (
             self.as_teacher(),
             self.arithmetic(),
             captured_streams(self.model) as streams,
         ):
-            return self.hidden(batch), streams
+            return self.hidden(batch, keep), streams
 
 
 class ModelTeacher(LiveTeacher):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fcsd.base.errors import UserError, check_kind, one_line
-from fcsd.data.batches import Batch, next_token_targets
+from fcsd.data.batches import Batch
 from fcsd.model.connectivity.rewire import regular
 from fcsd.model.families.structure import has_adapters, is_adapter, output_head
 from fcsd.training.losses.head import body_hidden
@@ -178,9 +178,8 @@ class AdapterOffTeacher(LiveTeacher):
     def as_teacher(self) -> contextlib.AbstractContextManager[None]:
         return as_original(self.model)
 
-    def hidden(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: Batch, keep: Tensor) -> Tensor:
         """Compute it without the model's own forward, which the Trainer has wrapped."""
-        keep, _ = next_token_targets(batch["labels"], batch["position_ids"])
         return body_hidden(
             self.model, batch["input_ids"], batch["position_ids"], None, keep
         )

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
+from fcsd.data.batches import next_token_targets
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
 from fcsd.training import checkpoint_writer as writer_module
@@ -91,8 +92,9 @@ def test_with_adapters_and_connectivity_off_the_student_is_the_original_to_the_l
     states = hidden(AdapterOffTeacher(student), rows)
     assert torch.equal(states, hidden(ModelTeacher(original), rows))
     assert torch.equal(of_the_student(), before)
-    _, streams = AdapterOffTeacher(student).hidden_and_streams(rows)
-    _, expected = ModelTeacher(original).hidden_and_streams(rows)
+    keep, _ = next_token_targets(rows["labels"], rows["position_ids"])
+    _, streams = AdapterOffTeacher(student).hidden_and_streams(rows, keep)
+    _, expected = ModelTeacher(original).hidden_and_streams(rows, keep)
     assert len(streams) == len(expected) == 4
     assert all(
         torch.equal(stream, original_stream)

@@ -9,7 +9,6 @@ pickle. Contains no code of its own. Not covered: the text of the files
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
 from types import ModuleType
 
 from fcsd.model.connectivity.modeling import modeling_source
@@ -32,19 +31,24 @@ class _Loader(importlib.abc.SourceLoader):
         ).encode()
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder(importlib.abc.PathEntryFinder):
+    """Finds the module of each family, for imports from this package alone."""
+
+    def __init__(self, place: str):
+        if place != _PLACE:
+            raise ImportError
+
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        package, _, name = fullname.rpartition(".")
-        if package != __name__ or name not in FAMILIES:
+        if fullname.rpartition(".")[2] not in FAMILIES:
             return None
         return importlib.machinery.ModuleSpec(
             fullname, _Loader(), origin=f"<{fullname}>"
         )
 
 
-sys.meta_path.append(_Finder())
+# In place of a folder with the package's modules.
+_PLACE = f"<{__name__}>"
+__path__ = [_PLACE]
+sys.path_hooks.append(_Finder)
