@@ -88,19 +88,16 @@ def tokenizer_files(folder: Path) -> dict[str, str]:
 
 def _fields(file: Path) -> Any:
     try:
-        return computed_fields(parse_json(file.read_bytes()))
+        # Infinite numbers are brought to one spelling.
+        return _computed_fields(encoded_floats(parse_json(file.read_bytes())))
     except ValueError:  # not JSON: loading the model gives the error
         return file_fingerprint(file)
 
 
-def computed_fields(value: Any) -> Any:
-    """Return only the fields of a config that change a number, at every depth; dtypes
-    and infinite numbers are brought to one spelling.
-    """
-    return _computed_fields(encoded_floats(value))
-
-
 def _computed_fields(value: Any) -> Any:
+    """Return only the fields of a config that change a number, at every depth; dtypes
+    are brought to one spelling.
+    """
     if isinstance(value, list):
         return [_computed_fields(item) for item in value]
     if not isinstance(value, dict):

@@ -94,9 +94,13 @@ class ExampleCounts:
         return f"warning: {share} {reason}"
 
 
-def count_shard(shard: Shard, max_length: int) -> ExampleCounts:
-    """Count the examples of a shard by the part of them that rows of `max_length` hold."""
-    first, ends = shard.array("first_loss"), shard.array("ends")
+def count_shard(
+    shard: Shard, first: np.ndarray, ends: np.ndarray, max_length: int
+) -> ExampleCounts:
+    """Count the examples of a shard by the part of them that rows of `max_length` hold.
+
+    first, ends: its arrays `first_loss` and `ends`.
+    """
     lengths = np.diff(ends, prepend=0)
     # Only examples that reach a row and are longer than it can be cut.
     longer = np.flatnonzero(

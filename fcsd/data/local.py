@@ -26,7 +26,7 @@ def is_path(name: str) -> bool:
     """Tell the path of a file or folder from the id of a data set on the Hub, as far as
     the name alone shows it.
     """
-    path = home(name)
+    path = Path(name)
     return (
         path.suffix in FILE_FORMATS
         or path.is_absolute()
@@ -53,8 +53,7 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     For a folder, it covers all that `datasets` may read: every file that is not hidden,
     but of README.md only the settings above the text.
     """
-    path = home(location)
-    check_data(location)
+    path = check_data(location)
     if path.is_file():
         return file_fingerprint(path)
     if path.is_dir():
@@ -80,9 +79,10 @@ def data_fingerprint(location: str, revision: str | None = None) -> str:
     return f"{location}@{revision or 'main'}"
 
 
-def check_data(location: str) -> None:
+def check_data(location: str) -> Path:
     """Refuse an empty name, which would be the current folder, and special files, as
-    data or in a folder of data: reading them might wait forever or never end.
+    data or in a folder of data: reading them might wait forever or never end. Return
+    the path of the data.
     """
     if not location.strip():
         raise UserError(
@@ -92,6 +92,7 @@ def check_data(location: str) -> None:
     path = home(location)
     for file in (path, *(path.rglob("*") if path.is_dir() else ())):
         check_regular(file, "remove it, or name other data")
+    return path
 
 
 def _settings_fingerprint(readme: Path) -> str:

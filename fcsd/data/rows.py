@@ -155,10 +155,13 @@ class _SourceTokens:
             number += 1
         self._total = number
 
-    def add(self, shard: Shard, layout: Layout) -> None:
-        """Count a written shard, and take note of the lengths of its examples."""
-        first = shard.array("first_loss")
-        lengths = np.minimum(np.diff(shard.array("ends"), prepend=0), layout.max_length)
+    def add(self, path: Path, layout: Layout) -> dict[str, Any]:
+        """Count a written shard, and take note of the lengths of its examples; return
+        its record.
+        """
+        shard = Shard(path)
+        first, ends = shard.array("first_loss"), shard.array("ends")
+        lengths = np.minimum(np.diff(ends, prepend=0), layout.max_length)
         # Without a token to predict inside the row, an example is left out as empty.
         lengths[(first < 0) | (first >= layout.max_length)] = 0
         self.shards.append(shard)
@@ -168,7 +171,8 @@ class _SourceTokens:
         self.num_kept += int(
             lengths.sum() if layout.packing else np.count_nonzero(lengths)
         )
-        self.counts += count_shard(shard, layout.max_length)
+        self.counts += count_shard(shard, first, ends, layout.max_length)
+        return shard.record
 
     def note_end(self) -> None:
         """Note in the folder that the source has been read to its end, if it has."""
@@ -296,11 +300,11 @@ def _write_missing(
         progress_bar(desc="Tokenizing", unit="examples", leave=False) as bar,
     ):
         for (index, path, _), _ in jobs:
-            shard, source_tokens = Shard(path), order.tokens[index]
-            source_tokens.add(shard, order.layout)
-            overlaps = [Overlap(**overlap) for overlap in shard.record["overlaps"]]
-            num_rows = shard.record["num_rows"]
-            bad_rows.add(shard.record["bad"], num_rows - len(overlaps))
+            source_tokens = order.tokens[index]
+            record = source_tokens.add(path, order.layout)
+            overlaps = [Overlap(**overlap) for overlap in record["overlaps"]]
+            num_rows = record["num_rows"]
+            bad_rows.add(record["bad"], num_rows - len(overlaps))
             if isinstance(tokenizing.decontaminator, Decontaminator):
                 tokenizing.decontaminator.note(source_tokens.source, num_rows, overlaps)
             bar.update(num_rows)

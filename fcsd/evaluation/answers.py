@@ -8,13 +8,10 @@ ended, so what a sequence is given after its end is cut off here.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fcsd.data.thoughts import Thoughts, answer_after
-from fcsd.training.generation import HEAD, Decoding
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from fcsd.training.generation import HEAD, Decoding, Ending, first_stop
 
 
 class Answer(NamedTuple):
@@ -25,16 +22,6 @@ class Answer(NamedTuple):
     text: str
     at_limit: bool
     thoughts: bool = False
-
-
-def first_stop(text: str, stop: Sequence[str]) -> int:
-    """Find where the first of the stop strings begins in `text`; its length when there
-    is none.
-    """
-    return min(
-        (position for word in stop if word and (position := text.find(word)) >= 0),
-        default=len(text),
-    )
 
 
 @dataclass(frozen=True)
@@ -57,9 +44,18 @@ class Reader:
     thinking: bool
     clean_up: bool | None = None
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        return self.thoughts.tokenizer
+    @functools.cached_property
+    def ending(self) -> Ending:
+        """Where the answer ends."""
+        return Ending(
+            self.thoughts.tokenizer,
+            self.limit,
+            self.ends,
+            self.ends,
+            self.early_stop,
+            self.special_stop,
+            self._opens_thoughts,
+        )
 
     @functools.cached_property
     def may_think(self) -> bool:
@@ -78,34 +74,14 @@ class Reader:
             return self.special_stop
         return [word for word in self.stop if word]
 
-    @functools.cached_property
-    def look_back(self) -> int:
-        """The number of tokens at the end that hold a stop string: each is a byte or
-        more.
-        """
-        return max((len(word.encode()) for word in self.early_stop), default=0) + 1
-
-    def ended(self, head: Sequence[int], tail: Sequence[int]) -> bool:
-        """Return whether an answer is complete that begins with the tokens `head` and
-        ends with `tail` (`HEAD` and `look_back` tokens, or all of a shorter answer).
-        """
-        if tail[-1] in self.ends:
-            return True
-        text = self._raw(tail) if self.early_stop else ""
-        if not _holds(text, self.early_stop):
-            return False
-        # Thoughts that the model begins unasked may hold stop strings, too.
-        if self._opens_thoughts(self.thoughts.decode(head)):
-            return _holds(text, self.special_stop)
-        return True
-
     def tokens(self, tokens: Sequence[int]) -> Answer:
         """Return the answer that new tokens hold."""
-        length = self._length(tokens)
+        ending = self.ending
+        length = ending.length(tokens)
         new = tokens[:length]
-        full = length >= self.limit and not self._ended_at(tokens, length)
+        full = length >= self.limit and not ending.ended_at(tokens, length)
         # Where a stop string has characters beside a special token, these show.
-        raw = self._raw(new)
+        raw = ending.text(new)
         after = self.thoughts.without_special(raw[first_stop(raw, self.special_stop) :])
         options = {"clean_up_tokenization_spaces": self.clean_up}
         plain = self.thoughts.tokenizer.decode(new, skip_special_tokens=True, **options)
@@ -141,10 +117,11 @@ class Reader:
         if self.early_stop == self.special_stop:
             return False
         if isinstance(answer, list):
-            head = self.thoughts.decode(answer[:HEAD])
-            whole = len(answer) >= self.limit or self._ended_at(answer, len(answer))
-            return self._opens_thoughts(head) and not whole
-        return self._opens_thoughts(answer["text"]) and not answer["at_limit"]
+            length = len(answer)
+            whole = length >= self.limit or self.ending.ended_at(answer, length)
+            return self._opens_thoughts(answer[:HEAD]) and not whole
+        opens = self.chats and self.thoughts.opens(answer["text"])
+        return opens and not answer["at_limit"]
 
     def _answer(self, marked: str, plain: str, full: bool) -> Answer:
         """Return the answer in a text with the marks of thoughts, or, if it has no
@@ -159,32 +136,8 @@ class Reader:
         # At the limit a stop string may still have ended the answer.
         return Answer(answer[:end], full and end == len(answer), unasked)
 
-    def _opens_thoughts(self, text: str) -> bool:
-        return self.chats and self.thoughts.opens(text)
-
-    def _length(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens up to the end of the answer."""
-        # Most answers that run to the limit hold neither.
-        if not set(self.ends).isdisjoint(tokens) or _holds(
-            self._raw(tokens), self.early_stop
-        ):
-            for length in range(1, len(tokens) + 1):
-                if self._ended_at(tokens, length):
-                    return length
-        return len(tokens)
-
-    def _ended_at(self, tokens: Sequence[int], length: int) -> bool:
-        if not length:
-            return False
-        tail = tokens[max(0, length - self.look_back) : length]
-        return self.ended(tokens[: min(length, HEAD)], tail)
-
-    def _raw(self, tokens: Sequence[int]) -> str:
-        return str(
-            self.thoughts.tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+    def _opens_thoughts(self, tokens: Sequence[int]) -> bool:
+        return self.chats and self.thoughts.opens(self.thoughts.decode(tokens))
 
 
 class Question(NamedTuple):
@@ -197,7 +150,3 @@ class Question(NamedTuple):
     reader: Reader
     seed: int
     decoding: Decoding
-
-
-def _holds(text: str, stop: Sequence[str]) -> bool:
-    return first_stop(text, stop) < len(text)

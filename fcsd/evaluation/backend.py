@@ -308,7 +308,7 @@ class InMemoryBackend:
             texts += generate(
                 self.model,
                 prompts,
-                readers,
+                [reader.ending for reader in readers],
                 seeds,
                 decodings[0],
                 lockstep=self.ranks.lockstep,

@@ -556,7 +556,8 @@ class Recipe(Strict):
     @property
     def sections(self) -> Sections:
         """The sections that the trainer of the distillation reads."""
-        return Sections(
+        # They are checked already.
+        return Sections.model_construct(
             objective=self.objective,
             train=self.train,
             data=self.data,

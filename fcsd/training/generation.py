@@ -11,10 +11,11 @@ evaluation and the training on a student's own text generate with it.
 Not covered: the rounding of a batch's shape, which may turn a tie between two tokens.
 """
 
+import functools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -100,26 +101,84 @@ class Decoding:
             return False
 
 
-class Ending(Protocol):
+def first_stop(text: str, stop: Sequence[str]) -> int:
+    """Find where the first of the stop strings begins in `text`; its length when there
+    is none.
+    """
+    return min(
+        (position for word in stop if word and (position := text.find(word)) >= 0),
+        default=len(text),
+    )
+
+
+def _holds(text: str, stop: Sequence[str]) -> bool:
+    return first_stop(text, stop) < len(text)
+
+
+@dataclass(frozen=True)
+class Ending:
     """Tells where the answer to one prompt ends.
 
     limit: tokens that are allowed. ends: tokens that end a sequence, equal for the
-    prompts of a batch. look_back: the number of last tokens that `ended` needs.
+    prompts of a batch. stops: the tokens that end this answer. early_stop: strings that
+    end it; special_stop: those of them that cannot occur in thoughts. opens_thoughts:
+    tells whether an answer that begins with some tokens begins with thoughts.
     """
 
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase": ...
-    @property
-    def limit(self) -> int: ...
-    @property
-    def ends(self) -> Sequence[int]: ...
-    @property
-    def look_back(self) -> int: ...
+    tokenizer: "PreTrainedTokenizerBase"
+    limit: int
+    ends: Sequence[int]
+    stops: Collection[int]
+    early_stop: Sequence[str] = ()
+    special_stop: Sequence[str] = ()
+    opens_thoughts: Callable[[Sequence[int]], bool] = lambda tokens: False
+
+    @functools.cached_property
+    def look_back(self) -> int:
+        """The number of tokens at the end that hold a stop string: each is a byte or
+        more.
+        """
+        return max((len(word.encode()) for word in self.early_stop), default=0) + 1
 
     def ended(self, head: Sequence[int], tail: Sequence[int]) -> bool:
         """Return whether an answer is complete that begins with the tokens `head` and
         ends with `tail` (`HEAD` and `look_back` tokens, or all of a shorter answer).
         """
+        if tail[-1] in self.stops:
+            return True
+        text = self.text(tail) if self.early_stop else ""
+        if not _holds(text, self.early_stop):
+            return False
+        # Thoughts that the model begins unasked may hold stop strings, too.
+        return not self.opens_thoughts(head) or _holds(text, self.special_stop)
+
+    def ended_at(self, tokens: Sequence[int], length: int) -> bool:
+        """Return whether an answer is complete with its first `length` tokens."""
+        if not length:
+            return False
+        tail = tokens[max(0, length - self.look_back) : length]
+        return self.ended(tokens[: min(length, HEAD)], tail)
+
+    def length(self, tokens: Sequence[int]) -> int:
+        """Return the number of tokens up to the end of the answer."""
+        # Most answers that run to the limit hold neither.
+        if not set(self.stops).isdisjoint(tokens) or _holds(
+            self.text(tokens), self.early_stop
+        ):
+            for length in range(1, len(tokens) + 1):
+                if self.ended_at(tokens, length):
+                    return length
+        return len(tokens)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return str(
+            self.tokenizer.decode(
+                list(tokens),
+                skip_special_tokens=False,
+                clean_up_tokenization_spaces=False,
+            )
+        )
 
 
 def end_tokens(generation: Any, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
@@ -178,7 +237,7 @@ def batches_of(
 def generate(
     model: Any,
     prompts: Sequence[Sequence[int]],
-    readers: Sequence[Ending],
+    endings: Sequence[Ending],
     seeds: Sequence[int],
     decoding: Decoding,
     *,
@@ -189,8 +248,8 @@ def generate(
     seeds: of each prompt, for sampling. lockstep: other ranks make the same number of
     forward passes.
     """
-    ends = readers[0].ends
-    pad = readers[0].tokenizer.pad_token_id
+    ends = endings[0].ends
+    pad = endings[0].tokenizer.pad_token_id
     if pad is None:
         # The mask hides padding, so any token will do.
         pad = ends[0] if ends else 0
@@ -201,14 +260,14 @@ def generate(
     config = GenerationConfig(
         **{"num_beams": 1, **decoding.settings},
         do_sample=False,
-        max_new_tokens=max(reader.limit for reader in readers),
+        max_new_tokens=max(ending.limit for ending in endings),
         eos_token_id=list(ends) or None,
         pad_token_id=pad,
-        bos_token_id=readers[0].tokenizer.bos_token_id,
+        bos_token_id=endings[0].tokenizer.bos_token_id,
         use_cache=True,
         **TOKEN_BY_TOKEN,
     )
-    ended = _Ended(readers, ids.shape[1])
+    ended = _Ended(endings, ids.shape[1])
     processors: list[Any] = [_RefuseOverflow(ended)]
     if decoding.sampling is not None:
         processors.append(_Draw(decoding.sampling, seeds))
@@ -233,20 +292,20 @@ def generate(
 class _Ended:
     """Ends the sequences whose answers are complete."""
 
-    def __init__(self, readers: Sequence[Ending], prompt_length: int):
-        self.readers, self.prompt_length = readers, prompt_length
-        self.look_back = max(reader.look_back for reader in readers)
+    def __init__(self, endings: Sequence[Ending], prompt_length: int):
+        self.endings, self.prompt_length = endings, prompt_length
+        self.look_back = max(ending.look_back for ending in endings)
         self.rows: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Tell which of the sequences have ended."""
         new = input_ids[:, self.prompt_length :]
         heads, tails = new[:, :HEAD].tolist(), new[:, -self.look_back :].tolist()
-        beams = len(heads) // len(self.readers)
+        beams = len(heads) // len(self.endings)
         rows = torch.tensor(
             [
-                (reader := self.readers[number // beams]).ended(head, tail)
-                or new.shape[1] >= reader.limit
+                (ending := self.endings[number // beams]).ended(head, tail)
+                or new.shape[1] >= ending.limit
                 for number, (head, tail) in enumerate(zip(heads, tails, strict=True))
             ],
             device=input_ids.device,

@@ -35,6 +35,7 @@ from fcsd.parallel.gathered import gathered_once
 from fcsd.parallel.ranks import Ranks
 from fcsd.training.generation import (
     Decoding,
+    Ending,
     Sampling,
     batches_of,
     end_tokens,
@@ -61,23 +62,6 @@ class StudentPrompt:
     stops: frozenset[int]
     limit: int
     seed: int
-
-
-@dataclass(frozen=True)
-class _Ending:
-    """Where the continuation of a prompt ends."""
-
-    tokenizer: "PreTrainedTokenizerBase"
-    ends: Sequence[int]
-    prompt: StudentPrompt
-    look_back: int = 1
-
-    @property
-    def limit(self) -> int:
-        return self.prompt.limit
-
-    def ended(self, head: Sequence[int], tail: Sequence[int]) -> bool:
-        return tail[-1] in self.prompt.stops
 
 
 def is_chosen(digest: bytes, share: float) -> bool:
@@ -244,7 +228,10 @@ class OwnText:
                 new = generate(
                     model,
                     [prompt.tokens for prompt in batch],
-                    [_Ending(self.tokenizer, ends, prompt) for prompt in batch],
+                    [
+                        Ending(self.tokenizer, prompt.limit, ends, prompt.stops)
+                        for prompt in batch
+                    ],
                     [prompt.seed for prompt in batch],
                     decoding,
                     lockstep=self.ranks.lockstep,

@@ -17,7 +17,6 @@ from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
-from fcsd.evaluation.answers import first_stop
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.prompts import prompts
 from fcsd.evaluation.config import CodeTaskConfig
@@ -25,6 +24,7 @@ from fcsd.evaluation.lm_eval import chosen
 from fcsd.evaluation.lm_eval.chosen import chosen_suite
 from fcsd.evaluation.lm_eval.tasks import _prediction, load_task, tasks_folder
 from fcsd.evaluation.suites import changed_suite, load_suite
+from fcsd.training.generation import first_stop
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
 from tests.support import few
 
