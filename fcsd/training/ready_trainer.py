@@ -3,7 +3,7 @@ for `fcsd.FCSDTrainer`.
 
 Its bases: `DistillTrainer` (`fcsd.training.trainer`) has the loop, `ResumableTrainer`
 (`fcsd.training.resumable`) the content of a checkpoint. The loss is
-`fcsd.training.step_loss`; `fcsd.training.guarded` handles failing steps.
+`fcsd.training.step_loss`; `fcsd.training.safety` handles failing steps.
 
 Not covered: loading models, tokenizing data, and saving the trained model
 (`fcsd.training.run` for a recipe, `fcsd.api.trainer` for a script).
