@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fcsd.data.decontaminate import Item
+from fcsd.data.decontaminate import Item, all_texts
 from fcsd.evaluation.config import SuiteConfig, items_limit
 from fcsd.evaluation.steps import STEPS
 
@@ -18,7 +18,9 @@ def suite_items(
     code without generated tests.
     """
     for row in suite.tasks:
-        yield from STEPS[row.kind].texts(row, suite, data_root, tokenizer)
+        steps = STEPS[row.kind]
+        for item, columns in steps.texts(row, suite, data_root, tokenizer):
+            yield Item(row.task, item, tuple(all_texts(columns)))
 
 
 def suite_prompts(

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fcsd.data.decontaminate import Item
 from fcsd.evaluation.backend import Backend, Served
 from fcsd.evaluation.code import steps as code
 from fcsd.evaluation.config import SuiteConfig
@@ -56,8 +55,8 @@ class Steps(Protocol):
 
     def texts(
         self, row: Any, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-    ) -> Iterator[Item]:
-        """Yield the texts of all items that a training must not have seen."""
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the ids of all items, and what of each a training must not have seen."""
 
     def prompts(
         self,

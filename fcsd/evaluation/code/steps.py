@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import ScorerError, UserError
-from fcsd.data.config import SourceConfig
-from fcsd.data.decontaminate import Item, all_texts
-from fcsd.data.sources import load_source
 from fcsd.evaluation.backend import Backend, Served
 from fcsd.evaluation.code import prompts as code_prompts
 from fcsd.evaluation.code.problems import Problem, load_problems
@@ -102,20 +99,22 @@ def run(
 
 def texts(
     row: CodeTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-) -> Iterator[Item]:
-    """Yield the texts of all problems, without generated tests."""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the columns of all problems, without generated tests."""
     for index, problem in enumerate(_load(row, data_root)):
         # Generated inputs and outputs, megabytes of numbers; a reader sees the
         # other columns.
         visible_columns = {
             name: value for name, value in problem.items() if name not in _GENERATED
         }
-        item = problem.get("task_id", index)
-        yield Item(row.task, str(item), tuple(all_texts(visible_columns)))
+        yield str(problem.get("task_id", index)), visible_columns
 
 
 def _load(row: CodeTaskConfig, data_root: Path | None) -> Any:
     """Read a split; the revision is one of the Hub, and holds for no folder."""
+    from fcsd.data.config import SourceConfig
+    from fcsd.data.sources import load_source
+
     location = dataset_location(row, data_root)
     options: dict[str, Any] = {
         "path": location,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from fcsd.base.errors import errors_begin
-from fcsd.data.decontaminate import Item, all_texts
 from fcsd.evaluation.backend import Backend, Served
 from fcsd.evaluation.config import LMEvalTaskConfig, SuiteConfig, items_limit
 from fcsd.evaluation.context import Answered, Context
@@ -79,12 +78,11 @@ def run(
 
 def texts(
     row: LMEvalTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-) -> Iterator[Item]:
-    """Yield the texts of all documents."""
+) -> Iterator[tuple[str, Any]]:
+    """Yield all documents."""
     for name, task in tasks.load_task(row, suite, data_root, tokenizer).items():
         for index, document in enumerate(task.eval_docs):
-            item = str(index) if name == row.task else f"{name}/{index}"
-            yield Item(row.task, item, tuple(all_texts(document)))
+            yield str(index) if name == row.task else f"{name}/{index}", document
 
 
 def prompts(

@@ -1,16 +1,19 @@
-"""Own text in an evaluation (`fcsd.evaluation.steps`)."""
+"""Own text in an evaluation (`fcsd.evaluation.steps`). What reads prompts and measures
+texts is imported where it is used: evaluations of other tasks need none of it.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fcsd.data.decontaminate import Item
 from fcsd.evaluation.backend import Backend, InMemoryBackend, Served
 from fcsd.evaluation.config import OwnTextTaskConfig, SuiteConfig
 from fcsd.evaluation.context import Answered, Context
-from fcsd.evaluation.own_text.prompts import Prompt, load_prompts
 from fcsd.evaluation.own_text.text import facts_of
 from fcsd.evaluation.progress import Work
+
+if TYPE_CHECKING:
+    from fcsd.evaluation.own_text.prompts import Prompt
 
 
 def prepare(
@@ -19,15 +22,17 @@ def prepare(
     data_root: Path | None,
     tokenizer: Any,
     limit: int | None,
-) -> tuple[list[Prompt], dict[str, Any]]:
+) -> tuple[list["Prompt"], dict[str, Any]]:
     """Read the prompts."""
+    from fcsd.evaluation.own_text.prompts import load_prompts
+
     found = load_prompts(row, data_root, tokenizer)
     return found[:limit], {"num_items_total": len(found), "higher_is_better": False}
 
 
 def work(
     row: OwnTextTaskConfig,
-    items: Sequence[Prompt],
+    items: Sequence["Prompt"],
     limit: int | None,
     context: Context,
 ) -> Work:
@@ -42,7 +47,7 @@ def work(
 
 
 def check_server(
-    row: OwnTextTaskConfig, items: Sequence[Prompt], limit: int | None, served: Served
+    row: OwnTextTaskConfig, items: Sequence["Prompt"], limit: int | None, served: Served
 ) -> None:
     """Refuse a server that gives no token ids or log-probabilities, or has too short a
     context.
@@ -64,7 +69,7 @@ def check_server(
 
 def run(
     row: OwnTextTaskConfig,
-    items: Sequence[Prompt],
+    items: Sequence["Prompt"],
     facts: Mapping[str, Any],
     backend: Backend,
     context: Context,
@@ -79,7 +84,7 @@ def run(
 
 def texts(
     row: OwnTextTaskConfig, suite: SuiteConfig, data_root: Path | None, tokenizer: Any
-) -> Iterator[Item]:
+) -> Iterator[tuple[str, Any]]:
     """Yield nothing: prompts have no answers that a training could have seen."""
     yield from ()
 
@@ -92,5 +97,7 @@ def prompts(
     limit: int | None,
 ) -> list[list[int]]:
     """Return the prompts' tokens."""
+    from fcsd.evaluation.own_text.prompts import load_prompts
+
     found = load_prompts(row, data_root, tokenizer)[:limit]
     return [list(prompt.tokens) for prompt in found]
