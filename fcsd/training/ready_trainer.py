@@ -25,7 +25,6 @@ from fcsd.parallel.launch import Launch
 from fcsd.training.config import Sections, micro_batches
 from fcsd.training.losses.head import detach_loss_head, loss_head
 from fcsd.training.out_of_memory import explain_oom
-from fcsd.training.own_text import OwnText
 from fcsd.training.prepare import (
     TrainingInputs,
     check_student,
@@ -138,6 +137,8 @@ class ReadyTrainer(DistillTrainer):
             **kwargs,
         )
         if objective.own_text is not None:
+            from fcsd.training.own_text import OwnText
+
             self.own_text = OwnText(
                 objective, ready.tokenizer, launch.ranks, args.seed, self.meters
             )

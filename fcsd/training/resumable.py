@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import skip_first_batches
@@ -25,12 +25,14 @@ from fcsd.training.averaging import WeightAverage, scored
 from fcsd.training.checkpoint_writer import SCHEDULE, CheckpointWriter, TrainingState
 from fcsd.training.checkpoints import BALANCE_FILE, GUARD_FILE, STOPPER_FILE
 from fcsd.training.config import UpdateConfig
-from fcsd.training.early_stopping import EarlyStopper
 from fcsd.training.optimizer import take_rate_of_schedule
 from fcsd.training.record import RECORD_FILE, TrainingRecord
 from fcsd.training.row_order import EpochRows
 from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.step_loss import StepLoss
+
+if TYPE_CHECKING:
+    from fcsd.training.early_stopping import EarlyStopper
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -53,7 +55,7 @@ class ResumableTrainer(Trainer):
     checkpoint_writer: CheckpointWriter
     continued_from: Path | None = None
     average: WeightAverage | None = None
-    stopper: EarlyStopper | None = None
+    stopper: "EarlyStopper | None" = None
 
     @property
     def plain_model(self) -> Any:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from fcsd.training.checkpoints import checkpoints
 from fcsd.training.config import Sections
 from fcsd.training.losses.balance import Balance
 from fcsd.training.optimizer import learning_rate_schedule, note_parts
-from fcsd.training.own_text import OwnText
 from fcsd.training.record import TrainingRecord
 from fcsd.training.resumable import ResumableTrainer
 from fcsd.training.row_order import EpochRows, data_lines
@@ -45,6 +44,9 @@ from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.signals import shield_workers
 from fcsd.training.step_loss import StepLoss
 from fcsd.training.teachers.base import Teacher
+
+if TYPE_CHECKING:
+    from fcsd.training.own_text import OwnText
 
 OVERRIDDEN = {
     "_inner_training_loop": "training/trainer.py: the Trainer's loop cannot skip a"
