@@ -23,6 +23,7 @@ from fcsd.base.files import data_dir, read_json
 from fcsd.cli.main import build_parser, main
 from fcsd.data.dataset import build_dataset
 from fcsd.data.local import making_of
+from fcsd.evaluation import stage as evaluation_stage
 from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.stage import EvaluatedFolder, PlannedEvaluation, run_evaluation
 from fcsd.evaluation.suites import load_suite
@@ -722,7 +723,9 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
 
     run_whole("whole")
     _, second, third = run_whole(
-        "killed", (DistillTrainer, "_get_grad_norm"), (run, "run_evaluation")
+        "killed",
+        (DistillTrainer, "_get_grad_norm"),
+        (evaluation_stage, "run_evaluation"),
     )
     assert (
         "continuing from" in second
