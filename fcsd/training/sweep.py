@@ -21,7 +21,7 @@ from fcsd.base.artifact import check_outputs
 from fcsd.base.errors import UserError
 from fcsd.base.files import parse_json, read_json, read_text, write_json, write_text
 from fcsd.base.fingerprints import read_sealed, write_sealed
-from fcsd.base.text import plus_minus
+from fcsd.base.text import markdown, plus_minus
 from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.training.config import SweepConfig, TrainConfig
 from fcsd.training.early_stopping import EarlyStopper
@@ -306,12 +306,7 @@ def edges(result: Mapping[str, Any]) -> list[str]:
 def sweep_table(result: dict[str, Any]) -> str:
     """Format all candidates as a Markdown table, with the choice marked."""
     figure, name = figure_text(result), result["metric"].partition(",")[0]
-    lines = [
-        (f"{figure[0].upper()}{figure[1:]}, {result['steps']} in all."),
-        "",
-        f"| stage | batch size (tokens) | learning rate | {name} | |",
-        "|---|---:|---:|---:|---|",
-    ]
+    rows = []
     for row in result["candidates"]:
         mark = ""
         if row["batch_size_tokens"] == result["batch_size_tokens"]:
@@ -324,8 +319,13 @@ def sweep_table(result: dict[str, Any]) -> str:
             loss = plus_minus(row["score"], row["stderr"])
         elif row["loss"] is not None:
             loss = f"{row['loss']:.5f}"
-        lines.append(
-            f"| {row['stage']} | {row['batch_size_tokens']} | {row['learning_rate']:g}"
-            f" | {loss} | {mark} |"
-        )
-    return "\n".join([*lines, *(f"\n{warning}" for warning in edges(result))]) + "\n"
+        batch_size, rate = str(row["batch_size_tokens"]), f"{row['learning_rate']:g}"
+        rows.append([row["stage"], batch_size, rate, loss, mark])
+    header = ["stage", "batch size (tokens)", "learning rate", name, ""]
+    lines = [
+        f"{figure[0].upper()}{figure[1:]}, {result['steps']} in all.",
+        "",
+        markdown(header, rows),
+        *(f"\n{warning}" for warning in edges(result)),
+    ]
+    return "\n".join(lines) + "\n"
