@@ -426,10 +426,8 @@ def test_scores_decide_where_they_are_measured_in_the_direction_of_their_metric(
     assert (result["batch_size_tokens"], result["learning_rate"]) == (128, rate)
     text = table(tmp_path)
     assert text.startswith("Own_text_kl after the last step, 3 in all.")
-    assert (
-        f"| learning_rate | 128 | 0.002 | 0.7000 ± 0.0100 | {'chosen' if better else ''} |"
-        in text
-    )
+    mark = "chosen " if better else ""
+    assert f"| learning_rate | 128 | 0.002 | 0.7000 ± 0.0100 | {mark}|" in text
     # found again, not measured again
     ran = list(trained.ran)
     assert swept_by_score(recipe()) == result and trained.ran == ran
