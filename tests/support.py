@@ -24,6 +24,7 @@ import pytest
 import torch
 import yaml
 
+from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.evaluation.runner import prepare_evaluation
 from fcsd.model.families import UNAVAILABLE
@@ -223,6 +224,11 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write a .jsonl file, and its folder."""
     path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def user_error(match: str) -> pytest.RaisesExc[UserError]:
+    """Return a context that must end with a `UserError` in whose text `match` is found."""
+    return pytest.raises(UserError, match=match)
 
 
 def assert_same_model(loaded: Any, model: Any, inputs: dict[str, Any]) -> None:

@@ -178,9 +178,8 @@ def test_no_line_of_a_page_is_longer_than_120_characters(page: Path) -> None:
 def test_an_install_command_of_the_readme_has_no_placeholder() -> None:
     text = (ROOT / "README.md").read_text()
     installs = re.findall(r"^    .*\bpip install (.+)$", text, flags=re.M)
-    assert "." in installs and not re.search(
-        r"git clone|[A-Z]{4,}", "\n".join(installs)
-    )
+    assert "." in installs
+    assert not re.search(r"git clone|[A-Z]{4,}", "\n".join(installs))
 
 
 def test_every_page_that_code_names_exists() -> None:
@@ -273,7 +272,5 @@ def test_the_page_of_evaluation_has_every_key_of_a_suite() -> None:
     page = (ROOT / "docs" / "evaluate.md").read_text()
     chapter = page.partition("## Write a suite\n")[2].partition("\n## ")[0]
     keys = {re.sub(r".*[.\]]", "", dotted) for dotted in surface} - {"name", "tasks"}
-    assert (
-        len(keys) > 20
-        and sorted(key for key in keys if f"`{key}`" not in chapter) == []
-    )
+    assert len(keys) > 20
+    assert sorted(key for key in keys if f"`{key}`" not in chapter) == []

@@ -21,7 +21,7 @@ from fcsd.evaluation.config import SuiteConfig
 from fcsd.model.connectivity import farskip_layers
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, write_rows
+from tests.support import Bench, user_error, write_rows
 
 X = torch.arange(3, 19)[None]
 
@@ -55,13 +55,9 @@ def test_a_model_in_memory_is_converted_in_place_and_back(
 
 def test_sides_are_given_once(original: Any) -> None:
     model = fcsd.convert(copy.deepcopy(original), "all", attention="full")
-    assert (
-        model.config.farskip["attention"] == "full"
-        and model.config.farskip["mlp"] == "outdated"
-    )
-    with pytest.raises(
-        UserError, match="attention, mlp: set them in the Connectivity instead"
-    ):
+    assert model.config.farskip["attention"] == "full"
+    assert model.config.farskip["mlp"] == "outdated"
+    with user_error("attention, mlp: set them in the Connectivity instead"):
         fcsd.convert(model, fcsd.Connectivity("all"), mlp="full")
     # another connectivity replaces the first
     fcsd.convert(model, "all", mlp="full")
@@ -89,13 +85,10 @@ def test_checkpoints_are_converted_and_loaded_with_their_tokenizers(
     while_loaded, _ = fcsd.load(base_checkpoint, layers=[1])
     back, _ = fcsd.load(str(out), original=True)
     regular, _ = fcsd.load(base_checkpoint, dtype="bfloat16")
-    assert (
-        farskip_layers(model) == farskip_layers(while_loaded) == [1]
-        and not model.training
-    )
-    assert (
-        type(back).__name__ == "Qwen2MoeForCausalLM" and regular.dtype == torch.bfloat16
-    )
+    assert farskip_layers(model) == farskip_layers(while_loaded) == [1]
+    assert not model.training
+    assert type(back).__name__ == "Qwen2MoeForCausalLM"
+    assert regular.dtype == torch.bfloat16
     assert len(tokenizer) == 300
     with torch.no_grad():
         one, other = (each(X, use_cache=False).logits for each in (model, while_loaded))
@@ -221,20 +214,15 @@ def test_data_and_tokenizers_are_refused_as_in_a_recipe(
     ]
     own = fcsd.load(plain)[1]
     here = said.replace("`columns: {text: …}`", "columns={'text': …}")
-    assert (
-        raised(lambda: trainer(messages, own)) == here
-        and "no chat template, needed" in said
-    )
+    assert raised(lambda: trainer(messages, own)) == here
+    assert "no chat template, needed" in said
 
 
 def test_the_dtype_of_a_model_that_is_loaded_has_one_name(
     base_checkpoint: Path,
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"^fcsd\.load: torch_dtype: use dtype=… instead, for example dtype='bfloat16'"
-        ),
+    with user_error(
+        r"^fcsd\.load: torch_dtype: use dtype=… instead, for example dtype='bfloat16'"
     ):
         fcsd.load(base_checkpoint, torch_dtype=torch.bfloat16)
 
@@ -284,11 +272,9 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     options: dict[str, Any] = {"data_root": tmp_path / "data", "progress": False}
     model.train()
     before = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
-    assert (
-        model.training
-        and before["suite"] == "quick"
-        and len(before.samples["tiny_choice"]) == 8
-    )
+    assert model.training
+    assert before["suite"] == "quick"
+    assert len(before.samples["tiny_choice"]) == 8
     assert json.loads(json.dumps(before)) == before
     fcsd.convert(model, "all")
     after = fcsd.evaluate_model(model, suite(), tokenizer=tokenizer, **options)
@@ -298,13 +284,12 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     assert named["tasks"] == after["tasks"] and named["suite"] == "quick-tasks"
     wrong: Any
     for wrong in ("tiny_choice", [], [None]):
-        with pytest.raises(UserError, match=r"^tasks: .* a list of names"):
+        with user_error(r"^tasks: .* a list of names"):
             # before the model is looked for
             fcsd.evaluate_model("nowhere", suite(), tasks=wrong)
     comparison = fcsd.compare(before, after)
-    assert comparison["tasks"]["tiny_choice"][
-        "num_items"
-    ] == 8 and "tiny_choice" in str(comparison)
+    assert comparison["tasks"]["tiny_choice"]["num_items"] == 8
+    assert "tiny_choice" in str(comparison)
     folders = [
         result.save(tmp_path / name)
         for name, result in (("before", before), ("after", after))
@@ -322,13 +307,12 @@ def test_models_in_memory_are_evaluated_and_compared_as_folders_are(
     capsys.readouterr()
     assert main(["compare", *map(str, folders)]) == 0
     assert capsys.readouterr().out.strip() == str(fcsd.compare(*folders))
-    with pytest.raises(UserError, match="tokenizer: is required for a model in memory"):
+    with user_error("tokenizer: is required for a model in memory"):
         fcsd.evaluate_model(model, suite(), **options)
-    with pytest.raises(UserError, match="suite 'tini': no such suite"):
+    with user_error("suite 'tini': no such suite"):
         fcsd.evaluate_model(model, "tini", tokenizer=tokenizer, **options)
-    with pytest.raises(
-        UserError,
-        match="compare: a dict; give the result of evaluate_model, or the folder",
+    with user_error(
+        "compare: a dict; give the result of evaluate_model, or the folder"
     ):
         fcsd.compare(dict(before), after)  # type: ignore[arg-type]
 
@@ -342,38 +326,30 @@ def test_recipes_are_loaded_by_name_and_run_from_a_path_and_from_plain_data(
     assert recipe.train.learning_rate == 1e-5 and recipe.connectivity.layers == [0]
     path = bench.recipe("python")
     folder = fcsd.run_stage("distill", path)
-    assert (
-        folder == bench.folder / "python" / "distill"
-        and (folder / "model" / "config.json").is_file()
-    )
+    assert folder == bench.folder / "python" / "distill"
+    assert (folder / "model" / "config.json").is_file()
     plain = fcsd.load_recipe(path).dump() | {"output_dir": str(bench.folder / "plain")}
     again = fcsd.run_stage("distill", plain)
     results = [read_json(each / "manifest.json")["results"] for each in (folder, again)]
     assert results[0]["last_loss"] == results[1]["last_loss"]
     assert fcsd.run_stage("convert", plain) == bench.folder / "plain" / "convert"
     assert fcsd.run_stage("tokenize", plain) == bench.folder / "plain" / "tokens"
-    with pytest.raises(UserError, match=r"has no `evaluation\.layer_study`; add one"):
+    with user_error(r"has no `evaluation\.layer_study`; add one"):
         fcsd.run_stage("layers", plain)
-    with pytest.raises(
-        UserError,
-        match=(
-            "run_stage: no stage 'all'; allowed: cache-teacher, calibrate, convert,"
-            " distill, evaluate"
-        ),
+    with user_error(
+        "run_stage: no stage 'all'; allowed: cache-teacher, calibrate, convert,"
+        " distill, evaluate"
     ):
         fcsd.run_stage("all", path)
-    with pytest.raises(UserError, match="no stage 'destill'; did you mean 'distill'"):
+    with user_error("no stage 'destill'; did you mean 'distill'"):
         fcsd.run_stage("destill", path)
-    with pytest.raises(UserError, match="its variants are distillations; use `fcsd"):
+    with user_error("its variants are distillations; use `fcsd"):
         fcsd.run_stage("pretrain", path, variant="sft")
-    with pytest.raises(UserError, match="has no `train` section, so it only pre-train"):
+    with user_error("has no `train` section, so it only pre-train"):
         fcsd.run_stage("distill", "studies/pretrain", variant="farskip")
-    with pytest.raises(UserError, match="stage 'convert' has no variants"):
+    with user_error("stage 'convert' has no variants"):
         fcsd.run_stage("convert", path, variant="sft")
-    with pytest.raises(
-        UserError,
-        match=r"recipe: train.max_step: unknown key; did you mean 'max_steps'",
-    ):
+    with user_error(r"recipe: train.max_step: unknown key; did you mean 'max_steps'"):
         fcsd.run_stage("distill", plain | {"train": {"max_step": 3}})
 
 
@@ -595,9 +571,8 @@ def test_a_token_that_the_model_has_no_embedding_for_is_one_line(
     }  # fmt: skip
     suite = SuiteConfig.model_validate({"name": "quick", "tasks": [task]})
     size = original.config.vocab_size
-    with pytest.raises(
-        UserError,
-        match=rf"the tokenizer gives the token id \d+, but the model's .* only {size} ",
+    with user_error(
+        rf"the tokenizer gives the token id \d+, but the model's .* only {size} "
     ):
         fcsd.evaluate_model(
             original,

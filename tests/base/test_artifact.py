@@ -33,7 +33,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from fcsd.training.config import may_change
 from fcsd.training.teachers.cache import read_shard
 from tests.kills import Places
-from tests.support import ROOT, in_a_fork
+from tests.support import ROOT, in_a_fork, user_error
 
 
 def stage(folder: Path, **settings: object) -> Stage:
@@ -55,11 +55,9 @@ def test_a_stage_goes_from_absent_over_unfinished_to_finished(tmp_path: Path) ->
     one.finish({"steps": 3})
     assert one.state() == "finished"
     manifest = read_json(one.folder / "manifest.json")
-    assert (
-        manifest["results"] == {"steps": 3}
-        and manifest["versions"]["torch"]
-        and manifest["inputs"] == {"original": "abc"}
-    )
+    assert manifest["results"] == {"steps": 3}
+    assert manifest["versions"]["torch"]
+    assert manifest["inputs"] == {"original": "abc"}
 
 
 def test_adapters_that_changed_are_noticed(tmp_path: Path) -> None:
@@ -69,7 +67,7 @@ def test_adapters_that_changed_are_noticed(tmp_path: Path) -> None:
     one.finish({})
     check_outputs(one.folder)
     write_json(one.folder / ADAPTER / "adapter_config.json", {"r": 4})
-    with pytest.raises(UserError, match=r"adapter/adapter_config\.json"):
+    with user_error(r"adapter/adapter_config\.json"):
         check_outputs(one.folder)
 
 
@@ -99,17 +97,14 @@ def test_a_changed_stage_is_refused_with_the_difference(
     (one.folder / "history.jsonl").touch()
     if finished:
         one.finish({})
-    with pytest.raises(
-        UserError,
-        match=(
-            r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another"
-            r" output folder"
-        ),
+    with user_error(
+        r"other settings \(train\.learning_rate: 0\.001 -> 0\.002\); choose another"
+        r" output folder"
     ):
         stage(tmp_path / "s", learning_rate=2e-3).state()
-    with pytest.raises(UserError, match=r'original: "abc" -> "def"'):
+    with user_error(r'original: "abc" -> "def"'):
         Stage(one.folder, one.name, one.settings, {"original": "def"}).state()
-    with pytest.raises(UserError, match="holds stage 'distill', not 'sweep'"):
+    with user_error("holds stage 'distill', not 'sweep'"):
         Stage(one.folder, "sweep", {}, {}).state()
 
 
@@ -127,7 +122,7 @@ def test_a_stage_that_has_left_nothing_yet_may_begin_with_other_settings(
 
 def test_a_folder_of_someone_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "note.txt").write_text("mine")
-    with pytest.raises(UserError, match="was not made by stage 'distill'"):
+    with user_error("was not made by stage 'distill'"):
         stage(tmp_path).state()
 
 
@@ -172,7 +167,7 @@ def test_what_systems_and_killed_processes_leave_in_a_folder_does_not_make_it_so
     for name in (".env", "DS_Store", "nfs1", "notes.tmp", ".tmp"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).write_text("mine")
-        with pytest.raises(UserError, match="was not made by stage 'distill'"):
+        with user_error("was not made by stage 'distill'"):
             stage(tmp_path / name).state()
 
 
@@ -209,7 +204,7 @@ def test_a_finished_stage_that_lacks_what_its_manifest_names_is_refused(
         r"s/model: no such file, though manifest\.json names it; restore it, or remove"
         r" .*/s to run stage"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         one.state()
 
 
@@ -268,7 +263,7 @@ def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(
         lambda place: place.symlink_to(tmp_path),
     ):
         place = tmp_path / "new"
-        with pytest.raises(UserError, match="new: another process has created it"):  # noqa: SIM117
+        with user_error("new: another process has created it"):  # noqa: SIM117
             with new_folder(place, replaces=False) as new:
                 (new / "ours").touch()
                 make(place)
@@ -294,9 +289,9 @@ def test_a_new_folder_takes_no_place_that_was_filled_in_the_meantime(
 def test_a_path_that_no_file_can_have_is_refused_before_the_work(
     path: str, message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_folder_place(tmp_path / path)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_file_place(tmp_path / path, read_json)
     check_folder_place(tmp_path / os.fsdecode(b"caf\xe9"))  # is a name, if not UTF-8
 
@@ -327,9 +322,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str) -> None:
         lambda shard: read_shard(shard, {}),
         lambda shard: Shard(shard).record,
     ):
-        with pytest.raises(
-            UserError, match=r"is a (named pipe|device), a regular file is needed"
-        ):
+        with user_error(r"is a (named pipe|device), a regular file is needed"):
             read(file)
 
 
@@ -359,10 +352,7 @@ def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(
     (tmp_path / "file").write_text("years")
     for name in ("thesis", "file"):
         with (
-            pytest.raises(
-                UserError,
-                match=f"{name}: exists and holds no report; choose another folder",
-            ),
+            user_error(f"{name}: exists and holds no report; choose another folder"),
             new_folder(tmp_path / name, "report.json", "report"),
         ):
             raise AssertionError
@@ -371,9 +361,7 @@ def test_a_folder_that_does_not_have_the_mark_of_ours_is_not_replaced(
 
 def test_a_full_disk_is_one_line_and_other_errors_pass(tmp_path: Path) -> None:
     with (
-        pytest.raises(
-            UserError, match=r"model: could not be written \(No space left on device\)"
-        ),
+        user_error(r"model: could not be written \(No space left on device\)"),
         writing(tmp_path / "model"),
     ):
         raise OSError(28, "No space left on device")
@@ -385,14 +373,12 @@ def test_a_damaged_manifest_says_what_to_do(tmp_path: Path) -> None:
     one = stage(tmp_path / "s")
     one.start()
     (one.folder / "manifest.json").write_text('{"stage": ')
-    with pytest.raises(
-        UserError, match=r"manifest\.json: not valid JSON .*; remove the folder"
-    ):
+    with user_error(r"manifest\.json: not valid JSON .*; remove the folder"):
         one.state()
 
 
 def test_the_fingerprint_follows_the_bytes_of_the_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no \.safetensors file"):
+    with user_error(r"holds no \.safetensors file"):
         weights_fingerprint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"a")
     first = weights_fingerprint(tmp_path)
@@ -471,10 +457,8 @@ def test_a_former_folder_is_read_where_its_settings_mean_the_same(
     name: str, tmp_path: Path
 ) -> None:
     stage, manifest = former(name, tmp_path)
-    assert (
-        stage.state() == "finished"
-        and read_json(stage.folder / "manifest.json") == manifest
-    )
+    assert stage.state() == "finished"
+    assert read_json(stage.folder / "manifest.json") == manifest
 
 
 def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_what_to_do(
@@ -490,7 +474,7 @@ def test_a_former_folder_whose_settings_are_written_otherwise_is_refused_with_wh
         r" remove this folder to run the stage again, or continue with the fcsd that"
         r" made it"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         stage.state()
 
 
@@ -516,11 +500,9 @@ def test_a_former_folder_with_other_settings_is_refused(tmp_path: Path) -> None:
     changed = stage.settings | {
         "objective": stage.settings["objective"] | {"vocab_size": 7}
     }
-    with pytest.raises(UserError, match=r"objective\.vocab_size: null -> 7"):
+    with user_error(r"objective\.vocab_size: null -> 7"):
         Stage(stage.folder, stage.name, changed, stage.inputs).state()
-    with pytest.raises(
-        UserError, match=r"was made with other settings \(original: .* -> \"abc\"\)"
-    ):
+    with user_error(r"was made with other settings \(original: .* -> \"abc\"\)"):
         Stage(
             stage.folder, stage.name, stage.settings, stage.inputs | {"original": "abc"}
         ).state()

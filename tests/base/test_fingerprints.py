@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 
 from fcsd.base import weights
 from fcsd.base.artifact import Stage, check_outputs, model_outputs, read_manifest
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.base.fingerprints import (
     checkpoint_files,
@@ -26,6 +25,7 @@ from fcsd.base.weights import weights_fingerprint
 from fcsd.model.config import ModelConfig
 from fcsd.model.load import ModelFolder
 from fcsd.training.sweep import read_history, read_scores
+from tests.support import user_error
 
 CONFIG = {
     "model_type": "qwen3_moe", "num_experts_per_tok": 2, "torch_dtype": "bfloat16", "transformers_version": "4.57.0",
@@ -121,9 +121,7 @@ def test_a_stage_is_refused_when_a_file_that_it_read_has_changed_and_the_file_is
     assert stage.state() == ("finished" if finished else "unfinished")
     (checkpoint / file).parent.mkdir(exist_ok=True)
     write_json(checkpoint / file, content)
-    with pytest.raises(
-        UserError, match=f"was made with other settings .*{said}.*remove this folder"
-    ):
+    with user_error(f"was made with other settings .*{said}.*remove this folder"):
         Stage(stage.folder, "distill", {}, known(checkpoint)).state()
 
 
@@ -147,7 +145,7 @@ def test_a_folder_that_noted_less_of_what_it_read_is_refused_with_what_it_did_no
     }
     write_json(stage.folder / "manifest.json", record)
     message = r"made by another fcsd \(schema_version 4, .*did not record original/config\.json.*remove this folder"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         stage.state()
 
 
@@ -208,10 +206,10 @@ def test_a_result_that_is_not_what_a_stage_left_is_named_with_what_to_do(
 ) -> None:
     flip(finished / file, old, new)
     message = rf"distill: differs from what the stage wrote \({said}.*was damaged or changed.*remove the folder"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_outputs(finished)
     readers = {"history.jsonl": read_history, "scores.json": read_scores}
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         readers[file](finished) if file in readers else known(finished / "model")
 
 
@@ -219,7 +217,7 @@ def test_a_field_without_effect_is_known_by_the_hash_of_its_file(
     finished: Path,
 ) -> None:
     flip(finished / "model" / "generation_config.json", b"4.57.0", b"4.57.1")
-    with pytest.raises(UserError, match=r"model/generation_config\.json\.sha256: "):
+    with user_error(r"model/generation_config\.json\.sha256: "):
         check_outputs(finished)
     # An earlier fcsd recorded only the fields.
     record = read_json(finished / "manifest.json")
@@ -229,9 +227,7 @@ def test_a_field_without_effect_is_known_by_the_hash_of_its_file(
     write_json(finished / "manifest.json", record)
     check_outputs(finished)
     flip(finished / "model" / "generation_config.json", b'_id": 1', b'_id": 2')
-    with pytest.raises(
-        UserError, match=r"eos_token_id: 1 -> 2\): the folder was damaged"
-    ):
+    with user_error(r"eos_token_id: 1 -> 2\): the folder was damaged"):
         check_outputs(finished)
 
 
@@ -245,10 +241,10 @@ def test_a_checkpoint_that_a_command_left_is_what_it_wrote(checkpoint: Path) -> 
         r"original: is not what `fcsd calibrate` wrote \(model: .*damaged or changed"
         rf" since; write the checkpoint again, or remove {path} if the change is yours"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         known(checkpoint)
     write_json(path, sealed(record) | {"outputs": {}})
-    with pytest.raises(UserError, match=r"is damaged: .*; write the checkpoint again"):
+    with user_error(r"is damaged: .*; write the checkpoint again"):
         known(checkpoint)
     # The file of another tool, and the record of a conversion, say nothing about
     # weights.
@@ -259,10 +255,10 @@ def test_a_checkpoint_that_a_command_left_is_what_it_wrote(checkpoint: Path) -> 
 
 def test_a_result_that_is_gone_is_missed(finished: Path) -> None:
     (finished / "scores.json").unlink()
-    with pytest.raises(UserError, match=r'scores\.json: ".* -> null'):
+    with user_error(r'scores\.json: ".* -> null'):
         read_scores(finished)
     shutil.rmtree(finished / "model")
-    with pytest.raises(UserError, match="no such folder, although the stage wrote it"):
+    with user_error("no such folder, although the stage wrote it"):
         check_outputs(finished)
 
 
@@ -272,9 +268,7 @@ def test_a_digit_of_a_manifest_does_not_change_unseen(finished: Path) -> None:
         read_manifest,
         Stage(finished, "distill", {}, {"original": "abc"}).state,
     ):
-        with pytest.raises(
-            UserError, match=r"manifest\.json: is damaged.*remove the folder"
-        ):
+        with user_error(r"manifest\.json: is damaged.*remove the folder"):
             read(finished) if read is read_manifest else read()  # type: ignore[call-arg]
 
 
@@ -283,12 +277,10 @@ def test_a_sealed_file_is_what_was_written_or_refused(tmp_path: Path) -> None:
     write_sealed(file, {"loss": 1.5, "losses": [2, 1.5], "ä": None})
     assert read_sealed(file, "do this") == {"loss": 1.5, "losses": [2, 1.5], "ä": None}
     write_json(file, json.loads(file.read_text()) | {"loss": 1.25, "step": 1})
-    with pytest.raises(UserError, match=r"result\.json: is damaged: .*; do this"):
+    with user_error(r"result\.json: is damaged: .*; do this"):
         read_sealed(file, "do this")
     write_json(file, {"loss": 1.5})
-    with pytest.raises(
-        UserError, match="lacks the hash that fcsd writes into it; do this"
-    ):
+    with user_error("lacks the hash that fcsd writes into it; do this"):
         read_sealed(file, "do this")
 
 
@@ -299,9 +291,8 @@ def test_a_file_that_users_edit_may_lack_its_hash_and_not_contradict_it(
     write_sealed(file, {"ports": [1.5]})
     assert read_editable(file, "fcsd x", ["ports"]) == {"ports": [1.5]}
     flip(file, b"1.5", b"2.5")
-    with pytest.raises(
-        UserError,
-        match=r"is damaged: .*`fcsd x` writes it again; if you edited it, remove its line",
+    with user_error(
+        r"is damaged: .*`fcsd x` writes it again; if you edited it, remove its line"
     ):
         read_editable(file, "fcsd x", ["ports"])
     write_json(file, {"ports": [2.5]})

@@ -129,12 +129,8 @@ def test_a_conversion_that_has_its_name_says_what_it_was_made_from(
 
     killed_in(convert, tmp_path)
     manifest = read_json(tmp_path / "far" / "manifest.json")
-    assert manifest["stage"] == "convert" and manifest["results"]["layers"] == [
-        0,
-        1,
-        2,
-        3,
-    ]
+    assert manifest["stage"] == "convert"
+    assert manifest["results"]["layers"] == [0, 1, 2, 3]
     assert manifest["settings"]["model"]["path"] == words[1]
 
 

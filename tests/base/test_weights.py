@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fcsd.base.errors import UserError
 from fcsd.base.weights import (
     check_finite,
     find_weights,
@@ -24,6 +23,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import read_checkpoint
 from fcsd.model.load import find_model
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -138,10 +138,7 @@ def test_weights_that_the_config_names_are_taken_as_transformers_does(
 def test_weights_that_the_config_names_outside_the_folder_are_refused(
     name: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"config\.json: transformers_weights names .* in this folder is",
-    ):
+    with user_error(r"config\.json: transformers_weights names .* in this folder is"):
         find_weights(tmp_path, {"transformers_weights": name})
 
 
@@ -155,9 +152,8 @@ def test_a_tensor_in_two_shards_is_refused_where_transformers_takes_another_than
     save_file(
         load_file(last) | {name: tensors[name] + 1}, last, metadata={"format": "pt"}
     )
-    with pytest.raises(
-        UserError,
-        match=f"{last.name}: tensor '{name}' is in this file too, .*{first.name}",
+    with user_error(
+        f"{last.name}: tensor '{name}' is in this file too, .*{first.name}"
     ):
         read_checkpoint(folder)
     index = json.loads((folder / INDEX).read_text())
@@ -190,9 +186,8 @@ def test_values_that_are_not_finite_are_counted_by_dtype(
         )
     expected = int((~torch.isfinite(values.double())).sum())
     save_file({"a": values, "b": torch.ones(3)}, tmp_path / WEIGHTS)
-    with pytest.raises(
-        UserError,
-        match=rf"in 1 tensors: 'a' \({expected} of {len(values)}\); fetch the checkpoint again",
+    with user_error(
+        rf"in 1 tensors: 'a' \({expected} of {len(values)}\); fetch the checkpoint again"
     ):
         check_finite(tmp_path)
     file_hash = hashlib.sha256((tmp_path / WEIGHTS).read_bytes()).hexdigest()
@@ -225,8 +220,5 @@ def test_an_expert_that_is_all_nan_is_refused_as_input_of_a_stage(
     tensors[name].fill_(math.nan)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     size = tensors[name].numel()
-    with pytest.raises(
-        UserError,
-        match=rf"1 tensors: '{name}' \({size} of {size}\).*fetch the checkpoint",
-    ):
+    with user_error(rf"1 tensors: '{name}' \({size} of {size}\).*fetch the checkpoint"):
         find_model(ModelConfig(path=str(folder))).fingerprints("original")

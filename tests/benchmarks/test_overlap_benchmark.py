@@ -28,10 +28,8 @@ def test_a_ratio_is_the_median_over_rounds_and_hidden_the_share_of_what_was_sent
     )
     # of 2, 3 and 1
     assert table["regular"]["ratio"] == 1 and table["full"]["ratio"] == 2
-    assert (
-        table["full"]["hidden of all"] == pytest.approx(0.75)
-        and table["full"]["step"] == 2
-    )
+    assert table["full"]["hidden of all"] == pytest.approx(0.75)
+    assert table["full"]["step"] == 2
     assert "| full | 2000 | 2.00 | 50% | 75.0% | - | - | - | - |" in printed(table)
 
 
@@ -119,10 +117,8 @@ def test_one_node_an_exchange_has_the_gradients_of_two_and_their_order(
     for (expected, order), (actual, seen) in run_ranks(
         stepped, 2, model, ("full", "one-node")
     ):
-        assert (
-            seen == order
-            and len([event for event in order if event[0] != "shared"]) == 2 * 4 * 3
-        )
+        assert seen == order
+        assert len([event for event in order if event[0] != "shared"]) == 2 * 4 * 3
         check_gradients(expected, actual)
 
 

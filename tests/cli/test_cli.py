@@ -661,9 +661,8 @@ def test_convert_and_unconvert_give_the_weights_back(
         load_file(bench.base / "model.safetensors"),
         load_file(back / "model.safetensors"),
     )
-    assert one.keys() == other.keys() and all(
-        (value == other[name]).all() for name, value in one.items()
-    )
+    assert one.keys() == other.keys()
+    assert all((value == other[name]).all() for name, value in one.items())
     assert capsys.readouterr().out.split() == [str(there), str(back)]
 
 

@@ -14,6 +14,7 @@ from fcsd.cli.main import COMMANDS, main
 from fcsd.evaluation.config import EvaluationConfig
 from fcsd.model.config import ModelConfig
 from fcsd.recipe.recipe import Recipe
+from tests.support import user_error
 
 ADDRESSES = [
     "https://user:SECRET@h/r.yaml",
@@ -64,9 +65,8 @@ def test_an_address_is_shown_without_its_password_also_where_a_path_was_made_of_
     ],
 )  # fmt: skip
 def test_ordinary_words_are_not_taken_for_secrets(word: str) -> None:
-    assert not holds_credentials(word) and without_credentials(word) == word.replace(
-        "//me", "//…"
-    )
+    assert not holds_credentials(word)
+    assert without_credentials(word) == word.replace("//me", "//…")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,7 +100,7 @@ def test_an_address_is_no_path_even_without_a_password(
         in capsys.readouterr().err
     )
     for path in ("https:/h/x", "s3:/bucket"):
-        with pytest.raises(UserError, match="is an address; give a path of this mach"):
+        with user_error("is an address; give a path of this mach"):
             check_path(Path(path))
     check_path(Path("x") / "a:b")
     assert not list(tmp_path.iterdir())
@@ -113,21 +113,15 @@ def test_no_record_takes_a_password_and_the_key_is_named(address: str) -> None:
         (EvaluationConfig, {"data_root": address}, "data_root"),
         (EvaluationConfig, {"suite": address}, "suite"),
     ):
-        with pytest.raises(
-            UserError, match=f"^x: {key}: holds a name or pass"
-        ) as wrong:
+        with user_error(f"^x: {key}: holds a name or pass") as wrong:
             validate(record, value, "x")
         assert "SECRET" not in str(wrong.value)
     for name in ("output_dir", "run_name", "hub_model_id"):
-        with pytest.raises(
-            UserError, match=f"^FCSDConfig: {name}: holds a name"
-        ) as wrong:
+        with user_error(f"^FCSDConfig: {name}: holds a name") as wrong:
             fcsd.FCSDConfig(**{"output_dir": "x", name: address})
         assert "SECRET" not in str(wrong.value)
     for door in (fcsd.load, fcsd.evaluate_model):
-        with pytest.raises(
-            UserError, match=r"^fcsd\.load: path: holds a name"
-        ) as wrong:
+        with user_error(r"^fcsd\.load: path: holds a name") as wrong:
             door(address)  # type: ignore[operator]
         assert "SECRET" not in str(wrong.value)
 
@@ -153,12 +147,10 @@ def test_a_proxy_may_have_its_password(monkeypatch: Any, capsys: Any) -> None:
 def test_a_password_is_found_at_any_depth_of_a_record(address: str) -> None:
     original = {"config": {"model_type": "a", "parts": [{"path": address}]}}
     raw = {"name": "x", "output_dir": "x", "pretrain": original}
-    with pytest.raises(
-        UserError, match=r"^x: pretrain\.config\.parts\.0\.path: holds a name"
-    ) as wrong:
+    with user_error(r"^x: pretrain\.config\.parts\.0\.path: holds a name") as wrong:
         validate(Recipe, raw, "x")
     assert "SECRET" not in str(wrong.value)
     prose = {"model_type": "a", "parts": f"see {address} for more"}
-    with pytest.raises(UserError, match="is required") as wrong:
+    with user_error("is required") as wrong:
         validate(Recipe, raw | {"pretrain": {"config": prose}}, "x")
     assert "holds a name" not in str(wrong.value)

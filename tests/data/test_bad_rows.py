@@ -25,7 +25,7 @@ from tests.data.test_data import (
     said,
 )
 from tests.examples import tokenize_example
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 BAD = {"text": None}
 
@@ -75,9 +75,8 @@ def test_the_error_names_the_file_and_the_row(tmp_path: Path, row: int) -> None:
 
 
 def test_a_row_of_examples_that_a_caller_gave_is_named_by_its_number() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"data set train_dataset, row 4: column 'text'.* \(1 more row cannot",
+    with user_error(
+        r"data set train_dataset, row 4: column 'text'.* \(1 more row cannot"
     ):
         given_rows(
             [*good(3), BAD, *good(2), BAD],
@@ -106,9 +105,8 @@ def test_too_many_bad_rows_are_an_error_whatever_the_recipe_says(
     tmp_path: Path,
 ) -> None:
     path = folder(tmp_path / "data", [*good(105), *[BAD] * 11, *good(30)])
-    with pytest.raises(
-        UserError,
-        match=r"11 of 1\d\d examples cannot be tokenized, .*skip leaves out at most 1%",
+    with user_error(
+        r"11 of 1\d\d examples cannot be tokenized, .*skip leaves out at most 1%"
     ):
         list(build(path, bad_rows=BadRows("skip"), shuffle=False))
 
@@ -129,9 +127,7 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = SourceConfig(path=str(file))
     options: dict[str, Any] = {"max_length": 64, "shuffle": False}
-    with pytest.raises(
-        UserError, match=r"row 7: column 'messages': .* got .*'content': 5"
-    ):
+    with user_error(r"row 7: column 'messages': .* got .*'content': 5"):
         list(build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), **options))
     record = BadRows("skip")
     (row,) = build_dataset(
@@ -140,9 +136,8 @@ def test_a_number_far_into_a_file_is_a_bad_row_and_the_texts_beside_it_stay_as_t
     text = make_tokenizer().decode(
         [token for token in row["labels"] if token != NO_LOSS]
     )
-    assert record.num_bad == 1 and text == "".join(
-        f"{letter}<|eos|>" for letter in "abcdefh"
-    )
+    assert record.num_bad == 1
+    assert text == "".join(f"{letter}<|eos|>" for letter in "abcdefh")
 
 
 def test_a_file_that_cannot_be_read_to_its_end_is_named(
@@ -152,7 +147,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_named(
     (tmp_path / "data" / "train-1.jsonl").write_text(
         '{"text": "a"}\n' * 3 + '{"text": "brok'
     )
-    with pytest.raises(UserError, match=r"file train-1\.jsonl, line 4: not valid JSON"):
+    with user_error(r"file train-1\.jsonl, line 4: not valid JSON"):
         list(build(path))
 
 
@@ -191,9 +186,7 @@ def test_a_conversation_that_the_template_cannot_write_is_a_bad_row(
     tokenizer = make_tokenizer(
         "{{ 'of ' + messages[1].get('name', '') }}" + REFUSING_TEMPLATE
     )
-    with pytest.raises(
-        UserError, match=f"row 1: .*its chat template refuses an example: .*({reason})"
-    ):
+    with user_error(f"row 1: .*its chat template refuses an example: .*({reason})"):
         given_rows(
             [{"messages": messages}], tokenizer, name="train_dataset", max_length=8
         )

@@ -8,14 +8,13 @@ from typing import Any
 import datasets
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.counts import ExampleCounts, tell_examples
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.decontaminate import Decontaminator, Item, ItemIndex
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from tests.support import write_rows
+from tests.support import user_error, write_rows
 
 TOKENIZER = tiny_tokenizer(300)
 
@@ -163,27 +162,23 @@ def test_held_out_text_has_a_line_where_it_loses_something(
 def test_data_without_an_answer_do_not_get_the_advice_of_longer_rows(
     example: dict[str, Any], missing: str
 ) -> None:
-    with pytest.raises(
-        UserError, match="not one of 4 examples has a token with loss"
-    ) as caught:
+    with user_error("not one of 4 examples has a token with loss") as caught:
         given([example] * 4)
     assert missing in str(caught.value) and "max_length" not in str(caught.value)
     assert "name other columns under `columns`" in str(caught.value)
 
 
 def test_data_whose_answers_are_all_cut_away_get_the_advice_of_longer_rows() -> None:
-    with pytest.raises(
-        UserError,
-        match="not one of 2 examples has a response token within max_length: 8; raise",
+    with user_error(
+        "not one of 2 examples has a response token within max_length: 8; raise"
     ):
         given([tokens(*NO * 3), tokens(*NO * 9, *YES)])
 
 
 def test_data_of_which_nothing_is_left_say_what_became_of_them() -> None:
     text = "one two three four five six seven eight"
-    with pytest.raises(
-        UserError,
-        match="none of 3 examples is left: 1 cannot be tokenized, 2 overlap with test",
+    with user_error(
+        "none of 3 examples is left: 1 cannot be tokenized, 2 overlap with test"
     ):
         given(
             [{"text": text}, {"text": None}, {"text": text}], bad_rows=BadRows("skip"),

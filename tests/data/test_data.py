@@ -15,13 +15,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.base.errors import UserError
 from fcsd.data.batches import NO_LOSS, Collator, next_token_targets, trim_padding
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset
 from fcsd.data.rows import PackedRows
 from fcsd.data.sources import check_source, load_source, open_source
 from tests.examples import pack, tokenize_example
+from tests.support import user_error
 
 TURN = "{{ '<|' + message['role'] + '|>' }}"
 PLAIN_TEMPLATE = (
@@ -228,9 +228,8 @@ def test_the_chat_template_writes_the_tools_of_an_example_and_loss_is_on_the_cal
 def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
     tokenizer = make_tokenizer(PLAIN_TEMPLATE)
     for wrong in ("clock", 5, ["clock"], '"clock"'):
-        with pytest.raises(
-            UserError,
-            match="column 't': a list of tools, or JSON text of one, is needed, got",
+        with user_error(
+            "column 't': a list of tools, or JSON text of one, is needed, got"
         ):
             tokenize_example(
                 {"m": CONVERSATION, "t": wrong},
@@ -246,7 +245,7 @@ def test_tools_that_a_template_would_leave_out_are_refused(tmp_path):
         tmp_path / "tools.jsonl", [{"messages": CONVERSATION, "tools": TOOLS}]
     )
     source = Source(path, columns={"messages": "messages"})
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         build_dataset([source], tokenizer, max_length=64)
     (row,) = build_dataset([source], make_tokenizer(TOOL_TEMPLATE), max_length=128)
     assert (
@@ -314,9 +313,8 @@ def test_qwen3s_own_template_gives_every_turn_its_response():
 def test_a_template_that_rewrites_needs_a_fast_tokenizer(monkeypatch):
     tokenizer = make_tokenizer(THINKING_TEMPLATE)
     monkeypatch.setattr(type(tokenizer), "is_fast", False)
-    with pytest.raises(
-        UserError,
-        match=r"the tokenizer is not a fast one.*mark responses in the template with",
+    with user_error(
+        r"the tokenizer is not a fast one.*mark responses in the template with"
     ):
         tokenize_example({"m": CONVERSATION}, {"messages": "m"}, tokenizer)
 
@@ -326,9 +324,8 @@ def test_loss_on_all_takes_the_prompt_too():
     encoded = tokenize_example(
         {"m": CONVERSATION}, {"messages": "m"}, tokenizer, loss_on="all"
     )
-    assert all(encoded["loss_mask"]) and len(encoded["loss_mask"]) == len(
-        encoded["input_ids"]
-    )
+    assert all(encoded["loss_mask"])
+    assert len(encoded["loss_mask"]) == len(encoded["input_ids"])
 
 
 def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
@@ -396,7 +393,7 @@ def test_plain_text_needs_no_template_and_ends_with_one_end_of_sequence():
 def test_an_example_that_cannot_be_read_is_refused_with_the_reason(
     template, example, columns, message
 ):
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         tokenize_example(example, columns, make_tokenizer(template))
     assert "\n" not in str(caught.value)
 
@@ -404,7 +401,7 @@ def test_an_example_that_cannot_be_read_is_refused_with_the_reason(
 def test_text_without_an_end_of_sequence_token_is_refused():
     tokenizer = make_tokenizer()
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="no end-of-sequence token"):
+    with user_error("no end-of-sequence token"):
         tokenize_example({"t": "x"}, {"text": "t"}, tokenizer)
 
 
@@ -645,10 +642,8 @@ def test_packed_rows_have_every_token_of_their_source(tmp_path):
     batch = next(
         iter(torch.utils.data.DataLoader(built, batch_size=2, collate_fn=Collator()))
     )
-    assert (
-        batch["input_ids"].shape == (2, 32)
-        and batch["input_ids"][0].tolist() == rows[0]["input_ids"]
-    )
+    assert batch["input_ids"].shape == (2, 32)
+    assert batch["input_ids"][0].tolist() == rows[0]["input_ids"]
 
 
 def test_sources_are_mixed_by_weight(tmp_path):
@@ -755,7 +750,7 @@ def test_a_source_that_is_not_what_the_recipe_says_is_refused(
     options = {
         "path": write_texts(tmp_path / "a.jsonl", [3]),
     } | change
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_source(Source(**options))
 
 
@@ -777,7 +772,7 @@ def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there
         "---\nconfigs:\n- config_name: main\n  data_files:\n  - split: train\n    path:"
         " train.jsonl\n---\n"
     )
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         load_source(Source(str(folder), name=name, split=split))
     assert "\n" not in str(caught.value)
 
@@ -786,7 +781,7 @@ def test_a_missing_configuration_or_split_of_a_folder_is_refused_with_what_there
 def test_an_empty_or_unreadable_source_is_refused_in_one_line(tmp_path, content):
     path = tmp_path / ("empty" if content == "folder" else "a.jsonl")
     path.mkdir() if content == "folder" else path.write_text(content)
-    with pytest.raises(UserError, match=path.name) as caught:
+    with user_error(path.name) as caught:
         load_source(Source(str(path)))
     assert "\n" not in str(caught.value)
 
@@ -796,10 +791,7 @@ def test_a_data_set_without_a_single_response_token_is_refused(tmp_path):
         write_jsonl(tmp_path / "a.jsonl", [{"p": "x" * 50, "r": "y"}] * 3),
         columns={"prompt": "p", "response": "r"},
     )
-    with pytest.raises(
-        UserError,
-        match="not one of 3 examples has a response token within max_length: 16",
-    ):
+    with user_error("not one of 3 examples has a response token within max_length: 16"):
         build_dataset([source], make_tokenizer(PLAIN_TEMPLATE), max_length=16)
 
 
@@ -808,7 +800,7 @@ def test_an_error_inside_the_data_reaches_the_user_as_it_is(tmp_path):
         write_texts(tmp_path / "a.jsonl", [3]),
         columns={"prompt": "text", "response": "text"},
     )
-    with pytest.raises(UserError, match="no chat template"):
+    with user_error("no chat template"):
         build_dataset([source], make_tokenizer(), max_length=16)
 
 
@@ -854,17 +846,14 @@ def test_trim_padding_cuts_behind_the_last_loss_of_any_row_and_keeps_the_targets
     }
     cut = trim_padding(batch)
     assert cut["input_ids"].shape == cut["labels"].shape == (3, 128)
-    assert cut["input_ids"].equal(batch["input_ids"][:, :128]) and cut[
-        "teacher_hidden"
-    ].shape == (36, 4)
+    assert cut["input_ids"].equal(batch["input_ids"][:, :128])
+    assert cut["teacher_hidden"].shape == (36, 4)
     whole, short = (
         next_token_targets(b["labels"], b["position_ids"]) for b in (batch, cut)
     )
-    assert (
-        whole[0][:, :128].equal(short[0])
-        and whole[0].sum() == short[0].sum()
-        and whole[1].equal(short[1])
-    )
+    assert whole[0][:, :128].equal(short[0])
+    assert whole[0].sum() == short[0].sum()
+    assert whole[1].equal(short[1])
     assert trim_padding(batch | {"labels": torch.full((3, 200), NO_LOSS)})[
         "labels"
     ].shape == (3, 64)
@@ -904,16 +893,14 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
     (tmp_path / name).write_text("a,b")
     read = r"\.jsonl, \.json, \.parquet files and folders in hub layout are allowed; "
     for path in (name, str(tmp_path / name)):
-        with pytest.raises(
-            UserError,
-            match=f"{name}: fcsd does not read files of this kind; {read}.*{hint}",
+        with user_error(
+            f"{name}: fcsd does not read files of this kind; {read}.*{hint}"
         ):
             check_source(SourceConfig(path=path))
     if "." in name:
-        with pytest.raises(
-            UserError,
-            match=f"missing{name}: no such file, and fcsd does not read files of this"
-            f" kind; {read}.*{hint}",
+        with user_error(
+            f"missing{name}: no such file, and fcsd does not read files of this"
+            f" kind; {read}.*{hint}"
         ):
             check_source(SourceConfig(path=f"missing{name}"))
 
@@ -931,5 +918,5 @@ def test_a_file_of_another_kind_is_not_looked_for_on_the_hub(
 def test_broken_json_is_refused_with_the_number_of_its_line(tmp_path, text, line):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
-    with pytest.raises(UserError, match=rf"a\.jsonl, line {line}: not .*JSON.*a \.jso"):
+    with user_error(rf"a\.jsonl, line {line}: not .*JSON.*a \.jso"):
         len(list(open_source(Source(str(path))).examples))

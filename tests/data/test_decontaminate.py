@@ -216,9 +216,8 @@ def test_planted_items_are_left_out_and_on_the_record(places: Any) -> None:
     assert overlaps[names[0]]["begins"].startswith("Tell me: A farmer's well")
     assert overlaps[names[1]]["ngram"] == " ".join(words(QUESTION)[:13])
     summary = decontaminator.summary()
-    assert summary["by_task"] == {"bench": 2} and summary["num_items_too_short"] == {
-        "bench": 1
-    }
+    assert summary["by_task"] == {"bench": 2}
+    assert summary["num_items_too_short"] == {"bench": 1}
     assert summary["by_source"][names[0]] == {"num_examples": 50, "num_left_out": 1}
 
 
@@ -236,11 +235,9 @@ def test_a_stage_leaves_the_list_and_its_manifest_the_numbers(
     assert main(["distill", str(path)]) == 0
     folder = bench.folder / "r" / "distill"
     results = read_json(folder / "manifest.json")["results"]["decontamination"]
-    assert (
-        results["num_left_out"] == 2
-        and results["num_items"] == 2
-        and results["ngram"] == 13
-    )
+    assert results["num_left_out"] == 2
+    assert results["num_items"] == 2
+    assert results["ngram"] == 13
     listed = read_json(folder / "decontamination.json")
     assert len(listed["left_out"]) == 2 and listed["by_source"] == results["by_source"]
     inputs = read_json(folder / "manifest.json")["inputs"]

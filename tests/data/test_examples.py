@@ -33,6 +33,7 @@ from tests.data.test_data import (
     write_jsonl,
 )
 from tests.examples import tokenize_example
+from tests.support import user_error
 
 # Silently leaves out a role that it does not name, as the templates of Qwen and
 # DeepSeek do.
@@ -367,11 +368,9 @@ CALLED = '<|user|>2+2?<|eos|><|assistant|>[look {"x": 1}]<|eos|>'
 )
 def test_calls_in_other_forms_are_calls(message: dict[str, Any]) -> None:
     text, learned = tokens_of([CHAT[1], message], CALLING_TEMPLATE)
-    assert (
-        text == CALLED
-        and learned.endswith('[look {"x": 1}]<|eos|>')
-        and "2+2" not in learned
-    )
+    assert text == CALLED
+    assert learned.endswith('[look {"x": 1}]<|eos|>')
+    assert "2+2" not in learned
 
 
 @pytest.mark.parametrize(
@@ -575,11 +574,9 @@ def test_a_message_may_say_that_there_is_no_loss_on_it(
     plain, learned = tokens_of(CHAT, template)
     chat = [CHAT[0], CHAT[1] | off, CHAT[2] | off, CHAT[3], CHAT[4] | on]
     text, rest = tokens_of(chat, template)
-    assert (
-        text == plain
-        and rest == learned.removeprefix("4<|eos|>")
-        and rest.endswith("8<|eos|>")
-    )
+    assert text == plain
+    assert rest == learned.removeprefix("4<|eos|>")
+    assert rest.endswith("8<|eos|>")
     assert tokens_of([*CHAT[:4], CHAT[4] | off], template)[1] == "4<|eos|>"
     assert (
         tokens_of([*CHAT[:2], CHAT[2] | off, CHAT[3], CHAT[4] | off], template)[1] == ""
@@ -704,7 +701,7 @@ def test_of_several_masks_all_count_and_what_is_not_attended_to_is_left_out() ->
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(more: dict[str, Any], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         given_rows([IDS | more], make_tokenizer(), name="x", max_length=5)
 
 
@@ -790,9 +787,8 @@ def test_options_of_an_example_reach_its_chat_template() -> None:
         reference = tokenizer.apply_chat_template(
             chat, tokenize=False, enable_thinking=False
         )
-        assert tokenizer.decode(
-            encoded["input_ids"]
-        ) == reference and reference.endswith("/off")
+        assert tokenizer.decode(encoded["input_ids"]) == reference
+        assert reference.endswith("/off")
     plain = tokenize_example(
         {"p": chat[:1], "r": chat[1:], "k": None}, columns, tokenizer
     )
@@ -918,9 +914,8 @@ def test_a_column_that_is_named_is_read_and_plain_metadata_are_not() -> None:
 def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_other(
     more: str,
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=f"a column '{more}' beside 'input_ids' is not read: the rows are already packed",
+    with user_error(
+        f"a column '{more}' beside 'input_ids' is not read: the rows are already packed"
     ):
         given_rows(
             [IDS | {more: [0, 1, 0, 1, 2]}], make_tokenizer(), name="x", max_length=5
@@ -938,9 +933,7 @@ def test_tokens_that_are_packed_already_are_refused_where_they_would_see_each_ot
 def test_a_mask_or_weight_beside_packed_rows_is_refused(more: str, reason: str) -> None:
     ids = IDS["input_ids"]
     row = {"input_ids": ids, "position_ids": [*range(5)], "labels": ids}
-    with pytest.raises(
-        UserError, match=f"a column '{more}' beside .* is not read: {reason}"
-    ):
+    with user_error(f"a column '{more}' beside .* is not read: {reason}"):
         given_rows([row | {more: [0] * 5}], make_tokenizer(), name="x", max_length=5)
 
 
@@ -1129,11 +1122,8 @@ def test_a_completion_that_only_a_template_could_write_is_refused(
     columns = {"prompt": "p", "completion": "c", "system": "system", "tools": "tools"}
     with pytest.raises(BadExample, match=reason):
         tokenize_example(example, columns, make_tokenizer(PLAIN_TEMPLATE))
-    with pytest.raises(
-        UserError,
-        match=(
-            r"a column 'history' beside .* is not read: it goes with 'prompt' and 'resp"
-        ),
+    with user_error(
+        r"a column 'history' beside .* is not read: it goes with 'prompt' and 'resp"
     ):
         given_rows(
             [{"prompt": "a", "completion": "b", "history": []}],
@@ -1165,7 +1155,5 @@ def test_test_items_are_looked_for_in_every_form_of_an_example() -> None:
         rows = given_rows(
             [example, clean], make_tokenizer(PLAIN_TEMPLATE), name="x", **options
         )
-        assert len(rows) == 1 and record.summary() == {
-            "num_examples": 1,
-            "num_left_out": 0,
-        }
+        assert len(rows) == 1
+        assert record.summary() == {"num_examples": 1, "num_left_out": 0}

@@ -10,11 +10,11 @@ import datasets
 import numpy as np
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.data.bad_rows import BadRows
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.pipeline.tiny.models import tiny_tokenizer
+from tests.support import user_error
 
 TOKENIZER = tiny_tokenizer(300)
 CHATS = [
@@ -137,12 +137,8 @@ def test_tokens_are_packed_as_they_are_with_loss_where_labels_say_so() -> None:
     assert row["labels"] == [-100, -100, 7, 8, -100, 10, -100, -100]
     padded = [{"input_ids": [5, 6, 0, 0], "attention_mask": [1, 1, 0, 0]}]
     (row,) = given(padded, max_length=4)
-    assert row["input_ids"] == [5, 6, pad, pad] and row["labels"] == [
-        -100,
-        6,
-        -100,
-        -100,
-    ]
+    assert row["input_ids"] == [5, 6, pad, pad]
+    assert row["labels"] == [-100, 6, -100, -100]
 
 
 def test_rows_that_are_packed_come_back_as_they_are() -> None:
@@ -156,9 +152,8 @@ def test_rows_that_are_packed_come_back_as_they_are() -> None:
         stored.to_iterable_dataset(), TOKENIZER, name="x", max_length=16, num_rows=2
     )
     assert rows_of(streamed) == rows_of(stored)[:2]
-    with pytest.raises(
-        UserError,
-        match="its rows are packed already, with 16 tokens, and max_length is 32; set",
+    with user_error(
+        "its rows are packed already, with 16 tokens, and max_length is 32; set"
     ):
         given_rows(stored, TOKENIZER, name="x", max_length=32)
 
@@ -178,7 +173,7 @@ def test_columns_that_a_format_hides_are_not_read_and_a_transform_is_refused() -
     upper = texts.with_transform(
         lambda batch: {"text": [*map(str.upper, batch["text"])]}
     )
-    with pytest.raises(UserError, match="data set train_dataset: has a transform"):
+    with user_error("data set train_dataset: has a transform"):
         given(upper)
 
 
@@ -207,15 +202,12 @@ def test_columns_that_a_format_hides_are_not_read_and_a_transform_is_refused() -
 def test_what_is_no_data_is_refused(
     data: Any, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         given(data, **options)
 
 
 def test_a_column_that_only_later_examples_have_is_not_left_out() -> None:
-    with pytest.raises(
-        UserError,
-        match="row 1: column 'labels': a list of token ids is needed, got None",
-    ):
+    with user_error("row 1: column 'labels': a list of token ids is needed, got None"):
         given(
             [{"input_ids": [5, 6]}, {"input_ids": [5, 6], "labels": [-100, 6]}],
             max_length=4,
@@ -239,16 +231,14 @@ def test_ids_that_the_model_does_not_know_are_named_with_their_example(
     ids: list[Any], message: str
 ) -> None:
     good = {"input_ids": [5, 299]}
-    with pytest.raises(UserError, match=f"data set train_dataset, row 1: {message}"):
+    with user_error(f"data set train_dataset, row 1: {message}"):
         given([{"input_ids": ids}], vocab_size=300)
     if all(type(number) is int for number in ids):
         examples = [good] * 20 + [{"input_ids": ids}]
         record = BadRows("skip")
         rows = given(examples, vocab_size=300, bad_rows=record, packing=False)
-        assert (
-            len(rows) == 20
-            and record.listed()[0]["where"] == "data set train_dataset, row 21"
-        )
+        assert len(rows) == 20
+        assert record.listed()[0]["where"] == "data set train_dataset, row 21"
 
 
 def test_ids_of_rows_that_are_packed_are_checked_as_well() -> None:
@@ -256,9 +246,8 @@ def test_ids_of_rows_that_are_packed_are_checked_as_well() -> None:
         {"input_ids": [token] * 4, "position_ids": [0, 1, 2, 3], "labels": [token] * 4}
         for token in (299, 300)
     ]
-    with pytest.raises(
-        UserError,
-        match="data set train_dataset, row 2: token id 300 at position 0 is not in",
+    with user_error(
+        "data set train_dataset, row 2: token id 300 at position 0 is not in"
     ):
         given(rows, max_length=4, vocab_size=300)
     assert len(given(rows, max_length=4, vocab_size=301)) == 2

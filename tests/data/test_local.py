@@ -8,7 +8,6 @@ from pathlib import Path
 import pyarrow.parquet
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
 from fcsd.data.local import data_fingerprint, fresh_cache
 from fcsd.data.reading import read_pieces
@@ -16,6 +15,7 @@ from fcsd.data.sources import load_source, open_source
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.config import LikelihoodTaskConfig, SuiteConfig
 from fcsd.evaluation.lm_eval.tasks import load_task
+from tests.support import user_error
 
 README = (
     "---\nconfigs:\n- config_name: default\n  data_files:\n  - split: test\n    path:"
@@ -80,13 +80,13 @@ def test_data_that_cannot_be_read_are_refused_with_place_and_advice(
     elif content:
         Path(name).write_bytes(content)
     source = SourceConfig(path=name, columns={"text": "text"})
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         # The fault may lie in the first row, or further back.
         list(read_pieces(open_source(source), []))
 
 
 def test_an_empty_name_is_not_the_current_folder() -> None:
-    with pytest.raises(UserError, match="data set ' ': is not a path; name a file"):
+    with user_error("data set ' ': is not a path; name a file"):
         data_fingerprint(" ")
 
 

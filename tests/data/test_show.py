@@ -10,12 +10,11 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.data.dataset import given_rows
 from fcsd.data.show import check_number, print_rows, row_lines
 from fcsd.pipeline.tiny.models import tiny_tokenizer
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 TOKENIZER = tiny_tokenizer(300)
 
@@ -58,10 +57,8 @@ def test_examples_are_apart_special_tokens_are_there_padding_is_not_and_what_has
         == f"-- example 1 of 2: {length} tokens, {(labels[:length] != -100).sum()} with"
         " loss"
     )
-    assert (
-        second.startswith("-- example 2 of 2: ")
-        and f" {(labels != -100).sum()} with loss" in head
-    )
+    assert second.startswith("-- example 2 of 2: ")
+    assert f" {(labels != -100).sum()} with loss" in head
     for text, begin, end in (
         (one, 0, length),
         (two, length, int(head.split(", ")[1].split()[0])),
@@ -130,9 +127,8 @@ def test_rows_that_came_packed_and_unpacked_rows_are_shown_too(
     capsys.readouterr()
     print_rows(packed, TOKENIZER, 5)
     out = capsys.readouterr().out
-    assert out.count("row ") == 2 and "[[b<eos>]]" in out.replace(
-        TOKENIZER.eos_token, "<eos>"
-    )
+    assert out.count("row ") == 2
+    assert "[[b<eos>]]" in out.replace(TOKENIZER.eos_token, "<eos>")
     print_rows(rows, TOKENIZER, 5)
     assert capsys.readouterr().out == out
 
@@ -153,7 +149,7 @@ def test_a_terminal_gets_reverse_video_and_no_control_characters_of_the_data(
 
 
 def test_a_number_below_one_is_refused() -> None:
-    with pytest.raises(UserError, match="--show: 0: a number of rows from 1 is needed"):
+    with user_error("--show: 0: a number of rows from 1 is needed"):
         check_number(0, "--show")
 
 

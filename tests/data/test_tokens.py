@@ -40,7 +40,7 @@ from fcsd.recipe.load_recipe import load_recipe
 from tests.data.test_data import make_tokenizer
 from tests.kills import Places
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, end_if_it_hangs, in_a_fork
+from tests.support import Bench, end_if_it_hangs, in_a_fork, user_error
 
 TOKENIZER = make_tokenizer()
 
@@ -168,10 +168,8 @@ def test_worker_processes_change_neither_files_nor_records_and_end(
         mixed(tmp_path / f"tokens{number}", number)[1] for number in (1, 3)
     )
     assert alone == helped
-    assert alone[0]["num_left_out"] == 1 and alone[1] == {
-        "num_examples": 125,
-        "num_left_out": 1,
-    }
+    assert alone[0]["num_left_out"] == 1
+    assert alone[1] == {"num_examples": 125, "num_left_out": 1}
     assert files(tmp_path / "tokens1") == files(tmp_path / "tokens3")
     assert multiprocessing.active_children() == []
 
@@ -230,9 +228,8 @@ def test_a_killed_writer_of_tokens_leaves_one_file_which_the_next_one_removes(
     finally:
         os.umask(before)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-    assert oct(file.stat().st_mode)[-3:] == "640" and shards.Shard(file).record == {
-        "a": 1
-    }
+    assert oct(file.stat().st_mode)[-3:] == "640"
+    assert shards.Shard(file).record == {"a": 1}
     assert shards.Shard(file).array("ids").tolist() == [0, 1, 2, 3]
 
 
@@ -297,9 +294,8 @@ def test_tokens_that_vanish_under_a_training_are_one_line(
     built, _ = mixed(tmp_path / "tokens")
     shard = next((tmp_path / "tokens" / "a").glob("*.safetensors"))
     shard.unlink()
-    with pytest.raises(
-        UserError,
-        match=r"a/0.*\.safetensors: is damaged or gone .*run the same command again",
+    with user_error(
+        r"a/0.*\.safetensors: is damaged or gone .*run the same command again"
     ):
         texts(built)
 
@@ -339,9 +335,8 @@ def test_data_that_never_end_are_refused(tmp_path: Path, place: str) -> None:
         lambda path: build_dataset([source(path)], TOKENIZER, max_length=8),
         data_fingerprint,
     ):
-        with pytest.raises(
-            UserError,
-            match=r"0\.jsonl: is a (named pipe|device), a regular file is needed",
+        with user_error(
+            r"0\.jsonl: is a (named pipe|device), a regular file is needed"
         ):
             read(str(given))
 
@@ -400,10 +395,8 @@ def test_a_wrong_number_of_shards_is_noticed(mixed: Any, tmp_path: Path) -> None
     (tmp_path / "tokens/a/end.json").write_text('{"shards": 1}')
     for path in (tmp_path / "tokens").glob("rows-*"):
         path.unlink()
-    assert (
-        texts(mixed(tmp_path / "tokens")[0]) == said
-        and files(tmp_path / "tokens") == before
-    )
+    assert texts(mixed(tmp_path / "tokens")[0]) == said
+    assert files(tmp_path / "tokens") == before
 
 
 def test_tokenizers_that_differ_in_anything_but_their_vocabulary_share_no_tokens(
@@ -451,11 +444,9 @@ def test_of_a_large_source_as_much_is_written_as_a_training_needs(
     said = texts(built)
     assert len({*said}) == 40 and 24 <= sum(text.startswith("a") for text in said) <= 36
     number = {name: len([*(place[0] / name).iterdir()]) for name in ("a", "b")}
-    assert (
-        5 <= number["a"] <= 9
-        and 2 <= number["b"] <= 4
-        and not [*place[0].rglob("end.json")]
-    )
+    assert 5 <= number["a"] <= 9
+    assert 2 <= number["b"] <= 4
+    assert not [*place[0].rglob("end.json")]
     before = {
         path: path.stat().st_mtime_ns for path in place[0].rglob("0*.safetensors")
     }
@@ -488,9 +479,8 @@ def test_a_stream_without_an_end_is_read_as_far_as_it_is_needed() -> None:
         num_rows=50,
         num_proc=1,
     )
-    assert len(built) == 50 and {*texts(built)} <= {
-        f"row {number}" for number in range(54)
-    }
+    assert len(built) == 50
+    assert {*texts(built)} <= {f"row {number}" for number in range(54)}
     assert given < 70
 
 
@@ -587,9 +577,9 @@ def test_a_worker_that_is_killed_is_an_error_and_an_error_in_one_reaches_the_use
         return piece * piece
 
     assert [result for _, result in in_order(work, iter(range(3)), 2)] == [0, 1, 4]
-    with pytest.raises(UserError, match="a tokenizing process has ended"):
+    with user_error("a tokenizing process has ended"):
         list(in_order(work, iter(range(5)), 2))
-    with pytest.raises(UserError, match="piece 7: no chat template"):
+    with user_error("piece 7: no chat template"):
         list(in_order(work, iter((6, 7)), 2))
 
 
@@ -607,9 +597,7 @@ def test_a_machine_without_shared_memory_is_refused_with_what_to_do(
         lambda: list(in_order(str, iter(range(3)), 2)),
         lambda: open_source(SourceConfig(path=str(file))),
     ):
-        with pytest.raises(
-            UserError, match=r"^/dev/shm: cannot be written \(.*make it writable"
-        ):
+        with user_error(r"^/dev/shm: cannot be written \(.*make it writable"):
             call()
     assert list(in_order(str, iter(range(2)), 1)) == [(0, "0"), (1, "1")]
 

@@ -9,12 +9,12 @@ from typing import Any
 import datasets
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import build_dataset, given_rows
 from fcsd.data.sources import load_source
 from tests.data.test_data import make_tokenizer
 from tests.data.test_examples import stock
+from tests.support import user_error
 
 # Writes all that it is given.
 ALL_TEMPLATE = (
@@ -290,5 +290,5 @@ def test_forms_of_json_files_are_read(
 def test_half_a_character_is_a_bad_row(tmp_path: Path, example: dict[str, Any]) -> None:
     path = json_lines(tmp_path, [example])
     source = SourceConfig(path=str(path), columns=None)
-    with pytest.raises(UserError, match=r"row 1: a text holds half a character, '\\ud"):
+    with user_error(r"row 1: a text holds half a character, '\\ud"):
         build_dataset([source], make_tokenizer(ALL_TEMPLATE), max_length=64)

@@ -13,7 +13,6 @@ import torch
 import yaml
 from transformers import GenerationConfig
 
-from fcsd.base.errors import UserError
 from fcsd.evaluation.config import EvaluationConfig, ServerConfig, SuiteConfig
 from fcsd.evaluation.results import read_result
 from fcsd.evaluation.scores import compare
@@ -31,7 +30,7 @@ from tests.evaluation.vllm_protocol import Engine, serving
 from tests.float64 import BOUND, in_float64
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, few
+from tests.support import evaluate, few, user_error
 
 LIMIT = 12
 SPECIAL = "<unused7>"
@@ -359,9 +358,7 @@ def test_a_setting_of_a_task_that_is_not_known_is_one_line(
         yaml.safe_dump({**TASK, "generation_kwargs": settings})
     )
     try:
-        with pytest.raises(
-            UserError, match=f"task t_until: the task sets {setting} for generation; "
-        ):
+        with user_error(f"task t_until: the task sets {setting} for generation; "):
             case.answers(GENERATION)
     finally:
         (case.place / "mine/t_until.yaml").write_text(yaml.safe_dump(TASK))
@@ -388,7 +385,7 @@ def test_values_of_a_task_that_are_none_are_refused_and_empty_ones_are_not(
         if message is None:
             assert len(case.answers(row)["t_until"]) == len(QUESTIONS)
             return
-        with pytest.raises(UserError, match=f"task t_until: the task sets {message}"):
+        with user_error(f"task t_until: the task sets {message}"):
             case.answers(row)
     finally:
         (case.place / "mine/t_until.yaml").write_text(yaml.safe_dump(TASK))

@@ -169,9 +169,8 @@ def test_a_damaged_parquet_file_is_named_with_its_task(
     whole = path.read_bytes()
     path.write_bytes(whole[:40] + bytes(60) + whole[100:])  # its footer is whole
     line = error_of(words(model, root, task), capsys)
-    assert line.startswith(
-        f"task {task['task']}: {path}: is damaged ("
-    ) and line.endswith("; fetch it again")
+    assert line.startswith(f"task {task['task']}: {path}: is damaged (")
+    assert line.endswith("; fetch it again")
 
 
 def test_a_wrong_column_of_one_subject_of_mmlu_is_named(
@@ -352,10 +351,8 @@ def test_tasks_that_were_finished_before_a_mistake_are_kept_and_used(
     )
     assert said.endswith("(the finished task is kept; run again to continue)")
     (kept,) = (root.parent / "out" / FINISHED_TASKS).iterdir()
-    assert (
-        kept.name.startswith("piqa-")
-        and not (root.parent / "out/results.json").exists()
-    )
+    assert kept.name.startswith("piqa-")
+    assert not (root.parent / "out/results.json").exists()
     content = read_json(kept)
     content["samples"][0]["score"] = 0.25
     del content["sha256"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.config import SuiteConfig, TaskConfig
 from fcsd.evaluation.lm_eval.columns import check_rows, columns_of
@@ -21,7 +20,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import mmlu_subjects, rows_of, write_repository, write_root
 from tests.evaluation.test_instruct import ONE_HEAD
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate, start
+from tests.support import evaluate, start, user_error
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +74,8 @@ def test_every_task_of_the_papers_suite_runs_from_local_data(
     assert {k: v["num_fewshot"] for k, v in result["tasks"].items()} == {
         row.task: row.num_fewshot for row in suite.tasks
     }
-    assert (
-        result["complete"] is False
-        and result["tasks"]["mbpp_plus"]["base"]["value"] == 0
-    )
+    assert result["complete"] is False
+    assert result["tasks"]["mbpp_plus"]["base"]["value"] == 0
     headline = [v["value"] for v in result["tasks"].values() if v["headline"]]
     assert len(headline) == 11 and result["mean"] == pytest.approx(sum(headline) / 11)
 
@@ -335,25 +332,20 @@ def test_every_column_that_is_missing_or_of_the_wrong_type_is_named(name: str) -
         lacking, wrong = copy.deepcopy(rows), copy.deepcopy(rows)
         for row in lacking:
             del row[column]
-        with pytest.raises(
-            UserError,
-            match=f"task {name}: x .test.: no column '{column}'; it needs .*{column}",
+        with user_error(
+            f"task {name}: x .test.: no column '{column}'; it needs .*{column}"
         ):
             check_rows(name, columns, lacking, "x (test)")
         for value in (None, 7.5, True):
             wrong[2][column] = value
-            with pytest.raises(
-                UserError, match=rf"x \(test\), row 2: {column} must be .*, got {value}"
-            ):
+            with user_error(rf"x \(test\), row 2: {column} must be .*, got {value}"):
                 check_rows(name, columns, wrong, "x (test)")
 
 
 def test_an_answer_that_is_none_of_the_choices_is_named() -> None:
     rows = rows_of("allenai/ai2_arc", 2)
     rows[1]["answerKey"] = "E"
-    with pytest.raises(
-        UserError, match="row 1: answerKey 'E' is none of the labels 1, 2, 3, 4"
-    ):
+    with user_error("row 1: answerKey 'E' is none of the labels 1, 2, 3, 4"):
         check_rows("arc_easy", columns_of("arc_easy", load_suite("paper11")), rows, "x")
 
 
@@ -371,24 +363,18 @@ def test_bad_local_data_of_a_benchmark_is_refused_before_a_model_is_asked(
         load_task(row, suite, tmp_path, tiny_tokenizer())
 
     load(good)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"task piqa: .*piqa \(validation\), row 1: label must be one of 0, 1,"
-            r" got -1"
-        ),
+    with user_error(
+        r"task piqa: .*piqa \(validation\), row 1: label must be one of 0, 1,"
+        r" got -1"
     ):
         load([good[0], good[1] | {"label": -1}])
-    with pytest.raises(
-        UserError, match=r"task piqa: .*row 0: goal must be text, got None"
-    ):
+    with user_error(r"task piqa: .*row 0: goal must be text, got None"):
         load([{k: v for k, v in line.items() if k != "goal"} for line in good])
-    with pytest.raises(
-        UserError,
-        match=r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT",
+    with user_error(
+        r"task piqa: .*no such folder; the data root must hold .*--fetch ROOT"
     ):
         load_task(row, suite, tmp_path / "baber", tiny_tokenizer())
-    with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
+    with user_error(r"nowhere: no such folder \(data root\)"):
         load_task(row, suite, tmp_path / "nowhere", tiny_tokenizer())
 
 
@@ -397,7 +383,5 @@ def test_more_shots_than_rows_are_refused(tmp_path: Path) -> None:
     rows = rows_of("allenai/ai2_arc", 24)
     config = {"train": rows, "validation": rows[:1], "test": rows[:2]}
     write_repository(tmp_path / row.dataset, {"ARC-Challenge": config})
-    with pytest.raises(
-        UserError, match=r"task arc_challenge: 25 shots, but .* \(train\) has 24 rows"
-    ):
+    with user_error(r"task arc_challenge: 25 shots, but .* \(train\) has 24 rows"):
         load_task(row, SuiteConfig(name="s", tasks=[row]), tmp_path, tiny_tokenizer())

@@ -15,7 +15,6 @@ from accelerate import PartialState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from fcsd.base.artifact import model_outputs
-from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.evaluation import stage
 from fcsd.evaluation.stage import EvaluatedFolder
@@ -33,7 +32,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.recipe.load_recipe import load_recipe
 from tests.evaluation.test_kept_tasks import judge, place
 from tests.reference.tiny import tiny_model
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 __all__ = ["place"]  # a fixture
 
@@ -105,9 +104,8 @@ def test_a_model_that_the_accelerator_cannot_hold_is_refused_with_its_size(
         def _apply(self, *args: Any, **options: Any) -> Any:
             raise torch.OutOfMemoryError
 
-    with pytest.raises(
-        UserError,
-        match=r"some/model: its weights \(4 GB\) do not fit into the free memory of meta",
+    with user_error(
+        r"some/model: its weights \(4 GB\) do not fit into the free memory of meta"
     ):
         to_device(
             Big(31250, 32000, bias=False, device="meta"),
@@ -128,9 +126,8 @@ def test_a_copy_is_read_straight_to_the_device_and_one_that_is_too_large_is_refu
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(placed, "load_checkpoint", load)
-    with pytest.raises(
-        UserError,
-        match=r"model: its weights \(0 GB\) do not fit into the free memory of cuda:1",
+    with user_error(
+        r"model: its weights \(0 GB\) do not fit into the free memory of cuda:1"
     ):
         placed.load_for_evaluation(
             ModelFolder(ModelConfig(), place / "model"),
@@ -153,7 +150,7 @@ def test_a_checkpoint_is_loaded_only_as_its_command_left_it(
     file.unlink()
     file.write_bytes(data)
     for load in (placed.load_for_evaluation, placed.load_for_launch):
-        with pytest.raises(UserError, match="is not what `fcsd calibrate` wrote"):
+        with user_error("is not what `fcsd calibrate` wrote"):
             load(model, launch)
 
 
@@ -260,9 +257,7 @@ def test_a_finished_evaluation_is_not_that_of_another_tokenizer_or_configuration
     (model / "README.md").write_text("# A card")
     judge(place, tmp_path / "out", model=model, limit=1)
     (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
-    with pytest.raises(
-        UserError, match=r"was made with other settings \(model/chat_template.jinja: "
-    ):
+    with user_error(r"was made with other settings \(model/chat_template.jinja: "):
         judge(place, tmp_path / "out", model=model, limit=1)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.evaluation.config import EvaluationConfig
@@ -22,6 +21,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import differing_settings
 from tests.evaluation.test_ranks import place
 from tests.reference.ranks import run_ranks
+from tests.support import user_error
 
 __all__ = ["place"]  # the fixture
 
@@ -107,10 +107,7 @@ def test_a_recipe_is_refused_where_its_sections_do_not_go_together() -> None:
         {"layer_study": {"tasks": ["a"]}},
         {"batch_size": 2},
     ):
-        with pytest.raises(
-            UserError,
-            match=r"^r: evaluation: capacity_factor: |^r: .*capacity_factor: ",
-        ):
+        with user_error(r"^r: evaluation: capacity_factor: |^r: .*capacity_factor: "):
             validate(EvaluationConfig, values | more, "r")
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.data.local import data_fingerprint
 from fcsd.evaluation import datasets
@@ -25,7 +24,7 @@ from fcsd.evaluation.lm_eval.tasks import load_task
 from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
-from tests.support import start
+from tests.support import start, user_error
 
 COMMIT = "a" * 40
 
@@ -82,7 +81,7 @@ def test_a_data_root_is_filled_and_what_is_there_is_not_fetched_again(
 def test_a_data_set_whose_id_leads_out_of_the_data_root_is_not_fetched(
     hub: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"'\.\./\.\./x': leads out of the folder"):
+    with user_error(r"'\.\./\.\./x': leads out of the folder"):
         fetch_suite(
             SuiteConfig(name="s", tasks=[row("piqa", "../../x")]), tmp_path / "root"
         )
@@ -98,7 +97,7 @@ def test_a_data_set_that_several_tasks_read_is_fetched_once(
     )
     fetch_suite(write, tmp_path)
     assert hub == ["baber/piqa"]
-    with pytest.raises(UserError, match="tasks a and b need two revisions of o/d"):
+    with user_error("tasks a and b need two revisions of o/d"):
         fetch_suite(
             SuiteConfig(
                 name="s",
@@ -114,7 +113,7 @@ def test_data_that_are_not_on_the_hub_come_with_the_command_that_makes_them(
     monkeypatch.setenv("FAIL", "fcsd/tiny-choice")
     tiny = row("tiny_choice", "fcsd/tiny-choice")
     advice = r"\); `fcsd tiny-data OUT` makes it; give OUT/data as --data-root$"
-    with pytest.raises(UserError, match=advice):
+    with user_error(advice):
         fetch_suite(SuiteConfig(name="s", tasks=[tiny]), tmp_path)
     assert re.search(advice, f"){hub_advice(tiny, None)}")
 
@@ -123,18 +122,13 @@ def test_a_failure_names_the_task_and_keeps_what_was_fetched(
     hub: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAIL", "allenai/sciq")
-    with pytest.raises(
-        UserError,
-        match=(
-            f"task sciq: data set allenai/sciq@{COMMIT} cannot be fetched .no route to"
-            " host.; check the network"
-        ),
+    with user_error(
+        f"task sciq: data set allenai/sciq@{COMMIT} cannot be fetched .no route to"
+        " host.; check the network"
     ):
         fetch_suite(SUITE, tmp_path)
-    assert (
-        not (tmp_path / "allenai/sciq").exists()
-        and (tmp_path / "baber/piqa" / MARK).is_file()
-    )
+    assert not (tmp_path / "allenai/sciq").exists()
+    assert (tmp_path / "baber/piqa" / MARK).is_file()
     # the next fetch continues it
     assert (tmp_path / "allenai/.sciq.fetch/half").is_file()
     monkeypatch.delenv("FAIL")
@@ -146,15 +140,12 @@ def test_another_revision_and_a_folder_of_unknown_origin_are_not_replaced(
 ) -> None:
     fetch_suite(SUITE, tmp_path)
     other = SuiteConfig(name="s", tasks=[row("piqa", "baber/piqa", revision="b" * 40)])
-    with pytest.raises(
-        UserError,
-        match=f"task piqa: .*holds revision {COMMIT}, but the suite needs {'b' * 40}",
+    with user_error(
+        f"task piqa: .*holds revision {COMMIT}, but the suite needs {'b' * 40}"
     ):
         fetch_suite(other, tmp_path)
     (tmp_path / "baber/piqa" / MARK).unlink()
-    with pytest.raises(
-        UserError, match=r"task piqa: .*exists, but not from `fcsd evaluate --fetch`"
-    ):
+    with user_error(r"task piqa: .*exists, but not from `fcsd evaluate --fetch`"):
         fetch_suite(SUITE, tmp_path)
 
 
@@ -176,9 +167,7 @@ def test_files_of_ones_own_are_not_asked_of_the_hub(
 
 
 def test_an_offline_process_says_so(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"
-    ):
+    with user_error(r"task piqa: .*cannot be fetched .*HF_HUB_OFFLINE is set"):
         fetch_suite(SUITE, tmp_path)
 
 
@@ -190,9 +179,8 @@ class _Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     served: list[str]
     fails: list[str]
-    hangs: dict[
-        str, threading.Event
-    ]  # name -> set when half of the file has been sent, after which no more comes
+    # name -> set when half of the file has been sent, after which no more comes
+    hangs: dict[str, threading.Event]
 
     def do_HEAD(self) -> None:
         self.do_GET()

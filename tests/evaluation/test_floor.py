@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.results import task_result
@@ -15,7 +14,7 @@ from fcsd.evaluation.suites import load_suite, suite_names
 from fcsd.report.publish.card import model_index
 from fcsd.report.table import models_table, narrow_table, paired_table, score_table
 from fcsd.report.verdict import outcome, verdict_lines
-from tests.support import ROOT
+from tests.support import ROOT, user_error
 
 
 def item(number: int, score: float, choices: int = 0) -> dict[str, Any]:
@@ -83,7 +82,7 @@ def test_what_is_written_has_the_floor_0_unless_its_suite_says_more() -> None:
     )
     row = {"task": "t", "kind": "generation", "metric": "exact_match,x", "dataset": "d"}
     for wrong in (1.0, -0.1, "0.25"):
-        with pytest.raises(UserError, match="floor"):
+        with user_error("floor"):
             validate(
                 SuiteConfig,
                 {"name": "own", "tasks": [row | {"floor": wrong}]},

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.code.problems import read_problems
 from fcsd.evaluation.code.programs import programs_of
@@ -24,7 +23,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import write_root
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 RIGHT = [f"def mul{i}(a, b):\n    return a * b + {i}\n" for i in range(3)]
 BASE_ONLY = [
@@ -73,15 +72,13 @@ def test_solutions_are_graded_and_the_result_can_be_compared(
         pytest.approx(1 / 3),
         pytest.approx(2 / 3),
     )
-    assert (
-        task["outcomes"] == {"passed": 1, "wrong": 2}
-        and both[1]["result"]["sandbox"]["network_off"]
-    )
+    assert task["outcomes"] == {"passed": 1, "wrong": 2}
+    assert both[1]["result"]["sandbox"]["network_off"]
     row = compare(*both)["tasks"]["mbpp_plus"]
     assert (row["gained"], row["lost"]) == (0, 2)
     result = tmp_path / "b" / "results.json"
     result.write_text(result.read_text().replace('"wrong": 2', '"wrong": 1'))
-    with pytest.raises(UserError, match=r"differs from .* \(results\.json: "):
+    with user_error(r"differs from .* \(results\.json: "):
         read_result(tmp_path / "b")
     # graded again, it is whole
     score_file(
@@ -115,10 +112,8 @@ def test_several_samples_of_a_problem_give_pass_at_k(
     )
     task = result["tasks"]["humaneval_plus"]
     assert task["pass_at_k"] == {"1": pytest.approx(0.4), "5": pytest.approx(2 / 3)}
-    assert task["value"] == pytest.approx(0.4) and task["outcomes"] == {
-        "passed": 6,
-        "wrong": 9,
-    }
+    assert task["value"] == pytest.approx(0.4)
+    assert task["outcomes"] == {"passed": 6, "wrong": 9}
 
 
 def test_fewer_samples_than_pass_at_k_needs_are_refused_before_any_program_runs(
@@ -137,9 +132,8 @@ def test_fewer_samples_than_pass_at_k_needs_are_refused_before_any_program_runs(
         for i in (0, 0, 1, 2, 2)
     ]
     monkeypatch.setattr("fcsd.evaluation.grade_file.CodeScorer", None)
-    with pytest.raises(
-        UserError,
-        match=r"HumanEval/1 has 1 samples, but pass@2 of task humaneval_plus needs 2 of",
+    with user_error(
+        r"HumanEval/1 has 1 samples, but pass@2 of task humaneval_plus needs 2 of"
     ):
         score_file(
             Scoring(
@@ -208,13 +202,13 @@ def test_a_bad_file_of_samples_is_one_line(
 ) -> None:
     path = tmp_path / "s.jsonl"
     path.write_text(text)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=root))
 
 
 def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> None:
     path = lines(tmp_path / "s.jsonl", {"task_id": 1000, "solution": "x"})
-    with pytest.raises(UserError, match=r"nothing\.jsonl: no such file"):
+    with user_error(r"nothing\.jsonl: no such file"):
         score_file(
             Scoring(
                 samples=tmp_path / "nothing.jsonl", dataset="mbpp_plus", data_root=root
@@ -225,13 +219,11 @@ def test_a_wrong_data_set_or_file_is_one_line(root: Path, tmp_path: Path) -> Non
             os.mkfifo(tmp_path / place)
         else:
             (tmp_path / place).mkdir()
-        with pytest.raises(UserError, match=f"{place}: {problem}, a"):
+        with user_error(f"{place}: {problem}, a"):
             score_file(
                 Scoring(samples=tmp_path / place, dataset="mbpp_plus", data_root=root)
             )
-    with pytest.raises(
-        UserError, match=r"task mbpp_plus: .*no such folder; the data root must hold"
-    ):
+    with user_error(r"task mbpp_plus: .*no such folder; the data root must hold"):
         score_file(Scoring(samples=path, dataset="mbpp_plus", data_root=tmp_path))
 
 
@@ -421,10 +413,8 @@ def test_several_answers_count_by_their_mean_and_thoughts_are_cut_off(
     )
     result, kept = read_result(tmp_path / "out")
     assert result["tasks"]["gsm8k"]["value"] == 0.5
-    assert (
-        kept["gsm8k"][1]["scores"] == [1, 0]
-        and kept["gsm8k"][1]["completions"][0] == "#### 4"
-    )
+    assert kept["gsm8k"][1]["scores"] == [1, 0]
+    assert kept["gsm8k"][1]["completions"][0] == "#### 4"
     assert (
         score_file(
             Scoring(
@@ -456,9 +446,8 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
     rows += [{"task": "high", "doc_id": i, "completion": str(i + 3)} for i in (2, 0)]
     file = lines(tmp_path / "s.jsonl", *rows)
     options: dict[str, Any] = {"data_root": root, "include_path": own}
-    with pytest.raises(
-        UserError,
-        match=r"1 of 6 documents have no answer \(the first is high/1\); .*--partial",
+    with user_error(
+        r"1 of 6 documents have no answer \(the first is high/1\); .*--partial"
     ):
         score_file(Scoring(samples=file, dataset="both", **options))
     task = score_file(Scoring(samples=file, dataset="both", partial=True, **options))[
@@ -483,7 +472,7 @@ def test_members_of_a_group_are_named_in_the_line_or_its_number(
 def test_a_bad_file_of_answers_is_one_line(
     root: Path, tmp_path: Path, row: Any, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         score_file(
             Scoring(
                 samples=lines(tmp_path / "s.jsonl", row),
@@ -497,34 +486,23 @@ def test_answers_to_other_data_or_to_tasks_without_text_are_refused(
     root: Path, tmp_path: Path
 ) -> None:
     other = answers(tmp_path / "a.jsonl", doc_hash="0" * 64)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"a\.jsonl, line 1: doc_hash belongs to another document than gsm8k's 0: the"
-            r" data set"
-        ),
+    with user_error(
+        r"a\.jsonl, line 1: doc_hash belongs to another document than gsm8k's 0: the"
+        r" data set"
     ):
         score_file(Scoring(samples=other, dataset="gsm8k", data_root=root))
     uneven = lines(
         other, *({"doc_id": i, "completions": ["1"] * (1 + i % 2)} for i in range(3))
     )
-    with pytest.raises(
-        UserError,
-        match=r"1 to 2 answers per document; it needs the same number for every",
-    ):
+    with user_error(r"1 to 2 answers per document; it needs the same number for every"):
         score_file(Scoring(samples=uneven, dataset="gsm8k", data_root=root))
-    with pytest.raises(
-        UserError,
-        match="task piqa: is scored by likelihood, which a file of answers does",
-    ):
+    with user_error("task piqa: is scored by likelihood, which a file of answers does"):
         score_file(
             Scoring(
                 samples=answers(tmp_path / "p.jsonl"), dataset="piqa", data_root=root
             )
         )
-    with pytest.raises(
-        UserError, match=r"line 1: names no task; add a key 'task', or give --tasks"
-    ):
+    with user_error(r"line 1: names no task; add a key 'task', or give --tasks"):
         score_file(
             Scoring(samples=answers(tmp_path / "n.jsonl"), dataset=None, data_root=root)
         )

@@ -14,7 +14,6 @@ import datasets
 import lm_eval
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.evaluation.config import Scoring, SuiteConfig
 from fcsd.evaluation.grade_file import score_file
 from fcsd.evaluation.lm_eval.packages import provide_packages
@@ -26,7 +25,7 @@ from fcsd.report.table import score_table
 from tests.evaluation.rows import write_repository
 from tests.evaluation.test_grade_file import lines
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 # Shots are thousands of byte tokens, and attention takes most of the time.
 ONE_HEAD = {"vocab_size": 512, "num_attention_heads": 1, "num_key_value_heads": 1}
@@ -125,10 +124,8 @@ def test_mmlu_pro_asks_fourteen_subjects_with_five_shots_as_turns(
 ) -> None:
     row, samples = asked(root, "mmlu_pro")
     assert (row["num_items"], row["num_fewshot"], row["value"]) == (14, 5, 0)
-    assert (
-        samples[0]["prompt"].count("<assistant>") == 6
-        and "J. 10" in samples[0]["prompt"]
-    )
+    assert samples[0]["prompt"].count("<assistant>") == 6
+    assert "J. 10" in samples[0]["prompt"]
     right, wrong = (
         "Two. The answer is (B). Question: The answer is (C)",
         "The answer is (C). The answer is (B).",
@@ -157,9 +154,8 @@ def test_bbh_has_its_twenty_seven_parts_with_three_shots(
     root: Path, tmp_path: Path
 ) -> None:
     row, samples = asked(root, "bbh_cot_fewshot")
-    assert (row["num_items"], row["num_fewshot"]) == (27, 3) and len(
-        set(bbh_parts())
-    ) == 27
+    assert (row["num_items"], row["num_fewshot"]) == (27, 3)
+    assert len(set(bbh_parts())) == 27
     assert samples[0]["prompt"].count("<assistant>") == 4
     right, wrong = "So the answer is False.", "So the answer is True."
     assert graded(
@@ -323,12 +319,11 @@ def test_a_missing_sentence_splitter_is_one_line_before_a_model_runs(
     (tmp_path / "own.yaml").write_text("process_results: !function utils.grade\n")
     (tmp_path / "utils.py").write_text("import re\n\nfrom . import split\n")
     (tmp_path / "split.py").write_text('import nltk\n\nnltk.download("punkt_tab")\n')
-    with pytest.raises(
-        UserError,
-        match=re.escape(
+    with user_error(
+        re.escape(
             "task own: needs nltk's sentence splitter (punkt_tab), which is not"
             " installed; pip install 'fcsd[instruct]' brings it"
-        ),
+        )
     ):
         provide_packages("own", tmp_path)
 
@@ -344,11 +339,10 @@ def test_packages_that_a_definition_imports_are_named_and_others_are_not(
     (tmp_path / "helper.py").write_text("from no_such_either.part import y\n")
     # Not called by the definition.
     (tmp_path / "prepare.py").write_text("import unused_one\n")
-    with pytest.raises(
-        UserError,
-        match=re.escape(
+    with user_error(
+        re.escape(
             "task own: needs packages that are not installed (no_such_package,"
             " no_such_either); pip install 'fcsd[instruct]'"
-        ),
+        )
     ):
         provide_packages("own", tmp_path)

@@ -42,7 +42,7 @@ from fcsd.parallel.ranks import ALONE, Ranks
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.evaluation.rows import rows_of, write_repository
 from tests.reference.tiny import tiny_model
-from tests.support import in_a_fork, start
+from tests.support import in_a_fork, start, user_error
 
 ROWS: list[dict[str, Any]] = [
     {"task": "piqa", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "baber/piqa"},
@@ -114,10 +114,8 @@ def test_an_evaluation_that_was_stopped_continues_with_the_next_task(
     asked[:] = ["fail"]
     with pytest.raises(KeyboardInterrupt):
         judge(place, tmp_path / "cut")
-    assert (
-        asked == ["piqa", "sciq"]
-        and len(list((tmp_path / "cut" / FINISHED_TASKS).iterdir())) == 2
-    )
+    assert asked == ["piqa", "sciq"]
+    assert len(list((tmp_path / "cut" / FINISHED_TASKS).iterdir())) == 2
     assert not (tmp_path / "cut" / "results.json").exists()
     asked.clear()
     assert judge(place, tmp_path / "cut", batch_size=2) == whole and asked == ["gsm8k"]
@@ -292,7 +290,7 @@ def test_what_is_no_file_where_a_finished_task_should_be_is_refused_with_its_nam
     store = TaskStore(tmp_path, {"model": "1"}, {"piqa": "d"})
     file = store._path(row)
     os.mkfifo(file) if kind == "a named pipe" else file.mkdir()
-    with pytest.raises(UserError, match=f"{file}: is {kind}, .* needed; remove it"):
+    with user_error(f"{file}: is {kind}, .* needed; remove it"):
         store.get(row)
 
 
@@ -445,17 +443,13 @@ def test_an_automatic_batch_size_is_halved_until_it_fits(
     assert run(batch, work) == 11
     batch.begin(11, Ranks(0, 4))
     assert run(batch, work) == 3  # some for every rank
-    with pytest.raises(
-        UserError, match="out of memory with batch_size 32: lower it, or use 'auto'"
-    ):
+    with user_error("out of memory with batch_size 32: lower it, or use 'auto'"):
         run(BatchSizer(32, _Model()), work)  # type: ignore[arg-type]
 
     def never(size: int) -> int:
         raise torch.OutOfMemoryError
 
-    with pytest.raises(
-        UserError, match="out of memory with batch_size 1: the model leaves no room"
-    ):
+    with user_error("out of memory with batch_size 1: the model leaves no room"):
         run(batch, never)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.comparison import settings_line
 from fcsd.report.table import score_table
@@ -20,6 +19,7 @@ from tests.evaluation.test_runner import (
     plain_lm_eval,
 )
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 __all__ = ["place"]  # a fixture
 POSITIONS = 40
@@ -71,14 +71,11 @@ def test_prompts_that_were_cut_are_marked_and_give_the_numbers_of_plain_lm_eval(
 def test_prompts_are_cut_to_leave_room_for_the_answer(short: Any, place: Path) -> None:
     tight = GENERATION | {"max_new_tokens": POSITIONS - 4}
     made, samples = judge(short, place, tight)
-    assert made["tasks"]["t_answers"]["prompts_cut"] == 6 and all(
-        s["cut"] for s in samples["t_answers"]
-    )
+    assert made["tasks"]["t_answers"]["prompts_cut"] == 6
+    assert all(s["cut"] for s in samples["t_answers"])
     made, samples = judge(short, place, GENERATION)
-    assert (
-        made["tasks"]["t_answers"]["prompts_cut"] == 0
-        and "cut" not in samples["t_answers"][0]
-    )
+    assert made["tasks"]["t_answers"]["prompts_cut"] == 0
+    assert "cut" not in samples["t_answers"][0]
     assert "cut" not in score_table(made)
 
 
@@ -118,5 +115,5 @@ def test_what_cannot_be_asked_at_all_is_refused_with_the_task(
             "test",
             "train",
         )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         judge(short, place, row)

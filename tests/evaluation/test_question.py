@@ -18,10 +18,8 @@ def test_the_question_is_what_the_requests_share_in_whole_words() -> None:
         "prompt": "",
         "choices": ["bed!", "blanket!"],
     }
-    assert (
-        shown_question([("write f", "")]) == {"prompt": "write f"}
-        and shown_question([]) == {}
-    )
+    assert shown_question([("write f", "")]) == {"prompt": "write f"}
+    assert shown_question([]) == {}
 
 
 def test_of_a_long_prompt_the_end_is_shown() -> None:

@@ -32,7 +32,7 @@ from tests.evaluation.test_runner import TASKS, write_rows
 from tests.parallel.test_engines import environment
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, evaluate, few
+from tests.support import ROOT, evaluate, few, user_error
 
 ROWS: list[dict[str, Any]] = [
     {"task": "t_group", "kind": "likelihood", "metric": "acc_norm,none", "dataset": "o/choice", "num_fewshot": 1},
@@ -149,17 +149,14 @@ def test_copies_share_the_work_and_find_what_one_process_finds_to_the_last_bit(
     place: Path, alone: dict[str, Any]
 ) -> None:
     ranks = run_ranks(judged, 2, place, {})
-    assert (
-        ranks[0]["result"] == ranks[1]["result"]
-        and ranks[0]["samples"] == ranks[1]["samples"]
-    )
+    assert ranks[0]["result"] == ranks[1]["result"]
+    assert ranks[0]["samples"] == ranks[1]["samples"]
     assert ranks[0]["samples"] == alone["samples"]
     assert ranks[0]["result"] | {"wall_s": 0} == alone["result"] | {"wall_s": 0}
     assert ranks[0]["kl"] == ranks[1]["kl"] == alone["kl"] and alone["kl"]["kl"] > 0.01
     assert sum(each["passes"] for each in ranks) == alone["passes"]
-    assert (
-        alone["passes"] / 3 < ranks[1]["passes"] < ranks[0]["passes"] - 5
-    )  # what one ends at, the other does not
+    # what one ends at, the other does not
+    assert alone["passes"] / 3 < ranks[1]["passes"] < ranks[0]["passes"] - 5
 
 
 @pytest.mark.parametrize(
@@ -170,14 +167,10 @@ def test_ranks_that_spread_the_weights_go_in_step_and_find_what_one_process_find
 ) -> None:
     variables = environment(ROOT / "configs" / f"{config}.yaml")
     ranks = run_ranks(judged, 2, place, variables, experts)
-    assert (
-        ranks[0]["result"] == ranks[1]["result"]
-        and ranks[0]["samples"] == ranks[1]["samples"]
-    )
-    assert (
-        all(each["spread"] for each in ranks)
-        and ranks[0]["passes"] == ranks[1]["passes"]
-    )
+    assert ranks[0]["result"] == ranks[1]["result"]
+    assert ranks[0]["samples"] == ranks[1]["samples"]
+    assert all(each["spread"] for each in ranks)
+    assert ranks[0]["passes"] == ranks[1]["passes"]
     assert ranks[0]["passes"] < alone["passes"] * 0.75
     # once for all tasks: of each layer, of the embedding and of the final norm
     if config == "cpu_2_fsdp2":
@@ -248,11 +241,9 @@ def raised_on(rank: int, wrong: int, error: Exception) -> list[str]:
 def test_an_error_of_one_rank_is_raised_on_all(error: Exception, shown: str) -> None:
     own = f"{type(error).__name__}: {error}"
     (first, second), (third, fourth) = run_ranks(raised_on, 2, 0, error)
-    assert (
-        first == second == own
-        and re.fullmatch(shown, third)
-        and re.fullmatch(shown, fourth)
-    )
+    assert first == second == own
+    assert re.fullmatch(shown, third)
+    assert re.fullmatch(shown, fourth)
     (first, second), others = run_ranks(raised_on, 2, 1, error)
     assert re.fullmatch(shown, first) and second == "0" and others == [own, "0"]
 
@@ -291,9 +282,8 @@ def test_a_copy_that_runs_out_of_memory_tries_again_alone(
     assert first == second and max(wide) > 3 and min(narrow) <= 2 < max(narrow)
     for task, items in first.items():
         for one, other in zip(items, alone["samples"][task], strict=True):
-            assert one["score"] == other["score"] and one.get(
-                "completion"
-            ) == other.get("completion")
+            assert one["score"] == other["score"]
+            assert one.get("completion") == other.get("completion")
             assert one.get("loglikelihoods") == pytest.approx(
                 other.get("loglikelihoods"), abs=1e-4
             )  # sums of float32
@@ -303,9 +293,7 @@ def test_an_automatic_batch_size_is_refused_where_no_rank_can_try_again_alone(
     place: Path,
 ) -> None:
     with (
-        pytest.raises(
-            UserError, match=r"'auto' needs .* shards the weights over 2; give a number"
-        ),
+        user_error(r"'auto' needs .* shards the weights over 2; give a number"),
         prepare_evaluation(
             tiny_tokenizer(),
             load_suite(place / "suite.yaml"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.results import read_result, write_result
 from fcsd.evaluation.scores import compare
@@ -19,7 +18,7 @@ from fcsd.evaluation.suites import load_suite
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 CHOICE = {
     "dataset_path": "o/choice",
@@ -269,9 +268,8 @@ def test_thinking_is_switched_off_in_every_kind_of_task(
     ]
     made, samples = judge(model, place, *rows, tokenizer=tokenizer, limit=2)
     prompts = [sample["prompt"] for items in samples.values() for sample in items]
-    assert len(prompts) == 6 and all(
-        prompt.endswith("assistant:no thoughts") for prompt in prompts
-    )
+    assert len(prompts) == 6
+    assert all(prompt.endswith("assistant:no thoughts") for prompt in prompts)
     assert all(row["chat_template"] for row in made["tasks"].values())
     recorded = made["settings"]["chat_template_sha256"]
     assert recorded == hashlib.sha256(json.dumps(template).encode()).hexdigest()
@@ -314,11 +312,9 @@ def test_a_result_is_complete_plain_json_and_survives_the_folder(
         limit=3,
         name="m",
     )
-    assert (
-        made["model"] == "m"
-        and made["settings"]["limit"] == 3
-        and made["sandbox"]["network_off"]
-    )
+    assert made["model"] == "m"
+    assert made["settings"]["limit"] == 3
+    assert made["sandbox"]["network_off"]
     assert [row["num_items"] for row in made["tasks"].values()] == [3, 3, 3]
     assert made["mean"] == pytest.approx(
         (made["tasks"]["t_choice"]["value"] + made["tasks"]["t_answers"]["value"]) / 2
@@ -337,7 +333,7 @@ def test_other_shots_give_prompts_that_cannot_be_compared(
 ) -> None:
     a, b = (judge(model, place, likelihood(num_fewshot=n)) for n in (0, 2))
     b[0]["tasks"]["t_choice"]["num_fewshot"] = 0  # even when the record says the same
-    with pytest.raises(UserError, match="the prompts differ in 12 of 12 items"):
+    with user_error("the prompts differ in 12 of 12 items"):
         compare(*({"result": result, "samples": samples} for result, samples in (a, b)))
 
 
@@ -412,7 +408,7 @@ def test_evaluating_leaves_model_tokenizer_and_random_state_as_they_were(
 def test_a_task_that_cannot_run_is_refused_with_its_name(
     model: Any, place: Path, row: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         judge(model, place, row)
 
 
@@ -423,7 +419,7 @@ def test_nothing_is_asked_of_the_model_before_everything_is_there(place: Path) -
         def forward(self, *args: Any, **kwargs: Any) -> None:
             raise AssertionError("asked")
 
-    with pytest.raises(UserError, match="task t_answers"):
+    with user_error("task t_answers"):
         judge(
             Untouchable(),
             place,
@@ -433,23 +429,17 @@ def test_nothing_is_asked_of_the_model_before_everything_is_there(place: Path) -
 
 
 def test_a_missing_data_root_or_template_is_refused(model: Any, place: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere: no such folder \(data root\)"):
+    with user_error(r"nowhere: no such folder \(data root\)"):
         judge(model, place, likelihood(), data_root=place / "nowhere")
     for row in (likelihood(chat_template=True), CODE | {"chat_template": True}):
-        with pytest.raises(
-            UserError,
-            match="chat_template: true, but the tokenizer has no chat template",
-        ):
+        with user_error("chat_template: true, but the tokenizer has no chat template"):
             judge(model, place, row, tokenizer=tiny_tokenizer(chat_template=False))
 
 
 def test_the_hub_cannot_be_reached_offline_and_the_error_names_the_task(
     model: Any, place: Path
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match="task t_choice: cannot be loaded with the data set owner/not-here",
-    ):
+    with user_error("task t_choice: cannot be loaded with the data set owner/not-here"):
         judge(model, place, likelihood(dataset="owner/not-here"), data_root=None)
 
 
@@ -464,9 +454,8 @@ def test_a_failed_write_leaves_nothing_under_a_final_name(tmp_path: Path) -> Non
 
 
 def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"no results\.json; this is not a folder that `fcsd evaluate` wrote",
+    with user_error(
+        r"no results\.json; this is not a folder that `fcsd evaluate` wrote"
     ):
         read_result(tmp_path)
     good, samples = judge(model, place, likelihood(), limit=2)
@@ -483,13 +472,13 @@ def test_damaged_results_are_refused(model: Any, place: Path, tmp_path: Path) ->
         ("", "0 samples, but results.json says 2"),
     ):
         file.write_text(text)
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             read_result(tmp_path)
     file.unlink()
-    with pytest.raises(UserError, match=r"samples_t_choice\.jsonl: no such file"):
+    with user_error(r"samples_t_choice\.jsonl: no such file"):
         read_result(tmp_path)
     (tmp_path / "results.json").write_text(json.dumps(good | {"schema_version": 99}))
-    with pytest.raises(UserError, match="schema_version is 99, this fcsd reads 1"):
+    with user_error("schema_version is 99, this fcsd reads 1"):
         read_result(tmp_path)
 
 
@@ -544,7 +533,5 @@ def test_a_row_that_leaves_a_setting_to_lm_eval_is_compared_by_the_tasks_own(
         results.append({"result": made, "samples": samples})
     own, same, other = results
     compare(own, same)
-    with pytest.raises(
-        UserError, match=r"^t_answers: stop is \['.n'\] against \['x'\]"
-    ):
+    with user_error(r"^t_answers: stop is \['.n'\] against \['x'\]"):
         compare(own, other)

@@ -7,7 +7,6 @@ import numpy
 import pytest
 from scipy import stats
 
-from fcsd.base.errors import UserError
 from fcsd.base.stats import (
     holm,
     interval,
@@ -17,6 +16,7 @@ from fcsd.base.stats import (
 )
 from fcsd.evaluation.scores import compare, paired
 from fcsd.report.verdict import task_verdict
+from tests.support import user_error
 
 
 def samples(scores: list[float], prompt: str = "p") -> list[dict[str, Any]]:
@@ -190,9 +190,8 @@ def test_fractional_scores_get_students_interval_and_a_sign_test() -> None:
     row = paired(samples(before), samples(after))
     reference = stats.ttest_rel(after, before).confidence_interval(0.95)
     assert row["interval"] == pytest.approx([reference.low, reference.high])
-    assert (
-        row["p_value"] == pytest.approx(2 * 0.5 ** row["gained"]) and row["lost"] == 0
-    )
+    assert row["p_value"] == pytest.approx(2 * 0.5 ** row["gained"])
+    assert row["lost"] == 0
 
 
 def test_two_models_own_texts_are_compared_by_a_paired_t_test() -> None:
@@ -241,9 +240,8 @@ def test_one_item_and_no_change_do_not_pass_for_certainty() -> None:
     # about 3 of 100 items
     assert same["interval"] == pytest.approx([-0.0275, 0.0275], abs=1e-4)
     made = compare(result({"x": [0.5]}), result({"x": [0.3]}))
-    assert (
-        made["mean"]["interval"] is None and made["mean"]["verdict"] == "within noise"
-    )
+    assert made["mean"]["interval"] is None
+    assert made["mean"]["verdict"] == "within noise"
     assert made["mean"]["delta_stderr"] is None
 
 
@@ -251,10 +249,8 @@ def test_three_tasks_all_lost_have_a_mean_whose_interval_reaches_all() -> None:
     made = compare(
         *(result({task: [share] * 20 for task in "xyz"}) for share in (1.0, 0.0))
     )["mean"]
-    assert (
-        made["delta"] == made["interval"][0] == -1.0
-        and -0.9 < made["interval"][1] < -0.8
-    )
+    assert made["delta"] == made["interval"][0] == -1.0
+    assert -0.9 < made["interval"][1] < -0.8
 
 
 def test_the_order_of_the_samples_does_not_matter() -> None:
@@ -285,7 +281,7 @@ def test_nothing_is_retained_of_a_score_of_zero() -> None:
 def test_samples_that_do_not_match_are_refused(
     other: list[dict[str, Any]], message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"^piqa: {message}"):
+    with user_error(f"^piqa: {message}"):
         paired(samples([1, 0, 1]), other, "piqa")
 
 
@@ -293,9 +289,8 @@ def test_a_comparison_averages_the_headline_tasks_only() -> None:
     a, b = result({"x": [1, 1], "y": [1, 0]}), result({"x": [1, 0], "y": [1, 0]})
     made = compare(a, b)
     assert made["mean"]["original"] == 0.75 and made["mean"]["converted"] == 0.5
-    assert made["mean"]["delta"] == -0.25 and made["mean"][
-        "retained_percent"
-    ] == pytest.approx(200 / 3)
+    assert made["mean"]["delta"] == -0.25
+    assert made["mean"]["retained_percent"] == pytest.approx(200 / 3)
     errors = [made["tasks"][task]["delta_stderr"] for task in ("x", "y")]
     assert made["mean"]["delta_stderr"] == pytest.approx(math.hypot(*errors) / 2)
 
@@ -333,17 +328,12 @@ def test_results_with_other_tasks_are_refused_and_compared_where_they_agree() ->
         result({"x": [1, 0], "z": [1, 1]}),
         result({"z": [1, 0], "y": [1, 1], "x": [1, 1]}),
     )
-    with pytest.raises(
-        UserError,
-        match=(
-            r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in"
-            r" Python: tasks="
-        ),
+    with user_error(
+        r"different tasks \(y in one only\); .* or compare .* --tasks x,z \(in"
+        r" Python: tasks="
     ):
         compare(a, b)
-    with pytest.raises(
-        UserError, match=r"^task y: not in both results; both have x, z$"
-    ):
+    with user_error(r"^task y: not in both results; both have x, z$"):
         compare(a, b, ["y"])
     made = compare(a, b, ["z", "x"])
     assert list(made["tasks"]) == ["x", "z"] and made["mean"]["num_tasks"] == 2
@@ -353,10 +343,8 @@ def test_the_mean_of_one_task_has_the_verdict_of_the_task() -> None:
     made = compare(
         result({"x": [1.0] * 11 + [0.0] * 3}), result({"x": [0.0] * 11 + [1.0] * 3})
     )
-    assert (
-        made["tasks"]["x"]["p_value"] == pytest.approx(2 * 470 / 2**14)
-        and made["mean"]["interval"][1] < 0
-    )
+    assert made["tasks"]["x"]["p_value"] == pytest.approx(2 * 470 / 2**14)
+    assert made["mean"]["interval"][1] < 0
     assert made["mean"]["verdict"] == made["tasks"]["x"]["verdict"] == "within noise"
 
 
@@ -403,7 +391,7 @@ def test_a_task_that_was_asked_or_answered_otherwise_is_refused(
     a["result"]["settings"]["suite"] = {"tasks": [own]}
     b["result"]["settings"] |= {"suite": {"tasks": [own | suite_row]}} | settings
     b["result"]["tasks"]["x"] = b["result"]["tasks"]["x"] | row
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         compare(a, b)
 
 
@@ -435,17 +423,14 @@ def test_samples_that_do_not_match_are_refused_with_the_setting_that_explains_it
     for sample in b["samples"]["x"]:
         sample["doc_hash"] += "b" if change == "items" else ""
         sample["prompt_hash"] += "b" if change == "prompts" else ""
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         compare(a, b)
 
 
 def test_a_metric_of_which_less_is_better_is_not_compared_as_if_more_were() -> None:
     row = {"metric": "brier_score,none", "higher_is_better": False}
-    with pytest.raises(
-        UserError,
-        match=(
-            r"a: lower is better in brier_score,none; .*leave the task out with --tasks"
-        ),
+    with user_error(
+        r"a: lower is better in brier_score,none; .*leave the task out with --tasks"
     ):
         compare(result({"a": [0.1, 0.2]}, **row), result({"a": [0.4, 0.5]}, **row))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
@@ -40,7 +39,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.report.comparison import compare_all, comparison_text, read_evaluated
 from tests.evaluation.vllm_protocol import Engine, serving
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 ITEMS = 4
 
@@ -164,11 +163,9 @@ def test_a_server_gives_the_samples_of_the_model_in_memory_item_by_item(
     assert not engine.faults, "all were met"
     settings = read_json(tmp_path / "served" / "results.json")["settings"]
     check = settings["server"].pop("check")
-    assert (
-        check["dtype"] == "float32"
-        and check["mean_difference"] < 1e-4
-        and check["prompts"] == 8
-    )
+    assert check["dtype"] == "float32"
+    assert check["mean_difference"] < 1e-4
+    assert check["prompts"] == 8
     assert settings["server"] == {
         "engine": "vllm", "version": "0.32.0", "dtype": None, "parallelism": "tp2-ep", "model": "served",
         "context": 514, "concurrency": 4,
@@ -192,11 +189,8 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     # The probe, the check's eight prompts and two items are answered; then the server
     # is gone.
     engine.faults = [*["well"] * 11, *["drop"] * 40]
-    with pytest.raises(
-        UserError,
-        match=(
-            r"server http://127\S+ has not answered for 0 s \(.*fcsd has kept the answers received so far"
-        ),
+    with user_error(
+        r"server http://127\S+ has not answered for 0 s \(.*fcsd has kept the answers received so far"
     ):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
     (kept,) = (tmp_path / "cut" / FINISHED_TASKS).glob("*.jsonl")
@@ -204,7 +198,7 @@ def test_an_evaluation_whose_server_went_away_asks_for_the_rest_only(
     # the last line is cut off, as a kill may do
     kept.write_bytes(kept.read_bytes()[:-9])
     engine.faults = [*["well"] * 10, "another"]
-    with pytest.raises(UserError, match="now serves another/model instead of served"):
+    with user_error("now serves another/model instead of served"):
         evaluated(place, tmp_path / "cut", url, suite=only("generation"), concurrency=1)
     engine.faults, engine.root = [], "served"
     engine.bodies.clear()
@@ -241,10 +235,8 @@ def test_tasks_of_one_engine_are_not_taken_for_those_of_another(
     in_memory = evaluated(
         place, tmp_path / "f", None, suite=options["suite"], cache=options["cache"]
     )
-    assert (
-        len(in_memory["tiny_choice"]) == ITEMS
-        and len(list((tmp_path / "cache").iterdir())) == 5
-    )
+    assert len(in_memory["tiny_choice"]) == ITEMS
+    assert len(list((tmp_path / "cache").iterdir())) == 5
 
 
 def test_every_sample_has_a_seed_of_its_own_whatever_the_concurrency(
@@ -359,7 +351,7 @@ def test_a_server_that_will_not_do_is_refused_in_one_line_before_the_first_task(
     models: dict[str, Any],
 ) -> None:  # fmt: skip
     fault(engine, models | {"elsewhere": str(place / "base")})
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         evaluated(place, tmp_path / "out", url, suite=only(kind))
     assert "\n" not in str(caught.value)
     assert all(body["max_tokens"] == 1 for body in engine.bodies), "no task was begun"
@@ -387,9 +379,8 @@ def test_an_answer_that_the_server_cut_short_is_an_error(
     place: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
     engine.faults = ["well", *["short"] * 4]
-    with pytest.raises(
-        UserError,
-        match="ends answers after 31 tokens, but the task allows 32; raise the server's limit",
+    with user_error(
+        "ends answers after 31 tokens, but the task allows 32; raise the server's limit"
     ):
         evaluated(
             place, tmp_path / "out", url, suite=only("generation"), server_check=False
@@ -430,7 +421,7 @@ def test_an_answer_that_is_none_is_an_error_and_never_a_score(
         return status, answer
 
     monkeypatch.setattr(engine, "complete", changed)
-    with serving(engine) as url, pytest.raises(UserError, match=message):
+    with serving(engine) as url, user_error(message):
         evaluated(place, tmp_path / "out", url, suite=only(kind), server_check=False)
 
 
@@ -439,7 +430,7 @@ def test_a_model_that_overflows_has_no_score(place: Path, kind: str) -> None:
     model = load_model(place / "base")
     for norm in (model.model.layers[1].post_attention_layernorm, model.model.norm):
         norm.weight.data.fill_(3e38)  # finite, as weights must be
-    with pytest.raises(UserError, match="logits are NaN or infinite: it overflows"):
+    with user_error("logits are NaN or infinite: it overflows"):
         evaluate(
             model,
             tiny_tokenizer(),
@@ -455,9 +446,7 @@ def test_likelihoods_need_prompt_logprobs_and_answers_do_not(
     place: Path, in_memory: Path, tmp_path: Path, engine: Engine, url: str
 ) -> None:
     engine.prompt_logprobs = False
-    with pytest.raises(
-        UserError, match="returns no prompt_logprobs, which task tiny_choice needs"
-    ):
+    with user_error("returns no prompt_logprobs, which task tiny_choice needs"):
         evaluated(
             place, tmp_path / "a", url, suite=only("likelihood"), server_check=False
         )
@@ -478,9 +467,7 @@ def test_a_key_opens_the_server_and_is_written_nowhere(
 ) -> None:
     engine.api_key = "sesame"
     monkeypatch.setenv(client.API_KEY, "wrong")
-    with pytest.raises(
-        UserError, match=f"rejects the key in {client.API_KEY}"
-    ) as caught:
+    with user_error(f"rejects the key in {client.API_KEY}") as caught:
         evaluated(place, tmp_path / "out", url, suite=only("likelihood"))
     monkeypatch.setenv(client.API_KEY, "sesame")
     evaluated(place, tmp_path / "out", url, suite=only("likelihood"))
@@ -529,9 +516,8 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         return dict(read_json(stage.folder / "results.json"))
 
     server, launch = recipe.evaluation.server, join_launch()
-    with pytest.raises(
-        UserError,
-        match=r"serves served, which is not .*/base in .*Serve it: vllm serve .*/base$",
+    with user_error(
+        r"serves served, which is not .*/base in .*Serve it: vllm serve .*/base$"
     ):
         evaluate("base", server, launch)
     result = evaluate("model", server, launch)
@@ -541,11 +527,9 @@ def test_a_recipe_asks_the_server_about_the_model_that_it_serves_and_says_which_
         evaluate("model", server and ServerConfig(url="http://127.0.0.1:9"), launch)
         == result
     ), "is finished"
-    with pytest.raises(UserError, match=r"another .*server|server.*differ|settings"):
+    with user_error(r"another .*server|server.*differ|settings"):
         evaluate("model", None, launch)
-    with pytest.raises(
-        UserError, match="works with one process, but this launch has 2"
-    ):
+    with user_error("works with one process, but this launch has 2"):
         evaluate("model", server, Launch(launch.device, launch.engine, Ranks(0, 2)))
 
 

@@ -97,9 +97,8 @@ def test_the_suite_for_chat_models_is_as_lm_eval_defines_it() -> None:
     plain = load_suite("tiny")
     for row in suite.tasks:
         (theirs,) = chosen_suite([row.task], plain).tasks
-        assert isinstance(row, GenerationTaskConfig) and isinstance(
-            theirs, GenerationTaskConfig
-        )
+        assert isinstance(row, GenerationTaskConfig)
+        assert isinstance(theirs, GenerationTaskConfig)
         assert (row.num_fewshot, row.dataset, row.chat_template) == (
             theirs.num_fewshot,
             theirs.dataset,

@@ -9,7 +9,7 @@ from fcsd.evaluation.code.problems import load_problems
 from fcsd.evaluation.config import CodeTaskConfig, TaskConfig
 from fcsd.evaluation.datasets import dataset_location
 from fcsd.evaluation.suites import load_suite, suite_names
-from tests.support import ROOT
+from tests.support import ROOT, user_error
 
 CODE = {"task": "c", "kind": "code", "metric": "pass@1", "dataset": "owner/problems"}
 
@@ -31,9 +31,8 @@ def test_the_tiny_suite_ships() -> None:
 
 
 def test_an_unknown_suite_lists_what_exists() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"suite 'tinny': no such suite; did you mean 'tiny'\? \(or give the path",
+    with user_error(
+        r"suite 'tinny': no such suite; did you mean 'tiny'\? \(or give the path"
     ):
         load_suite("tinny")
 
@@ -134,14 +133,13 @@ def test_a_mistake_in_a_row_is_named_with_its_place(
     path = write(tmp_path / "s.yaml", f"  - {row}")
     with pytest.raises(UserError) as caught:
         load_suite(path)
-    assert str(caught.value).startswith(f"{path}: tasks.0") and message in str(
-        caught.value
-    )
+    assert str(caught.value).startswith(f"{path}: tasks.0")
+    assert message in str(caught.value)
 
 
 def test_two_rows_of_one_name_are_refused(tmp_path: Path) -> None:
     row = "  - {task: a, dataset: x/y, kind: likelihood, metric: 'acc,none'}\n"
-    with pytest.raises(UserError, match="a is listed twice"):
+    with user_error("a is listed twice"):
         load_suite(write(tmp_path / "s.yaml", row + row))
 
 
@@ -160,9 +158,7 @@ def test_a_data_set_is_looked_for_below_the_data_root_and_is_a_hub_id_without(
 ) -> None:
     row = CodeTaskConfig.model_validate(CODE)
     assert dataset_location(row, None) == "owner/problems"
-    with pytest.raises(
-        UserError, match=r"task c: .*problems: no such folder; the data root must hold"
-    ):
+    with user_error(r"task c: .*problems: no such folder; the data root must hold"):
         dataset_location(row, tmp_path)
     (tmp_path / "owner" / "problems").mkdir(parents=True)
     assert dataset_location(row, tmp_path) == str(
@@ -180,7 +176,7 @@ def test_what_the_data_root_does_not_have_is_read_from_the_current_folder(
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     row = CodeTaskConfig.model_validate(CODE | {"dataset": name})
-    with pytest.raises(UserError, match=r"task c: .*no such f"):
+    with user_error(r"task c: .*no such f"):
         dataset_location(row, Path("../root"))
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -223,26 +219,22 @@ def test_a_missing_file_is_named_with_the_places_that_were_looked_in(
     (tmp_path / "x").touch()
     row = CodeTaskConfig.model_validate(CODE | {"dataset": "~/x"})
     assert dataset_location(row, tmp_path / "none") == str(tmp_path / "x")
-    with pytest.raises(UserError, match=r"none: no such folder \(data root\)"):
+    with user_error(r"none: no such folder \(data root\)"):
         dataset_location(CodeTaskConfig.model_validate(CODE), tmp_path / "none")
 
 
 def test_a_row_of_its_own_is_refused_in_the_same_words() -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"row: num_samples: no meaning for kind 'likelihood', only for code \(and 1"
-            r" more: metric: is req"
-        ),
+    with user_error(
+        r"row: num_samples: no meaning for kind 'likelihood', only for code \(and 1"
+        r" more: metric: is req"
     ):
         validate(
             TaskConfig,
             {"task": "a", "kind": "likelihood", "dataset": "d", "num_samples": 3},
             "row",
         )
-    row = validate(
-        TaskConfig, CODE | {"num_fewshot": 0}, "row"
-    )  # as rows were printed before they were unions
+    # as rows were printed before they were unions
+    row = validate(TaskConfig, CODE | {"num_fewshot": 0}, "row")
     assert row == CodeTaskConfig.model_validate(CODE)
 
 
@@ -279,7 +271,5 @@ def test_columns_of_a_task_that_the_suite_does_not_have_get_a_suggestion(
     path = tmp_path / "mine.yaml"
     shipped = (ROOT / "eval/suites/tiny.yaml").read_text()
     path.write_text(f"{shipped}\ncolumns: {{tiny_choise: {{question: text}}}}\n")
-    with pytest.raises(
-        UserError, match=r"tiny_choise is not .*did you mean 'tiny_choi"
-    ):
+    with user_error(r"tiny_choise is not .*did you mean 'tiny_choi"):
         load_suite(str(path))

@@ -1,9 +1,6 @@
 from pathlib import Path
 from typing import Any, get_args
 
-import pytest
-
-from fcsd.base.errors import UserError
 from fcsd.base.files import write_json
 from fcsd.evaluation import grade_file
 from fcsd.evaluation.config import TaskConfig
@@ -12,6 +9,7 @@ from fcsd.evaluation.results import NUMBERS, read_result
 from fcsd.evaluation.steps import STEPS
 from fcsd.pipeline.tiny import rehearse
 from tests.evaluation.test_scores import result
+from tests.support import user_error
 
 
 def test_every_kind_of_row_is_in_the_tables_of_kinds() -> None:
@@ -33,9 +31,8 @@ def test_a_result_with_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     }
     whole = result({"mine": [0.5]}, **of_task)["result"] | {"schema_version": 1}
     write_json(tmp_path / "results.json", whole)
-    with pytest.raises(
-        UserError,
-        match=r"tasks\.mine\.kind: no kind of task; allowed: likelihood, generation, code, "
-        "own_text, got 'ranking'; evaluate again",
+    with user_error(
+        r"tasks\.mine\.kind: no kind of task; allowed: likelihood, generation, code, "
+        "own_text, got 'ranking'; evaluate again"
     ):
         read_result(tmp_path)

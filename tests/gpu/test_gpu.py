@@ -122,9 +122,8 @@ def test_the_loss_keeps_one_chunk_of_logits_and_never_all():
     fused_kl(h, w, th, tw).backward()
     peak = torch.cuda.max_memory_allocated() - before
     head, logits = vocab * dim * 4, n * vocab * 4
-    assert (
-        peak < 1.5 * 2**30 + 2 * head
-    )  # the chunk's GiB and its copy in half precision; the gradient, twice at the end
+    # the chunk's GiB and its copy in half precision; the gradient, twice at the end
+    assert peak < 1.5 * 2**30 + 2 * head
     assert peak < logits  # of one model in float32
 
 

@@ -15,7 +15,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, resolve_layers
 from fcsd.model.families import FAMILIES, moe_mask
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import ROOT
+from tests.support import ROOT, user_error
 
 PURE = ("names", "plans", "refusals", "settings", "source", "versions")
 
@@ -122,7 +122,7 @@ def test_what_megatron_computes_in_another_way_is_refused(
 ) -> None:
     config = tiny_config(family)
     setattr(config, field, value)
-    with pytest.raises(UserError, match="x: ") as refused:
+    with user_error("x: ") as refused:
         package.settings.settings_of(config, [True] * 4, "x")
     assert message in str(refused.value)
 
@@ -143,10 +143,7 @@ def test_another_release_is_refused_in_a_line_that_names_those_that_were_compare
     for release in ("0.16.1", "0.19.2", "0.16.1+cpu"):
         package.versions.check_version(release)
     for release in ("0.16.0", "0.20.0"):
-        with pytest.raises(
-            UserError,
-            match=(
-                f"megatron-core {release} is not supported, .*install megatron-core==0.19.2"
-            ),
+        with user_error(
+            f"megatron-core {release} is not supported, .*install megatron-core==0.19.2"
         ):
             package.versions.check_version(release)

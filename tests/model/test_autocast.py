@@ -63,11 +63,9 @@ def test_the_experts_are_computed_in_bfloat16(model_type, fallback, monkeypatch)
     )
     loss, actual, kernels = gradients(grouped, True)
     _, loop, none = gradients(looped, True)
-    assert (
-        plain.dtypes == {torch.float32}
-        and kernels.dtypes == {torch.bfloat16}
-        and none.count == 0
-    )
+    assert plain.dtypes == {torch.float32}
+    assert kernels.dtypes == {torch.bfloat16}
+    assert none.count == 0
     assert (
         kernels.count == plain.count == 4 * 2 * 3
         if not fallback

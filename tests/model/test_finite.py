@@ -26,6 +26,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 WEIGHTS = "model.safetensors"
 EXPERT = "model.layers.2.mlp.experts.1.down_proj.weight"
@@ -62,9 +63,7 @@ def test_one_value_that_is_no_number_is_found_wherever_it_stands(
     # transformers puts the weights of all experts into one tensor.
     found = name.replace("1.down_proj.weight", "down_proj")
     for layers in (None, "all"):
-        with pytest.raises(
-            UserError, match=rf"NaN or infinite in 1 tensors: '{found}' \(1 of \d+\)"
-        ):
+        with user_error(rf"NaN or infinite in 1 tensors: '{found}' \(1 of \d+\)"):
             fcsd.load(folder, layers=layers)
 
 
@@ -76,7 +75,7 @@ def test_minus_infinity_is_a_fault_in_weights_and_in_a_routers_bias_an_expert_th
     convert_checkpoint(folder, tmp_path / "far", Connectivity("all"))
     push = ["push", str(tmp_path / "far"), "me/x", "--dry-run"]
     if not name.endswith("bias"):
-        with pytest.raises(UserError, match="NaN or infinite in 1 tensors"):
+        with user_error("NaN or infinite in 1 tensors"):
             fcsd.load(folder)
         assert main(push) == 2
         return
@@ -96,7 +95,7 @@ def test_masks_of_minus_infinity_are_no_fault_and_nan_in_them_is() -> None:
     model.register_buffer("causal", mask)
     refuse_not_finite(model, "this")
     mask[0, 0] = math.nan
-    with pytest.raises(UserError, match=r"'causal' \(1 of 64\)"):
+    with user_error(r"'causal' \(1 of 64\)"):
         refuse_not_finite(model, "this")
 
 
@@ -115,7 +114,7 @@ def test_the_largest_numbers_of_a_dtype_are_no_fault_and_one_beside_them_is_coun
     model.register_buffer("elsewhere", torch.full((3,), math.nan, device="meta"))
     refuse_not_finite(model, "this")
     model.weight.data[3, 5:7] = math.inf
-    with pytest.raises(UserError, match=r"this: .* 1 tensors: 'weight' \(2 of 4096\)"):
+    with user_error(r"this: .* 1 tensors: 'weight' \(2 of 4096\)"):
         refuse_not_finite(model, "this")
 
 
@@ -125,7 +124,7 @@ def test_float8_values_that_are_nan_are_found() -> None:
     model.weight = nn.Parameter(values, requires_grad=False)
     refuse_not_finite(model, "this")
     values.view(torch.uint8)[0, 0] = 0x7F
-    with pytest.raises(UserError, match=r"'weight' \(1 of 64\)"):
+    with user_error(r"'weight' \(1 of 64\)"):
         refuse_not_finite(model, "this")
 
 
@@ -137,9 +136,7 @@ def test_a_scale_that_is_nan_is_found_in_the_weight_that_it_belongs_to(
     tensors = load_file(file)
     tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"][0, 0] = math.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(
-        UserError, match=r"'model\.layers\.0\.self_attn\.q_proj\.weight'"
-    ):
+    with user_error(r"'model\.layers\.0\.self_attn\.q_proj\.weight'"):
         load_checkpoint(find_model(ModelConfig(path=str(tmp_path))))
 
 
@@ -199,7 +196,7 @@ def test_an_expert_that_is_all_nan_passes_no_door_of_python(
     bad, good = nan_model(), tiny_model("qwen3_moe", vocab_size=512)
     bad.save_pretrained(tmp_path / "bad")
     tiny_tokenizer(512).save_pretrained(tmp_path / "bad")
-    with pytest.raises(UserError, match=r"weights are NaN or infinite in 1 tensors"):
+    with user_error(r"weights are NaN or infinite in 1 tensors"):
         DOORS[door](tmp_path / "bad", bad, good)
 
 

@@ -21,6 +21,7 @@ from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 TOKENIZER_CLASS = """
 from transformers import PreTrainedTokenizer
@@ -55,11 +56,9 @@ def test_a_tokenizer_whose_own_code_fails_is_refused_in_one_line(
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "TikTokenTokenizer", "auto_map": auto_map})
     )
-    with pytest.raises(UserError, match=f"the tokenizer cannot be read: .*{words}"):
+    with user_error(f"the tokenizer cannot be read: .*{words}"):
         load_tokenizer(tmp_path, trust_remote_code=True)
-    with pytest.raises(
-        UserError, match=r"the tokenizer cannot be read: .*; the checkpoint brings code"
-    ):
+    with user_error(r"the tokenizer cannot be read: .*; the checkpoint brings code"):
         load_tokenizer(tmp_path)
 
 

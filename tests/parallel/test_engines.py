@@ -51,7 +51,7 @@ from tests.float64 import ROUNDINGS, in_float64
 from tests.losses import objective_of
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import ROOT, Bench, few, history
+from tests.support import ROOT, Bench, few, history, user_error
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 NEEDS_DEEPSPEED = pytest.mark.skipif(
@@ -289,9 +289,8 @@ def test_with_bf16_float32_weights_are_trained_in_bfloat16(
         if "loss" in p
     ]
     for half, one in zip(logged, history(bench, "one"), strict=False):
-        assert half["kl"] != one["kl"] and half["kl"] == pytest.approx(
-            one["kl"], rel=0.05
-        )
+        assert half["kl"] != one["kl"]
+        assert half["kl"] == pytest.approx(one["kl"], rel=0.05)
 
 
 SHARED_BY_ALL = {"train": {
@@ -349,10 +348,8 @@ def test_adapters_on_spread_weights_are_refused_before_anything_is_loaded(
     monkeypatch.setattr("fcsd.pipeline.distill.load_for_launch", None)
     command = ["distill", str(bench.recipe("r", lora={"r": 4}))]
     ((first, one),), ((second, other),) = outcomes("cpu_2_fsdp2", command)
-    assert (
-        first == second == 2
-        and "lora: adapters on weights that are sharded over ranks" in one + other
-    )
+    assert first == second == 2
+    assert "lora: adapters on weights that are sharded over ranks" in one + other
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
@@ -447,7 +444,7 @@ def test_a_launch_that_cannot_work_is_refused_in_one_line(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=message) as error:
+    with user_error(message) as error:
         requested_engine(8, torch.device("cpu"))
     assert "\n" not in str(error.value)
 
@@ -455,26 +452,20 @@ def test_a_launch_that_cannot_work_is_refused_in_one_line(
 def test_a_precision_that_recipe_and_launch_do_not_agree_on_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"train.dtype bfloat16: ZeRO-3 keeps float32 weights .* train.bf16: true",
+    with user_error(
+        r"train.dtype bfloat16: ZeRO-3 keeps float32 weights .* train.bf16: true"
     ):
         check_precision(TrainConfig(dtype="bfloat16"), Engine("zero3"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     check_precision(TrainConfig(bf16=True), Engine("fsdp2"))
-    with pytest.raises(
-        UserError, match=r"mixed_precision bf16, the recipe train.bf16 false"
-    ):
+    with user_error(r"mixed_precision bf16, the recipe train.bf16 false"):
         check_precision(TrainConfig(), Engine("fsdp2"))
 
 
 def test_a_layer_class_of_another_model_is_refused() -> None:
     engine = Engine("fsdp2", layer_classes=("LlamaDecoderLayer",))
-    with pytest.raises(
-        UserError,
-        match=(
-            r"cls_to_wrap LlamaDecoderLayer: .* are Qwen2MoeDecoderLayer; leave the key"
-        ),
+    with user_error(
+        r"cls_to_wrap LlamaDecoderLayer: .* are Qwen2MoeDecoderLayer; leave the key"
     ):
         shard_student(
             model_of("untied"), Launch(torch.device("cpu"), engine), TrainConfig()
@@ -490,12 +481,8 @@ def test_more_processes_than_a_machine_has_devices_are_refused(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     PartialState._reset_state()
-    with pytest.raises(
-        UserError,
-        match=(
-            "8 processes were started on this machine, which has 2 devices; set"
-            " num_proc"
-        ),
+    with user_error(
+        "8 processes were started on this machine, which has 2 devices; set num_proc"
     ):
         join_launch()
 
@@ -550,10 +537,8 @@ def teacher_on_rank(
     assert shard_teacher(model, own) is head
     batch = {"input_ids": rows[rank : rank + 1], "labels": rows[rank : rank + 1]}
     batch["position_ids"] = torch.arange(rows.shape[1])[None]
-    batches = [
-        dict(batch),
-        batch | {"labels": torch.full_like(batch["labels"], -100)},
-    ]  # the second rank keeps nothing
+    # the second rank keeps nothing
+    batches = [dict(batch), batch | {"labels": torch.full_like(batch["labels"], -100)}]
     ModelTeacher(model, head).prepare(batches)
     body = bytes_on_rank(model.model)
     return (
@@ -992,14 +977,10 @@ def test_sizes_and_launches_that_expert_parallelism_cannot_have_are_refused(
     assert requested_engine(8, cpu, 4) == Engine("ep", expert_parallel=4)
     assert requested_engine(8, cpu).name == "ddp"
     for size in (3, 0, -2, 16):
-        with pytest.raises(
-            UserError, match=r"does not divide the number of proc.*, 8;"
-        ):
+        with user_error(r"does not divide the number of proc.*, 8;"):
             requested_engine(8, cpu, size)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(
-        UserError, match=r"launch with distributed_type: MULTI_GPU .*ep_8"
-    ):
+    with user_error(r"launch with distributed_type: MULTI_GPU .*ep_8"):
         requested_engine(8, cpu, 4)
 
 
@@ -1054,7 +1035,5 @@ def test_a_launch_without_a_launcher_is_refused(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(*variable)
     PartialState._reset_state()
-    with pytest.raises(
-        UserError, match=f"launch .*{'='.join(variable)}.* cannot be joined.*unset"
-    ):
+    with user_error(f"launch .*{'='.join(variable)}.* cannot be joined.*unset"):
         join_launch()

@@ -11,7 +11,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fcsd.base.errors import UserError
 from fcsd.parallel.ranks import ALONE
 from fcsd.parallel.state import (
     StateFile,
@@ -21,6 +20,7 @@ from fcsd.parallel.state import (
     write_settings,
 )
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -98,9 +98,8 @@ def test_a_file_is_read_by_safetensors_and_has_the_bytes_that_were_noted(
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
     }
     tensors = load_file(path)
-    assert tensors.keys() == runs.keys() and all(
-        torch.equal(tensors[name], runs[name]) for name in runs
-    )
+    assert tensors.keys() == runs.keys()
+    assert all(torch.equal(tensors[name], runs[name]) for name in runs)
     with safe_open(path, framework="pt") as file:
         assert file.metadata() == {"files": "1"}
         assert torch.equal(
@@ -130,7 +129,7 @@ def test_a_file_that_is_not_whole_is_named(
 ) -> None:
     write_state(tmp_path, *trained(1))
     spoil(tmp_path / name)
-    with pytest.raises(UserError, match=message) as error:
+    with user_error(message) as error:
         check_state(tmp_path)
     assert name in str(error.value)
 
@@ -140,7 +139,7 @@ def test_a_rank_whose_files_are_missing_is_counted(tmp_path: Path) -> None:
     (tmp_path / "state-00001-of-00001.safetensors").rename(
         tmp_path / "state-00002-of-00003.safetensors"
     )
-    with pytest.raises(UserError, match="1 of 3 state files exist"):
+    with user_error("1 of 3 state files exist"):
         check_state(tmp_path)
 
 
@@ -150,14 +149,11 @@ def test_the_checkpoint_of_another_model_or_optimiser_is_refused(
     model, optimizer = trained(1)
     write_state(tmp_path, model, optimizer)
     model.lm_head.requires_grad_(True)
-    with pytest.raises(
-        UserError,
-        match=r"holds no numbers of 'lm_head.weight' instead of 3168; .* other trainable",
+    with user_error(
+        r"holds no numbers of 'lm_head.weight' instead of 3168; .* other trainable"
     ):
         read_state(tmp_path, model, None, ALONE)
     model.lm_head.requires_grad_(False)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(
-        UserError, match="an optimiser of 1 parameter groups, but this one has 2"
-    ):
+    with user_error("an optimiser of 1 parameter groups, but this one has 2"):
         read_state(tmp_path, model, optimizer, ALONE)

@@ -25,7 +25,7 @@ from fcsd.planning.cost.estimate import estimate
 from fcsd.recipe.load_recipe import load_recipe
 from tests.model.quantised.test_dequantize import LAYOUTS, write, write_gpt_oss
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, run_of
+from tests.support import Bench, run_of, user_error
 
 SWEEP = {"batch_size_tokens": [128, 96], "learning_rate": [1e-3], "steps": 2}
 DATA = {"train": [{"path": "gone/rows.jsonl"}], "max_length": 32}
@@ -97,7 +97,7 @@ def test_a_run_that_cannot_end_well_does_not_begin(
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "wandb" else find(name)
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         check_run(run_of(bench.recipe("r", **changes)))
     assert not (bench.folder / "r").exists()
 
@@ -118,7 +118,7 @@ def test_a_training_whose_weights_could_not_be_saved_does_not_begin(
         rf"its weights are quantised by {method} .*`fcsd dequantize` writes them in"
         " bfloat16"
     )
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         check_run(run_of(recipe))
     refused = estimate(load_recipe(recipe))["refused"]
     assert len(refused) == 1 and re.search(reason, refused[0])
@@ -139,9 +139,7 @@ def test_a_trainer_refuses_weights_that_could_not_be_saved() -> None:
         "weight_block_size": [128, 128],
     }
     rows = Dataset.from_dict({"text": ["one row of text"]})
-    with pytest.raises(
-        UserError, match="FarSkipQwen3MoeForCausalLM: its weights are quantised by fp8"
-    ):
+    with user_error("FarSkipQwen3MoeForCausalLM: its weights are quantised by fp8"):
         FCSDTrainer(model, train_dataset=rows, processing_class=tiny_tokenizer())
 
 
@@ -166,7 +164,7 @@ def test_a_sandbox_that_this_machine_does_not_have_is_missed_before_the_training
         raise UserError("the sandbox would be weak")
 
     monkeypatch.setattr(checks, "CodeScorer", refuse)
-    with pytest.raises(UserError, match="the sandbox would be weak"):
+    with user_error("the sandbox would be weak"):
         check_run(run_of(bench.recipe("r")))
 
 
@@ -225,12 +223,9 @@ def test_rows_longer_than_the_models_positions_give_one_warning_and_beyond_a_tab
     )
     table.save_pretrained(bench.folder / "table")
     run = run_of(bench.recipe("table", teacher={"path": str(bench.folder / "table")}))
-    with pytest.raises(
-        UserError,
-        match=(
-            r"data\.max_length 32: rows are longer than the 16 positions of .*table,"
-            r" which"
-        ),
+    with user_error(
+        r"data\.max_length 32: rows are longer than the 16 positions of .*table,"
+        r" which"
     ):
         check_run(run)
 
@@ -266,7 +261,7 @@ def test_what_the_student_cannot_do_is_said_before_data_are_read(
     sections["train"] = train | sections.get("train", {})
     run = run_of(bench.recipe("r", **sections))
     for stage in (check_run, distill):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             stage(run)
 
 

@@ -28,9 +28,8 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(
     assert after(0, "conversion") == "== 1/8: conversion"
     assert after(60, "distillation fcsd") == "== 2/8: distillation fcsd"
     now[0] += 600
-    assert (
-        progress.left(0.5) == "about 25 min + 4 stages"
-    )  # 600 s of this one, and three quarters of 1200 s of the other
+    # 600 s of this one, and three quarters of 1200 s of the other
+    assert progress.left(0.5) == "about 25 min + 4 stages"
     assert (
         after(600, "distillation sft")
         == "== 3/8: distillation sft; 21 min so far, about 15 min + 4 stages left"
@@ -42,10 +41,8 @@ def test_the_time_left_is_that_of_the_work_left_at_the_pace_of_its_kind(
     now[0] += 45
     progress.end()
     ended = [line.strip() for line in out.getvalue().splitlines() if "took" in line]
-    assert (
-        ended[0] == "conversion took 1 min"
-        and ended[-1] == "evaluation of converted took 45 s"
-    )
+    assert ended[0] == "conversion took 1 min"
+    assert ended[-1] == "evaluation of converted took 45 s"
     assert len(ended) == 5
 
 
@@ -58,9 +55,8 @@ def test_what_is_finished_or_behind_a_checkpoint_is_no_work_any_more(
     run.layout.convert.mkdir(parents=True)
     (run.layout.convert / "manifest.json").write_text("{}")
     progress = run_progress(run, stream=io.StringIO())
-    assert progress.kept == 1 and list(progress.tasks) == [
-        name for name in whole if name != "conversion"
-    ]
+    assert progress.kept == 1
+    assert list(progress.tasks) == [name for name in whole if name != "conversion"]
     assert (
         progress.tasks["distillation fcsd"].amount
         == whole["distillation fcsd"].amount / 4

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.errors import ScorerError
 from fcsd.base.files import data_dir, read_json
 from fcsd.base.strict import validate
 from fcsd.base.weights import weights_fingerprint
@@ -26,7 +26,15 @@ from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.scoring import early_stopping
 from fcsd.training import trainer as trainer_module
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, evaluate, few, make_bench, run_of, write_rows
+from tests.support import (
+    Bench,
+    evaluate,
+    few,
+    make_bench,
+    run_of,
+    user_error,
+    write_rows,
+)
 from tests.training.test_parallel import ranks
 
 TRAIN = {
@@ -131,9 +139,8 @@ def test_scores_of_no_kind_change_a_bit_of_the_weights(
             "results"
         ]["early_stopping"]
         share = results["scoring_s"] / results["run_s"]
-        assert 0 < share < 1 and results["share_of_time"] == pytest.approx(
-            share, abs=0.01
-        )
+        assert 0 < share < 1
+        assert results["share_of_time"] == pytest.approx(share, abs=0.01)
 
 
 @pytest.mark.breadth
@@ -280,7 +287,7 @@ def test_what_cannot_be_scored_is_said_before_training(
     message: str,
 ) -> None:
     plan = run_of(recipe(bench, "r", of(metrics[kind], **change)))
-    with pytest.raises(UserError, match=message), early_stopping(plan):
+    with user_error(message), early_stopping(plan):
         pass
 
 
@@ -364,10 +371,8 @@ def test_one_that_fails_twice_leaves_a_checkpoint_from_which_the_run_continues_w
     results = read_json(bench.folder / "r" / "distill" / "manifest.json")["results"][
         "early_stopping"
     ]
-    assert (
-        results["scoring_s"] > kept["time"]["scoring_s"] > 0
-        and results["run_s"] > kept["time"]["run_s"]
-    )
+    assert results["scoring_s"] > kept["time"]["scoring_s"] > 0
+    assert results["run_s"] > kept["time"]["run_s"]
 
 
 def test_a_signal_is_not_kept_waiting_by_a_score_which_is_made_when_the_run_continues(

@@ -12,7 +12,6 @@ import pytest
 import torch
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.evaluation import stage as evaluate_stage
@@ -27,7 +26,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.pipeline.tiny.tasks import write_tiny_data
 from fcsd.planning.layers import study as layers
 from fcsd.recipe.load_recipe import load_recipe
-from tests.support import Bench, run_of, start, with_suite
+from tests.support import Bench, run_of, start, user_error, with_suite
 
 CONFIG = {
     "model_type": "qwen2_moe",
@@ -481,7 +480,7 @@ def test_a_new_model_has_the_weights_of_its_seed() -> None:
 
 
 def test_a_variant_that_does_not_exist_is_refused(bench: Bench) -> None:
-    with pytest.raises(UserError, match="has no variant 'x'; allowed: none"):
+    with user_error("has no variant 'x'; allowed: none"):
         distill_stages.distill(run_of(bench.recipe("r")), "x")
 
 

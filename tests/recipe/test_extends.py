@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.recipe.load_recipe import load_recipe
+from tests.support import user_error
 
 BASE = {
     "name": "base",
@@ -75,7 +75,7 @@ def test_null_switches_a_section_off_and_another_choice_leaves_its_keys_behind(
     tmp_path: Path,
 ) -> None:
     changes = {"variants": {}, "train": None, "objective": {"name": "sft"}}
-    with pytest.raises(UserError, match=r"new\.yaml: train: a mapping"):
+    with user_error(r"new\.yaml: train: a mapping"):
         load_recipe(extending(tmp_path, changes))
     recipe = load_recipe(extending(tmp_path, {"objective": {"name": "sft"}}))
     assert recipe.objective.name == "sft" and recipe.teacher is None
@@ -182,7 +182,7 @@ def test_a_mistake_is_one_line_that_names_the_file_in_which_it_stands(
 ) -> None:
     for name, value in files.items():
         write(tmp_path / f"{name}.yaml", value)
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         load_recipe(tmp_path / "new.yaml")
     assert "\n" not in str(caught.value) and "secret" not in str(caught.value)
 
@@ -190,5 +190,5 @@ def test_a_mistake_is_one_line_that_names_the_file_in_which_it_stands(
 def test_a_mapping_of_keys_extends_nothing(tmp_path: Path) -> None:
     from fcsd import run_stage
 
-    with pytest.raises(UserError, match="extends: only the file of a recipe can"):
+    with user_error("extends: only the file of a recipe can"):
         run_stage("report", {"extends": "tiny/demo"})

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.recipe.load_recipe import load_recipe
+from tests.support import user_error
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_the_graded_split_of_a_suites_task_is_refused(
         r"x.yaml: data.train.1: openai/gsm8k, split '.*', is the graded split of task"
         r" gsm8k of suite paper11; never train on a graded split"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load(tmp_path, GSM8K | {"split": split}, evaluation=PAPER)
 
 
@@ -75,9 +75,7 @@ def test_a_training_split_by_another_name_and_another_configuration_are_not(
     }
     load(tmp_path, {}, data=data)
     data["train"] = [{"path": "a/b", "name": "all", "split": "test"}]
-    with pytest.raises(
-        UserError, match="is the graded split of task b of suite kept_out"
-    ):
+    with user_error("is the graded split of task b of suite kept_out"):
         load(tmp_path, {}, data=data)
 
 
@@ -92,7 +90,7 @@ def test_a_local_copy_and_a_file_of_one_are_known(tmp_path: Path, root: Path) ->
         {"path": str(folder), "split": "test"},
         {"path": str(folder / "main" / "test.jsonl")},
     ):
-        with pytest.raises(UserError, match="never train on a graded split"):
+        with user_error("never train on a graded split"):
             load(tmp_path, source, evaluation=evaluation)
 
 
@@ -106,7 +104,7 @@ def test_prompts_of_the_current_folder_are_known_beside_a_data_root(
     Path("own.yaml").write_text(yaml.safe_dump({"name": "own", "tasks": [row]}))
     evaluation = {"suite": "./own.yaml", "data_root": str(root)}
     load(tmp_path, {"path": str(tmp_path / "train.jsonl")}, evaluation=evaluation)
-    with pytest.raises(UserError, match="is the graded split of task own of suite own"):
+    with user_error("is the graded split of task own of suite own"):
         load(tmp_path, {"path": str(tmp_path / "heldout.jsonl")}, evaluation=evaluation)
 
 
@@ -117,11 +115,11 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
     suite = tmp_path / "stopping.yaml"
     suite.write_text(yaml.safe_dump({"name": "stopping", "tasks": [task]}))
     stopping = {"early_stopping": {"suite": str(suite), "task": "mine"}}
-    with pytest.raises(UserError, match="is the graded split of early_stopping"):
+    with user_error("is the graded split of early_stopping"):
         load(tmp_path, {"path": "a/code", "split": "validation"}, **stopping)
     load(tmp_path, {"path": "a/code", "split": "train"}, **stopping)
     variants = {"v": {"data.train.1.split": "validation"}}
-    with pytest.raises(UserError, match=r"variants.v: data.train.1: a/code"):
+    with user_error(r"variants.v: data.train.1: a/code"):
         load(
             tmp_path,
             {"path": "a/code", "split": "train"},
@@ -134,7 +132,7 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
         "data": {"train": [{"path": "a/code", "split": "validation"}]},
         "train": {},
     }
-    with pytest.raises(UserError, match=r"pretrain.data.train.0: a/code"):
+    with user_error(r"pretrain.data.train.0: a/code"):
         load(
             tmp_path,
             {},
@@ -146,8 +144,7 @@ def test_the_stopping_task_variants_and_pretraining_are_looked_at_too(
 
 
 def test_an_unknown_suite_is_an_error_of_the_recipe(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"x.yaml: evaluation.suite: suite 'papre11': no such suite; did you mean",
+    with user_error(
+        r"x.yaml: evaluation.suite: suite 'papre11': no such suite; did you mean"
     ):
         load(tmp_path, {"path": "d.jsonl"}, evaluation={"suite": "papre11"})

@@ -18,7 +18,7 @@ from fcsd.recipe.recipe import Recipe, to_yaml
 from fcsd.training.config import TrainConfig
 from fcsd.training.losses.objectives import OBJECTIVES, ObjectiveConfig
 from tests.losses import EXAMPLES
-from tests.support import ROOT
+from tests.support import ROOT, user_error
 
 *_NAMES, _LAST_NAME = map(repr, OBJECTIVES)
 OBJECTIVE_NAMES = f"{', '.join(_NAMES)} or {_LAST_NAME}"
@@ -90,10 +90,10 @@ def test_variants_of_a_recipe_that_only_pretrains_change_only_the_pretraining() 
         "pretrain.data.max_length": "can change only pretrain.config, pretrain.conn",
         "pretrain.trian.max_steps": "did you mean 'pretrain.train'",
     }.items():
-        with pytest.raises(UserError, match=f"variants.v: {key}: .*{problem}"):
+        with user_error(f"variants.v: {key}: .*{problem}"):
             load_recipe("studies/pretrain", [f"variants.v={{{key}: 1}}"])
     # Where a distillation follows, variants are distillations of one pre-trained model.
-    with pytest.raises(UserError, match="another distillation of the same model"):
+    with user_error("another distillation of the same model"):
         load_recipe("tiny/demo", ["variants.v={pretrain.connectivity.layers: all}"])
 
 
@@ -110,12 +110,10 @@ def test_a_path_of_a_checkout_names_the_shipped_recipe_where_there_is_no_checkou
         r"recipes/tiny/dmo\.yaml: no such file, and no recipe of this name ships .*did"
         r" you mean 'tiny/demo'\?"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_recipe("recipes/tiny/dmo.yaml")
-    with pytest.raises(
-        UserError,
-        match=r"^tiny/demo\.yaml: no such file.*; did you mean 'tiny/demo'\?$",
-    ):  # a file of the user's own, which does not exist
+    # a file of the user's own, which does not exist
+    with user_error(r"^tiny/demo\.yaml: no such file.*; did you mean 'tiny/demo'\?$"):
         load_recipe("tiny/demo.yaml")
     (tmp_path / "recipes" / "tiny").mkdir(parents=True)
     write(tmp_path, MINIMAL).rename(tmp_path / "recipes" / "tiny" / "demo.yaml")
@@ -127,11 +125,9 @@ def test_an_address_that_would_be_published_is_refused(
     tmp_path: Path, key: str
 ) -> None:
     recipe = write(tmp_path, MINIMAL)
-    with pytest.raises(UserError, match=f"publication.{key}: owner/name .*https://h/x"):
+    with user_error(f"publication.{key}: owner/name .*https://h/x"):
         load_recipe(recipe, [f"publication.{key}=https://h/x"])
-    with pytest.raises(
-        UserError, match=f"publication.{key}: holds a name or password"
-    ) as found:
+    with user_error(f"publication.{key}: holds a name or password") as found:
         load_recipe(recipe, [f"publication.{key}=https://me:SECRET@h/x?token=SECRET"])
     assert "SECRET" not in str(found.value)
 
@@ -218,11 +214,9 @@ def test_a_variant_replaces_only_its_keys(tmp_path: Path) -> None:
     }
     recipe = load_recipe(write(tmp_path, value))
     variant = recipe.variant("sft")
-    assert (
-        variant.objective.name == "sft"
-        and variant.train.max_steps == 2500
-        and variant.seed == 3
-    )
+    assert variant.objective.name == "sft"
+    assert variant.train.max_steps == 2500
+    assert variant.seed == 3
     expected = recipe.dump() | {"variants": {}}
     expected["objective"] = {"name": "sft"}
     expected["train"]["max_steps"] = 2500
@@ -286,12 +280,9 @@ def test_a_variant_that_gives_a_key_of_another_objective_is_refused(
     tmp_path: Path,
 ) -> None:
     variants = {"v": {"objective.l2_coefficient": 0.1, "objective.name": "sft"}}
-    with pytest.raises(
-        UserError,
-        match=(
-            r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft',"
-            r" only for kl\+l2"
-        ),
+    with user_error(
+        r"variants\.v: objective\.l2_coefficient: no meaning for objective 'sft',"
+        r" only for kl\+l2"
     ):
         load_recipe(write(tmp_path, MINIMAL | {"variants": variants}))
 
@@ -587,7 +578,7 @@ WRONG = [
 def test_a_mistake_is_one_line_that_names_the_key(
     tmp_path: Path, change: dict, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value)
 
@@ -622,9 +613,9 @@ def test_a_pretraining_that_sets_the_models_own_balance_of_routers_is_refused_wi
         )
 
     message = rf"x\.yaml: pretrain\.config: {key}: pre-training does not use the model.s own .* set pretrain"
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load({key: value})
-    with pytest.raises(UserError, match=rf"pretrain\.config: text_config\.{key}: "):
+    with user_error(rf"pretrain\.config: text_config\.{key}: "):
         load({"text_config": {key: value}})
     load({key: False})
     load({"router_jitter_noise": 0.1, "num_experts": 4})
@@ -698,8 +689,8 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
         tmp_path, MINIMAL | ({section: whole[section]} if section in whole else {})
     )
     for value in (".nan", ".inf", "-.inf", "nan", "1e999"):
-        with pytest.raises(
-            UserError, match=rf"x\.yaml: {re.escape(key)}: .*(finite|valid) number"
+        with user_error(
+            rf"x\.yaml: {re.escape(key)}: .*(finite|valid) number"
         ) as caught:
             load_recipe(path, [f"{key}={value}"])
         assert "\n" not in str(caught.value)
@@ -716,9 +707,7 @@ def test_no_number_may_be_infinite_or_not_a_number(tmp_path: Path, key: str) -> 
 )
 def test_true_is_no_number(tmp_path: Path, key: str) -> None:
     path = write(tmp_path, MINIMAL | {"early_stopping": {"metric": "heldout_kl"}})
-    with pytest.raises(
-        UserError, match=rf"x\.yaml: {re.escape(key)}: a number is needed, got True"
-    ):
+    with user_error(rf"x\.yaml: {re.escape(key)}: a number is needed, got True"):
         load_recipe(path, [f"{key}=true"])
 
 
@@ -734,9 +723,7 @@ def test_true_is_no_number_in_a_list_or_beside_a_word_either(
     change: str, place: str, tmp_path: Path
 ) -> None:
     path = write(tmp_path, MINIMAL | {"sweep": {}})
-    with pytest.raises(
-        UserError, match=rf"x\.yaml: {re.escape(place)}: a number is needed, got True"
-    ):
+    with user_error(rf"x\.yaml: {re.escape(place)}: a number is needed, got True"):
         load_recipe(path, [change])
 
 
@@ -753,10 +740,7 @@ def test_what_must_be_positive_is_not_zero_nor_below(
         tmp_path,
         MINIMAL | {"sweep": {"learning_rate": [1e-5], "batch_size_tokens": [1024]}},
     )
-    with pytest.raises(
-        UserError,
-        match=rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got",
-    ):
+    with user_error(rf"x\.yaml: {re.escape(key)}: Input should be greater than 0, got"):
         load_recipe(path, [f"{key}={value}"])
 
 
@@ -786,7 +770,7 @@ def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
         rf"x\.yaml: {place}.*: must have up to 100 letters \(A to Z\), digits, '\.', '_' and"
         r" '-'.*; got "
     )
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         load_recipe(write(tmp_path, MINIMAL | change))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
@@ -797,9 +781,7 @@ def test_a_name_that_becomes_a_path_is_letters_digits_and_three_marks(
 def test_a_variant_is_not_called_like_a_stage_or_its_model(
     tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(
-        UserError, match=rf"variants: '{name}' is the name of a stage or its model"
-    ):
+    with user_error(rf"variants: '{name}' is the name of a stage or its model"):
         load_recipe(write(tmp_path, MINIMAL | {"variants": {name: {}}}))
 
 
@@ -807,7 +789,7 @@ def test_a_variant_is_not_called_like_a_stage_or_its_model(
 def test_an_output_folder_that_cannot_exist_is_refused_when_the_recipe_is_read(
     tmp_path: Path, path: str
 ) -> None:
-    with pytest.raises(UserError, match=r"output_dir: .*(bytes, but at most|NUL)"):
+    with user_error(r"output_dir: .*(bytes, but at most|NUL)"):
         load_recipe(write(tmp_path, MINIMAL | {"output_dir": path}))
 
 
@@ -822,9 +804,7 @@ def test_names_of_suites_and_tasks_become_paths_too(tmp_path: Path) -> None:
         {"name": "../x", "tasks": [row]},
         {"name": "x", "tasks": [row | {"task": "../x"}]},
     ):
-        with pytest.raises(
-            UserError, match=r"(name|task): must have up to 100 letters.*; got '\.\./x'"
-        ):
+        with user_error(r"(name|task): must have up to 100 letters.*; got '\.\./x'"):
             load_suite(write(tmp_path, suite))
 
 
@@ -865,12 +845,10 @@ BOMB = "".join(
 def test_text_that_is_made_to_break_a_reader_is_one_line(
     tmp_path: Path, text: str, message: str
 ) -> None:
-    with pytest.raises(
-        UserError, match=rf"x\.yaml.*: not valid YAML: .*{message}"
-    ) as caught:
+    with user_error(rf"x\.yaml.*: not valid YAML: .*{message}") as caught:
         load_recipe(write(tmp_path, text))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
-    with pytest.raises(UserError, match=r"--set pretrain=.*not valid YAML"):
+    with user_error(r"--set pretrain=.*not valid YAML"):
         load_recipe(write(tmp_path, MINIMAL), [f"pretrain={text}"])
 
 
@@ -894,28 +872,26 @@ def test_set_of_a_key_does_not_change_its_alias(tmp_path: Path) -> None:
 
 def test_a_recipe_whose_name_is_too_long_for_a_file_is_one_line(tmp_path: Path) -> None:
     for name in ("x" * 300, "x" * 300 + ".yaml"):
-        with pytest.raises(UserError, match=r"xxx.*(no such file|cannot be read)"):
+        with user_error(r"xxx.*(no such file|cannot be read)"):
             load_recipe(tmp_path / name)
 
 
 def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.yaml: no such file"):
+    with user_error(r"nowhere\.yaml: no such file"):
         load_recipe(tmp_path / "nowhere.yaml")
-    with pytest.raises(UserError, match=r"is a folder"):
+    with user_error(r"is a folder"):
         load_recipe(tmp_path)
-    with pytest.raises(UserError, match=r"x\.yaml, line 2: not valid YAML"):
+    with user_error(r"x\.yaml, line 2: not valid YAML"):
         load_recipe(write(tmp_path, "name: x\n  output_dir: [\n"))
-    with pytest.raises(UserError, match=r"key 'name' is given twice"):
+    with user_error(r"key 'name' is given twice"):
         load_recipe(write(tmp_path, "name: x\nname: y\n"))
-    with pytest.raises(UserError, match=r"a recipe is a mapping"):
+    with user_error(r"a recipe is a mapping"):
         load_recipe(write(tmp_path, "- a\n"))
-    with pytest.raises(UserError, match=r"--set train: must have the form"):
+    with user_error(r"--set train: must have the form"):
         load_recipe(write(tmp_path, MINIMAL), ["train"])
-    with pytest.raises(
-        UserError, match=r"'7' is not an item of this list; allowed: 0 to 0"
-    ):
+    with user_error(r"'7' is not an item of this list; allowed: 0 to 0"):
         load_recipe(write(tmp_path, MINIMAL), ["data.train.7.path=x"])
-    with pytest.raises(UserError, match=r"name is a single value"):
+    with user_error(r"name is a single value"):
         load_recipe(write(tmp_path, MINIMAL), ["name.x=1"])
 
 
@@ -991,7 +967,7 @@ LORA = {"lora": {"r": 8}}
 def test_teachers_and_adapters_without_meaning_are_refused(
     tmp_path: Path, sections: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_recipe(write(tmp_path, MINIMAL | sections))
 
 
@@ -1022,11 +998,9 @@ def test_a_teacher_is_there_where_the_objective_has_one_and_a_variant_without_dr
         "auto",
     )
     plain = load_recipe(write(tmp_path, MINIMAL))
-    assert plain.teacher.backend == "sharded" and plain.teacher_model == (
-        "m",
-        plain.model,
-    )
-    with pytest.raises(UserError, match="objective 'sft' has no teacher"):
+    assert plain.teacher.backend == "sharded"
+    assert plain.teacher_model == ("m", plain.model)
+    with user_error("objective 'sft' has no teacher"):
         bad: dict[str, Any] = {
             "v": {"objective.name": "sft", "teacher.backend": "sharded"}
         }
@@ -1081,19 +1055,14 @@ def test_a_variant_stops_by_another_score_without_the_keys_of_the_former_one(
     assert (choice.row.task, choice.row.kind) == ("hellaswag", "likelihood")
     assert choice.limit == 7 and recipe.variant("none").early_stopping is None
     variants["kl"]["early_stopping.limit"] = 3
-    with pytest.raises(
-        UserError,
-        match=r"variants\.kl: early_stopping\.limit: no meaning for heldout_kl",
-    ):
+    with user_error(r"variants\.kl: early_stopping\.limit: no meaning for heldout_kl"):
         load_recipe(write(tmp_path, value))
 
 
 def test_a_null_teacher_is_the_one_that_the_objective_needs(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, MINIMAL | {"teacher": None}))
-    assert (
-        recipe == load_recipe(write(tmp_path, MINIMAL))
-        and recipe.teacher.backend == "sharded"
-    )
+    assert recipe == load_recipe(write(tmp_path, MINIMAL))
+    assert recipe.teacher.backend == "sharded"
     sft = load_recipe(
         write(tmp_path, MINIMAL | {"teacher": None, "objective": {"name": "sft"}})
     )
@@ -1125,8 +1094,7 @@ def test_no_value_of_a_schema_can_be_changed(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_one_tracker_needs_no_list(given: Any, read: list[str]) -> None:
     assert validate(TrainConfig, {"report_to": given}, "train").report_to == read
-    with pytest.raises(
-        UserError,
-        match=r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'",
+    with user_error(
+        r"report_to\.0: .*'wandb', 'trackio' or 'tensorboard', got 'mlflow'"
     ):
         validate(TrainConfig, {"report_to": "mlflow"}, "train")

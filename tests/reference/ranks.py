@@ -145,9 +145,8 @@ def _others(waiting: dict[int, Any]) -> str:
 
 
 def _send(pipe: Any, ok: bool, value: Any) -> None:
-    pipe.send_bytes(
-        pickle.dumps((ok, value))
-    )  # not `send`: torch would pass tensors as handles to a process that ends
+    # not `send`: torch would pass tensors as handles to a process that ends
+    pipe.send_bytes(pickle.dumps((ok, value)))
 
 
 def _rank(

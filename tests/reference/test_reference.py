@@ -7,11 +7,10 @@ import time
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 
 @pytest.mark.parametrize("family", few(sorted(TINY)))
@@ -79,7 +78,7 @@ def test_a_small_vocabulary_keeps_lower_case_code():
     assert len(tokenizer) == 99
     text = "def f(a, b):\n    return a + b * 10"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    with pytest.raises(UserError, match="vocab_size must be at least 70, got 50"):
+    with user_error("vocab_size must be at least 70, got 50"):
         tiny_tokenizer(50)
 
 

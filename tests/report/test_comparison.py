@@ -63,10 +63,8 @@ def test_compare_prints_every_task_and_the_mean_or_json(
 ) -> None:
     assert main(["compare", *map(str, folders), "--json"]) == 0
     (comparison,) = json.loads(capsys.readouterr().out).values()
-    assert (
-        comparison["tasks"]["choice"]["delta"] == 0
-        and comparison["tasks"]["mmlu"]["delta"] == -1 / 6
-    )
+    assert comparison["tasks"]["choice"]["delta"] == 0
+    assert comparison["tasks"]["mmlu"]["delta"] == -1 / 6
     assert main(["compare", *map(str, folders)]) == 0
     text = capsys.readouterr().out
     rows = [
@@ -139,9 +137,8 @@ def test_a_comparison_is_a_folder_with_table_figures_answers_and_lm_evals_files(
         text,
     )
     for figure in ("deltas.png", "mmlu_members.png"):
-        assert f"({figure})" in text and (out / figure).read_bytes().startswith(
-            b"\x89PNG"
-        )
+        assert f"({figure})" in text
+        assert (out / figure).read_bytes().startswith(b"\x89PNG")
     assert (out / "items.html").is_file()
     assert len(list((out / "lm_eval" / "fcsd").glob("samples_mmlu_*.jsonl"))) == 2
     other = tmp_path / "other"
@@ -226,10 +223,8 @@ def test_results_written_for_lm_eval_are_named_and_read_by_its_own_tools(
         split="train",
         cache_dir=str(tmp_path / "cache"),
     )
-    assert (
-        rows["acc"] == [1.0, 1.0, 0.0, 1.0]
-        and rows[0]["arguments"]["gen_args_1"]["arg_1"] == " b"
-    )
+    assert rows["acc"] == [1.0, 1.0, 0.0, 1.0]
+    assert rows[0]["arguments"]["gen_args_1"]["arg_1"] == " b"
 
 
 def test_what_was_written_for_lm_eval_is_read_back_the_same(tmp_path: Path) -> None:
@@ -337,10 +332,8 @@ def test_an_answer_with_every_character_comes_back_from_lm_evals_files(
     assert (
         json.loads(results.read_text())["results"]["one"]["acc_stderr,none"] == "N/A"
     ), "as lm-eval of one item"
-    assert (
-        rows["choice"][0]["target"] == "?"
-        and back["tasks"].keys() == whole["tasks"].keys()
-    )
+    assert rows["choice"][0]["target"] == "?"
+    assert back["tasks"].keys() == whole["tasks"].keys()
 
 
 def json_with(old: str, new: str) -> Any:
@@ -471,10 +464,8 @@ def test_tasks_that_not_all_results_have_are_left_out_on_request(
     (comparison,) = json.loads((out / "comparison.json").read_text())[
         "comparisons"
     ].values()
-    assert (
-        list(comparison["tasks"]) == ["choice", "mmlu"]
-        and comparison["mean"]["num_tasks"] == 2
-    )
+    assert list(comparison["tasks"]) == ["choice", "mmlu"]
+    assert comparison["mean"]["num_tasks"] == 2
 
 
 def test_a_quick_look_is_marked_in_everything_that_is_written(
@@ -500,10 +491,8 @@ def test_a_quick_look_is_marked_in_everything_that_is_written(
     assert mark in (out / "items.html").read_text()
     (results,) = (out / "lm_eval" / "fcsd").glob("results_*")
     exported = json.loads(results.read_text())
-    assert exported["config"]["limit"] == 4 and exported["n-samples"]["code"] == {
-        "original": 378,
-        "effective": 4,
-    }
+    assert exported["config"]["limit"] == 4
+    assert exported["n-samples"]["code"] == {"original": 378, "effective": 4}
     assert main(["compare", *map(str, folders), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fcsd"]["complete"] is False
     assert (
@@ -543,9 +532,8 @@ def test_the_curve_of_the_training_that_left_the_model_stands_beside(
         assert main(["compare", str(folders[0]), str(place), "--output", str(out)]) == 0
         page = (out / "comparison.md").read_text()
         for figure in ("loss.png", "pass_at_1.png"):
-            assert (out / figure).is_file() == drawn and (
-                f"({figure})" in page
-            ) == drawn
+            assert (out / figure).is_file() == drawn
+            assert (f"({figure})" in page) == drawn
     anywhere = tmp_path / "anywhere"
     anywhere.mkdir()
     write_json(anywhere / "manifest.json", {"inputs": {"model": "weights"}})

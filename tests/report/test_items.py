@@ -106,22 +106,18 @@ def test_no_answer_is_markup_and_only_the_pages_own_script_may_run(page: Path) -
     programs = [
         program for attributes, program in reader.scripts if "type" not in attributes
     ]
-    assert (
-        len(programs) == 1
-        and "innerHTML" not in programs[0]
-        and "eval" not in programs[0]
-    )
+    assert len(programs) == 1
+    assert "innerHTML" not in programs[0]
+    assert "eval" not in programs[0]
     (policy,) = [
         a["content"]
         for tag, a in reader.elements
         if a.get("http-equiv") == "Content-Security-Policy"
     ]
     digest = base64.b64encode(hashlib.sha256(programs[0].encode()).digest()).decode()
-    assert (
-        policy is not None
-        and policy.startswith("default-src 'none'")
-        and f"script-src 'sha256-{digest}'" in policy
-    )
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert f"script-src 'sha256-{digest}'" in policy
 
 
 def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -> None:
@@ -144,10 +140,8 @@ def test_the_page_holds_every_item_of_every_task_with_both_answers(page: Path) -
         [0, 0],
     ]
     assert code[1]["answers"][1]["texts"][0].startswith("fcsd says 1 </script>")
-    assert (
-        choice[0]["answers"][0]["loglikelihoods"] == [-1.25, None]
-        and choice[0]["choices"][0] == "yes"
-    )
+    assert choice[0]["answers"][0]["loglikelihoods"] == [-1.25, None]
+    assert choice[0]["choices"][0] == "yes"
 
 
 # Our own minimal document for the page's script: what it would show, as plain objects.
@@ -219,22 +213,16 @@ def test_the_pages_filters_show_what_they_say(page: Path) -> None:
     assert states["start"]["kinds"] == ["lost", "gained"]
     assert "original says 1 </script>" in states["start"]["text"], "text stays text"
     assert "pass@1, 0-shot, 4 items" in states["start"]["facts"]
-    assert (
-        states["gained"]["kinds"] == ["gained"]
-        and "1 of 4 items" in states["gained"]["count"]
-    )
+    assert states["gained"]["kinds"] == ["gained"]
+    assert "1 of 4 items" in states["gained"]["count"]
     assert states["all"]["kinds"] == ["kept", "lost", "gained", "never"]
     assert states["search"]["kinds"] == ["never"]
-    assert states["address"].startswith("#task=choice&model=fcsd+") and states[
-        "address"
-    ].endswith("&kind=all")
-    assert (
-        states["none"]["kinds"] == []
-        and "0 of 4 items, page 1 of 1" in states["none"]["count"]
-    )
-    assert (
-        "-1.25" in states["choice"]["text"] and "not finite" in states["choice"]["text"]
-    )
+    assert states["address"].startswith("#task=choice&model=fcsd+")
+    assert states["address"].endswith("&kind=all")
+    assert states["none"]["kinds"] == []
+    assert "0 of 4 items, page 1 of 1" in states["none"]["count"]
+    assert "-1.25" in states["choice"]["text"]
+    assert "not finite" in states["choice"]["text"]
 
 
 SHOWN = "[...document.querySelectorAll('article')].map((each) => each.className)"
@@ -259,9 +247,8 @@ def test_in_a_browser_the_filters_show_what_they_say_and_the_address_keeps_it(
         "[...document.querySelectorAll('article.lost .answer')].map((e) =>"
         " [e.className, e.getBoundingClientRect().x])"
     )
-    assert [name for name, _ in boxes] == ["answer right", "answer wrong"] and boxes[0][
-        1
-    ] + 400 < boxes[1][1]
+    assert [name for name, _ in boxes] == ["answer right", "answer wrong"]
+    assert boxes[0][1] + 400 < boxes[1][1]
     for kind, kinds in (
         ("gained", ["gained"]), ("lost", ["lost"]), ("kept", ["kept"]), ("never", ["never"]),
         ("all", ["kept", "lost", "gained", "never"]),
@@ -410,9 +397,8 @@ def test_in_a_browser_a_whole_benchmark_is_turned_over_by_keyboard(
     )
     browser.press("ArrowRight")
     browser.wait(f"{count}.endsWith('page 2 of 3')")
-    assert "question 50" in browser.value(TEXT) and "question 49" not in browser.value(
-        TEXT
-    )
+    assert "question 50" in browser.value(TEXT)
+    assert "question 49" not in browser.value(TEXT)
     browser.wait("location.hash.endsWith('page=2')")
     browser.press("ArrowLeft")
     browser.press("ArrowLeft")  # there is nothing before the first
@@ -469,10 +455,8 @@ def test_in_a_browser_the_page_opens_on_the_distilled_model_with_a_line_a_task(
         "[...document.querySelectorAll('#overview tr')].map((e) => [...e.cells].map((c)"
         " => c.innerText))"
     )
-    assert lines[0][0] == "task" and [line[0] for line in lines[1:]] == [
-        "code",
-        "choice",
-    ]
+    assert lines[0][0] == "task"
+    assert [line[0] for line in lines[1:]] == ["code", "choice"]
     assert lines[1][4:6] == ["1", "1"], "gained and lost"
     browser.value("document.querySelectorAll('#overview button')[1].click()")
     browser.wait(

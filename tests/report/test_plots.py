@@ -76,9 +76,8 @@ def test_what_is_noise_is_hollow_and_the_bars_are_the_intervals(
     assert [bounds for *_, bounds in points(axis)] == [
         pytest.approx([-12, -8]), pytest.approx([-0.2, 0.4]), pytest.approx([-6, -4]),
     ]  # fmt: skip
-    assert axis.get_title() == "Difference to the original" and [
-        text.get_text() for text in axis.texts
-    ] == ["a quick look"]
+    assert axis.get_title() == "Difference to the original"
+    assert [text.get_text() for text in axis.texts] == ["a quick look"]
     assert [t.get_text() for t in axis.get_legend().get_texts()] == ["fcsd"]
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
@@ -97,11 +96,9 @@ def test_a_model_far_off_does_not_hide_how_the_others_differ(
         colours=COLOURS,
     )
     whole, near = drawn[0].axes
-    assert (
-        whole.get_xlim()[0] < -96
-        and -3 < near.get_xlim()[0] < -2.4
-        and near.get_xlim()[1] > 0
-    )
+    assert whole.get_xlim()[0] < -96
+    assert -3 < near.get_xlim()[0] < -2.4
+    assert near.get_xlim()[1] > 0
     assert len(drawn[1].axes) == 1
 
 
@@ -171,14 +168,11 @@ def test_trainings_are_drawn_by_tokens_and_shares_in_per_cent(
     )
     axis, other = drawn[0].axes[0], drawn[1].axes[0]
     assert series(axis)["fcsd"][:2] == ([1000, 1_500_000], [25.0, 50.0])
-    assert (
-        axis.get_xlabel() == "tokens trained on"
-        and axis.get_ylabel() == "pass@1 (per cent)"
-    )
+    assert axis.get_xlabel() == "tokens trained on"
+    assert axis.get_ylabel() == "pass@1 (per cent)"
     assert axis.xaxis.get_major_formatter()(1_500_000, 0) == "1.5 M"
-    assert (
-        series(other)["fcsd"][1] == [25.0, 50.0] and other.get_ylabel() == "perplexity"
-    )
+    assert series(other)["fcsd"][1] == [25.0, 50.0]
+    assert other.get_ylabel() == "perplexity"
 
 
 def test_the_sweep_has_a_tick_for_every_value_that_was_tried(
@@ -211,9 +205,8 @@ def test_the_sweep_has_a_tick_for_every_value_that_was_tried(
     ]
     assert labels == [["65,536", "131,072"], ["2e-05", "4e-05"]]
     assert list(batch.get_xticks(minor=True)) == []
-    assert series(rate)["diverged"][0] == [4e-5] and series(batch)["chosen"][0] == [
-        131072
-    ]
+    assert series(rate)["diverged"][0] == [4e-5]
+    assert series(batch)["chosen"][0] == [131072]
     assert batch.get_title() == "Batch size, at learning rate 2e-05"
 
 
@@ -246,11 +239,9 @@ def test_what_guessing_gives_is_marked_in_the_rows_of_its_tasks(
     )
     (axis,) = drawn[0].axes
     places, rows, _ = series(axis)["chance"]
-    assert (
-        places == [25, 25]
-        and rows == [0.6, 1.4]
-        and axis.get_title() == "Scores of every model"
-    )
+    assert places == [25, 25]
+    assert rows == [0.6, 1.4]
+    assert axis.get_title() == "Scores of every model"
     whole = comparison(0.8)
     whole["tasks"]["b"]["original"] = 0.9
     plots.plot_deltas(
@@ -273,11 +264,9 @@ def test_on_logarithmic_axes_there_are_points_and_no_bars(
     }  # fmt: skip
     study_plots.plot_layers(study, tmp_path / "x.png")
     (axis,) = drawn[0].axes
-    assert (
-        axis.get_yscale() == "log"
-        and len(axis.patches) == 0
-        and len(axis.containers) == 2
-    )
+    assert axis.get_yscale() == "log"
+    assert len(axis.patches) == 0
+    assert len(axis.containers) == 2
     assert axis.get_title() == "KL to the original: one layer at a time, untrained"
 
 

@@ -12,7 +12,6 @@ from huggingface_hub import metadata_load, parse_eval_result_entries
 from huggingface_hub.repocard_data import model_index_to_eval_results
 
 from fcsd.base.artifact import Stage
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json, write_text
 from fcsd.base.fingerprints import checkpoint_files
 from fcsd.base.text import calibration_kl_text, markdown
@@ -31,7 +30,7 @@ from fcsd.report.table import models_table, percent, result_table, with_error
 from fcsd.report.training import _last_loss
 from fcsd.report.verdict import outcome
 from fcsd.training.card.facts import Facts
-from tests.support import documented_keys
+from tests.support import documented_keys, user_error
 
 SCORES = {
     "original": {"code": [1, 1, 1, 0], "choice": [1, 0, 1, 0]},
@@ -341,7 +340,7 @@ def test_a_model_that_was_asked_other_prompts_is_refused(
     whole, samples = result("fcsd")
     samples["code"][0]["prompt_hash"] = "other"
     evaluated(whole, samples, run / "evaluate" / "fcsd")
-    with pytest.raises(UserError, match="the prompts differ in 1 of 4 items"):
+    with user_error("the prompts differ in 1 of 4 items"):
         write_report(recipe, list(SCORES), run / "report")
     assert not (run / "report").exists()
 
@@ -356,7 +355,7 @@ def test_a_result_of_weights_that_are_gone_is_refused(
             run / place / "manifest.json",
             manifest | {key: {"model": f"weights of {place}"}},
         )
-    with pytest.raises(UserError, match="was measured on other weights than those in"):
+    with user_error("was measured on other weights than those in"):
         write_report(recipe, list(SCORES), run / "report")
 
 
@@ -376,9 +375,8 @@ def test_a_figure_that_is_not_what_its_stage_left_enters_no_report(
     text = (run / file).read_text()
     assert old in text
     (run / file).write_text(text.replace(old, new, 1))
-    with pytest.raises(
-        UserError,
-        match=rf"{file.rpartition('/')[0]}.*(differs from what the stage wrote|is damaged)",
+    with user_error(
+        rf"{file.rpartition('/')[0]}.*(differs from what the stage wrote|is damaged)"
     ):
         write_report(recipe, list(SCORES), run / "report")
     assert not (run / "report").exists()
@@ -456,7 +454,7 @@ def test_a_run_with_a_changed_config_or_a_file_less_is_not_reported(
         write_json(run / file, read_json(run / file) | {"num_hidden_layers": 5})
     else:
         (run / file).unlink()
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         write_report(recipe, list(SCORES), run / "report")
 
 
@@ -474,7 +472,7 @@ def test_a_model_that_differs_from_its_stages_record_is_not_published(
     write_report(recipe, list(SCORES), run / "report")
     model = run / "convert" / "model"
     write_json(model / "config.json", read_json(model / "config.json") | {"x": 1})
-    with pytest.raises(UserError, match=r"differs from .* \(model/config\.json\.x"):
+    with user_error(r"differs from .* \(model/config\.json\.x"):
         write_publication(recipe, None, model, run / "report", run / "publish")
     assert not (run / "publish").exists()
 
@@ -488,11 +486,9 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
     )
     card = (run / "publish" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
-    assert (
-        front["license"] == "apache-2.0"
-        and front["base_model"] == "some/base"
-        and "farskip" in front["tags"]
-    )
+    assert front["license"] == "apache-2.0"
+    assert front["base_model"] == "some/base"
+    assert "farskip" in front["tags"]
     (entry,) = front["model-index"]
     assert {
         row["dataset"]["type"]: row["metrics"][0]["value"] for row in entry["results"]
@@ -500,18 +496,14 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
         "a/code": 75.0,
         "a/choice": 50.0,
     }
-    assert (
-        "https://arxiv.org/abs/2511.11505" in card
-        and "@article{dukler2025farskip,\n" in card
-    )
+    assert "https://arxiv.org/abs/2511.11505" in card
+    assert "@article{dukler2025farskip,\n" in card
     table = [line for line in card.splitlines() if line.startswith("| ")]
     assert (
         len(table) == 4 and max(map(len, table)) < 120 and "| accuracy, 0-shot" in card
     ), "the Hub's column is narrow"
-    assert (
-        "2 of 4 decoder layers" in card
-        and 'from_pretrained("me/x", trust_remote_code=True)' in card
-    )
+    assert "2 of 4 decoder layers" in card
+    assert 'from_pretrained("me/x", trust_remote_code=True)' in card
     published = [
         file.read_text()
         for file in (run / "publish").iterdir()
@@ -522,9 +514,8 @@ def test_the_card_says_what_was_measured_and_no_place_of_this_machine(
     assert not (run / "publish" / "items.html").exists(), (
         "the questions of benchmarks are not published"
     )
-    assert (run / "publish" / "config.json").is_file() and (
-        run / "publish" / "report.md"
-    ).is_file()
+    assert (run / "publish" / "config.json").is_file()
+    assert (run / "publish" / "report.md").is_file()
 
 
 def test_a_finished_training_without_its_model_is_not_published(
@@ -533,9 +524,8 @@ def test_a_finished_training_without_its_model_is_not_published(
     write_report(recipe, list(SCORES), run / "report")
     (run / "distill" / "model" / "config.json").unlink()
     for _ in range(2):  # an empty folder, and none
-        with pytest.raises(
-            UserError,
-            match=r"distill/model: holds no model, although its stage has finished",
+        with user_error(
+            r"distill/model: holds no model, although its stage has finished"
         ):
             write_publication(
                 recipe, None, run / "distill" / "model", run / "report", run / "publish"
@@ -547,7 +537,7 @@ def test_a_finished_training_without_its_model_is_not_published(
             else None
         )
     (run / "distill" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no such model yet; distil it first \(`fcsd"):
+    with user_error(r"no such model yet; distil it first \(`fcsd"):
         write_publication(
             recipe, None, run / "distill" / "model", run / "report", run / "publish"
         )
@@ -576,7 +566,7 @@ def test_what_is_published_is_neither_a_link_nor_changed_code(
     assert "is not what this fcsd writes for qwen3_moe" in capsys.readouterr().err
     (run / "secret").touch()
     (model / "anything").symlink_to(run / "secret")
-    with pytest.raises(UserError, match=r"anything: is a link to .*secret"):
+    with user_error(r"anything: is a link to .*secret"):
         write_publication(recipe, None, model, run / "report", run / "publish")
 
 
@@ -633,10 +623,8 @@ def test_results_are_data_that_the_hubs_own_classes_read(tmp_path: Path) -> None
         "license_link: https://huggingface.co/some/base/blob/main/LICENSE.txt" in card
     )
     assert "sandbox (landlock abi7)" in card and re.search(r"\| code +\| +pass@1", card)
-    assert (
-        'tokenizer("The main topics of linear algebra are"' in card
-        and "messages" not in card
-    )
+    assert 'tokenizer("The main topics of linear algebra are"' in card
+    assert "messages" not in card
 
 
 @pytest.mark.parametrize(
@@ -686,15 +674,11 @@ def test_a_multimodal_card_names_its_own_classes() -> None:
         },
     }
     card = model_card(Facts("x", config, training={"stage": "convert", "settings": {}}))
-    assert (
-        "import AutoModelForImageTextToText, AutoProcessor" in card.text
-        and "2 of 8 decoder layers" in card.text
-    )
+    assert "import AutoModelForImageTextToText, AutoProcessor" in card.text
+    assert "2 of 8 decoder layers" in card.text
     assert "Needs transformers >=5.23,<6 (made with " in card.text
-    assert (
-        "processor = AutoProcessor" in card.text
-        and card.data.pipeline_tag == "image-text-to-text"
-    )
+    assert "processor = AutoProcessor" in card.text
+    assert card.data.pipeline_tag == "image-text-to-text"
     assert "**Rewired, but not trained.**" in card.text and "What are" not in card.text
 
 
@@ -771,11 +755,8 @@ def test_many_tasks_of_few_models_stand_below_each_other() -> None:
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in models_table(models).splitlines()
     ]
-    assert lines[0] == ["model", "original", "fcsd"] and lines[4] == [
-        "t0 acc",
-        "50.0 ± 28.9",
-        "50.0 ± 28.9",
-    ]
+    assert lines[0] == ["model", "original", "fcsd"]
+    assert lines[4] == ["t0 acc", "50.0 ± 28.9", "50.0 ± 28.9"]
     assert [line[0] for line in lines[-2:]] == ["mean", "KL to original"]
 
 
@@ -853,9 +834,8 @@ def test_guessing_gives_one_over_the_number_of_choices() -> None:
 def test_the_last_loss_is_a_mean_over_fifty_steps_of_what_was_logged() -> None:
     points = [{"step": step, "loss": float(step)} for step in (10, 30, 60, 80)]
     assert _last_loss(points) == f"{(20 * 80 + 30 * 60) / 50:.4g} (50)"
-    assert (
-        _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)" and _last_loss([]) == ""
-    )
+    assert _last_loss([{"step": 100, "loss": 2.0}]) == "2 (100)"
+    assert _last_loss([]) == ""
 
 
 def test_the_report_says_what_a_calibration_measured_of_its_result(

@@ -20,6 +20,7 @@ from fcsd.training.argument_rules import DECIDES, MAY_CHANGE_ARGUMENTS, REFUSED
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.ready_trainer import fit_to_engine
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 
 def test_every_argument_of_transformers_is_in_one_table() -> None:
@@ -43,9 +44,7 @@ OTHER_VALUES: dict[str, Any] = {
 def test_an_argument_without_a_meaning_is_refused_by_name(
     name: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        UserError, match=rf"^FCSDConfig: {name}: has no meaning here; \w"
-    ) as caught:
+    with user_error(rf"^FCSDConfig: {name}: has no meaning here; \w") as caught:
         FCSDConfig(str(tmp_path), **{name: OTHER_VALUES[name]})
     assert "\n" not in str(caught.value)
 
@@ -83,7 +82,7 @@ def test_an_argument_without_a_meaning_is_refused_by_name(
 def test_arguments_of_which_one_overrules_the_other_are_refused(
     values: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=rf"^FCSDConfig: .*{message}") as caught:
+    with user_error(rf"^FCSDConfig: .*{message}") as caught:
         FCSDConfig(str(tmp_path), **values)
     assert "\n" not in str(caught.value)
 
@@ -113,7 +112,7 @@ def test_plain_arguments_of_transformers_are_taken_with_all_their_defaults(
 ) -> None:
     config = FCSDConfig.of(TrainingArguments(str(tmp_path), use_cpu=True))
     assert config.per_device_train_batch_size == 8 and not config.logging_nan_inf_filter
-    with pytest.raises(UserError, match="label_smoothing_factor: has no meaning here"):
+    with user_error("label_smoothing_factor: has no meaning here"):
         FCSDConfig.of(
             TrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=0.1)
         )
@@ -125,7 +124,7 @@ def test_arguments_that_are_set_later_are_checked_as_those_of_the_constructor(
     config = FCSDConfig(str(tmp_path), warmup_steps=0.1, metric_for_best_model="kl")
     assert FCSDConfig.of(config) is config
     config.label_smoothing_factor = 0.1
-    with pytest.raises(UserError, match="label_smoothing_factor: has no meaning here"):
+    with user_error("label_smoothing_factor: has no meaning here"):
         FCSDConfig.of(config)
 
 
@@ -223,12 +222,9 @@ def test_a_models_own_loss_of_the_routers_is_refused_unless_the_experts_are_bala
             model, arguments, train_dataset=rows, processing_class=tiny_tokenizer(300)
         )
 
-    with pytest.raises(
-        UserError,
-        match=(
-            r"^output_router_logits: true in the model's config .*; set"
-            r" balance_loss_coefficient to"
-        ),
+    with user_error(
+        r"^output_router_logits: true in the model's config .*; set"
+        r" balance_loss_coefficient to"
     ):
         trainer()
     assert trainer(balance_loss_coefficient=0.01).step_loss.balance is not None
@@ -259,20 +255,15 @@ def test_a_model_that_checkpoints_its_layers_reentrantly_is_not_trained(
 ) -> None:
     trainer = balanced(tmp_path)
     trainer.model.activation_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(
-        UserError, match=r"^\w+: re-entrant checkpointing is not supported, .*False"
-    ):
+    with user_error(r"^\w+: re-entrant checkpointing is not supported, .*False"):
         trainer.train()
     trainer.model.activation_checkpointing_enable({"use_reentrant": False})
     trainer.train()
 
 
 def test_a_model_that_cannot_checkpoint_its_layers_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"^activation_checkpointing: \w*JetMoe\w* does not support it; leave it out"
-        ),
+    with user_error(
+        r"^activation_checkpointing: \w*JetMoe\w* does not support it; leave it out"
     ):
         balanced(
             tmp_path,
@@ -307,15 +298,11 @@ def test_what_says_how_a_model_is_loaded_or_moved_is_refused_where_that_is_done_
             model, FCSDConfig(str(tmp_path), layers="all", **settings), **arguments
         )
 
-    with pytest.raises(
-        UserError,
-        match=(
-            "model_init_kwargs: applies only to a model given by its path, but model is a"
-        ),
+    with user_error(
+        "model_init_kwargs: applies only to a model given by its path, but model is a"
     ):
         trainer({"model_init_kwargs": {"dtype": "bfloat16"}})
-    with pytest.raises(
-        UserError,
-        match=r"^FCSDConfig: teacher_model_init_kwargs: .* but teacher was left out",
+    with user_error(
+        r"^FCSDConfig: teacher_model_init_kwargs: .* but teacher was left out"
     ):
         trainer({"teacher_model_init_kwargs": {"dtype": "bfloat16"}})

@@ -53,9 +53,8 @@ def recipe(bench: Bench, name: str) -> list[str]:
 def test_ranks_average_their_parts_and_continue_and_leave_the_average_to_the_last_bit(
     bench: Bench, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        checkpoint_writer, "BACKGROUND_FROM", 0
-    )  # the copy of a step is that of its checkpoint
+    # the copy of a step is that of its checkpoint
+    monkeypatch.setattr(checkpoint_writer, "BACKGROUND_FROM", 0)
     config, options = f"cpu_2_{engine}", EP if engine == "ep" else []
     ended, complete = (
         [*recipe(bench, name), *options] for name in ("ended", "complete")

@@ -151,10 +151,8 @@ def test_a_run_that_continues_finds_its_best_weights_damaged_and_has_others_beat
         "differs from what was written); all other scored weights are damaged, too"
         in said
     )
-    assert (results["best_step"], results["best_score"]) == (
-        6,
-        0.7,
-    ) and again.left() == [6]
+    assert (results["best_step"], results["best_score"]) == (6, 0.7)
+    assert again.left() == [6]
 
 
 def lose_a_digit(file: Path) -> None:
@@ -202,19 +200,13 @@ def test_a_damaged_older_checkpoint_is_set_aside_and_does_not_end_the_training(
     scores = {0: 0.5, 2: 0.9, 4: 0.7, 6: 0.6}
     watched = Watched(tmp_path, monkeypatch, teacher, scores, save_total_limit=9)
     results = train(*watched.run)
-    assert (results["best_step"], results["best_score"]) == (
-        2,
-        0.9,
-    ) and watched.left() == [2]
+    assert (results["best_step"], results["best_score"]) == (2, 0.9)
+    assert watched.left() == [2]
     said = capsys.readouterr().err
-    assert (
-        f"{checkpoint}: is damaged ({name} " in said
-        and "fcsd sets it aside and continues the training" in said
-    )
-    assert (
-        said.count("is damaged") == 1
-        and (checkpoint.parent / "damaged-checkpoint-2").is_dir()
-    )
+    assert f"{checkpoint}: is damaged ({name} " in said
+    assert "fcsd sets it aside and continues the training" in said
+    assert said.count("is damaged") == 1
+    assert (checkpoint.parent / "damaged-checkpoint-2").is_dir()
 
 
 @pytest.mark.parametrize("metric", ["pass@1", "perplexity", "heldout_kl"])
@@ -233,6 +225,5 @@ def test_the_next_best_goes_by_what_is_better(metric: str) -> None:
     assert not stopper.update(4, Score([values[3]], higher_is_better=higher))
     assert stopper.update(5, Score([0.55 if higher else 0.45], higher_is_better=higher))
     stopper.lose_all_but([])
-    assert stopper.best_step is None and stopper.update(
-        6, Score([0.7], higher_is_better=higher)
-    )
+    assert stopper.best_step is None
+    assert stopper.update(6, Score([0.7], higher_is_better=higher))

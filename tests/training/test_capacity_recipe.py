@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
 from fcsd.model.families.capacity import Dropping
@@ -15,7 +14,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.config import TrainConfig, may_change
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import make_bench
+from tests.support import make_bench, user_error
 
 
 def test_a_training_drops_counts_and_continues_with_the_same_capacity(
@@ -99,7 +98,7 @@ def test_a_training_drops_counts_and_continues_with_the_same_capacity(
     ],
 )
 def test_bad_values_are_one_line(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as error:
+    with user_error(message) as error:
         validate(TrainConfig, values, "train")
     assert "\n" not in str(error.value)
 

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 import fcsd
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.errors import UserError
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.card.trainer import dataset_names
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 ROWS = [{"prompt": f"{n} + 1?", "response": f"{n + 1} it is"} for n in range(40)]
 
@@ -78,30 +78,24 @@ def test_the_card_names_original_connectivity_objective_data_and_how_it_is_loade
     trainer.save_model()
     card = card_of(trainer)
     assert card.data.base_model == "owner/base" and card.data.datasets == ["owner/sums"]
-    assert (
-        card.data.library_name == "transformers"
-        and card.data.pipeline_tag == "text-generation"
-    )
+    assert card.data.library_name == "transformers"
+    assert card.data.pipeline_tag == "text-generation"
     assert card.data.tags == ["farskip", "moe", "self-distillation", "fcsd"]
     text = " ".join(card.text.split())
     assert (
         "`owner/base` with **FarSkip connectivity**: 1 of 2 decoder layers are rewired"
         in text
     )
-    assert (
-        "Rewired layers: 1." in text
-        and "trained from scratch" not in text
-        and "unknown" not in text
-    )
+    assert "Rewired layers: 1." in text
+    assert "trained from scratch" not in text
+    assert "unknown" not in text
     expected = (
         "Self-distillation (FCSD): teacher is the original checkpoint, objective `kl`,"
         " 2 steps of 64 tokens, learning rate 0.001."
     )
-    assert (
-        expected in text
-        and "Data: `owner/sums`." in text
-        and "KL(teacher || this model) on held-out" in text
-    )
+    assert expected in text
+    assert "Data: `owner/sums`." in text
+    assert "KL(teacher || this model) on held-out" in text
     # it was not evaluated
     assert "Nothing is known about what it kept of the original." in text
     assert "not trained" not in text and str(tmp_path) not in card.content
@@ -132,19 +126,13 @@ def test_what_is_said_comes_before_what_is_known(
     )
     assert data.datasets == ["owner/rows", "owner/tagged"]
     assert data.tags == ["farskip", "moe", "fcsd", "sums"]
-    assert (
-        "# Mine\n" in card.text
-        and 'from_pretrained("me/mine", trust_remote_code=True)' in card.text
-    )
+    assert "# Mine\n" in card.text
+    assert 'from_pretrained("me/mine", trust_remote_code=True)' in card.text
     text = " ".join(card.text.split())
-    assert (
-        "Trained with cross-entropy, 2 steps" in text
-        and "Data: `owner/rows`, `notes`, `owner/tagged`." in text
-    )
+    assert "Trained with cross-entropy, 2 steps" in text
+    assert "Data: `owner/rows`, `notes`, `owner/tagged`." in text
     for name in ("tasks", "dataset_args"):
-        with pytest.raises(
-            UserError, match=rf"^create_model_card: {name}: does not appear on the card"
-        ):
+        with user_error(rf"^create_model_card: {name}: does not appear on the card"):
             trainer.create_model_card(**{name: "x"})
 
 
@@ -172,18 +160,14 @@ def test_the_original_of_a_folder_is_what_its_conversion_or_its_card_says(
     )
     trainer.train()
     text = " ".join(card_of(trainer).text.split())
-    assert (
-        "`owner/base` with **FarSkip" in text
-        and "teacher is `base-model`, objective" in text
-    )
+    assert "`owner/base` with **FarSkip" in text
+    assert "teacher is `base-model`, objective" in text
     trainer = make(model=str(tmp_path / "base-model"), max_steps=1)
     trainer.train()
     card = card_of(trainer)
-    assert (
-        card.data.license == "apache-2.0"
-        and card.data.language == ["fr"]
-        and card.data.base_model is None
-    )
+    assert card.data.license == "apache-2.0"
+    assert card.data.language == ["fr"]
+    assert card.data.base_model is None
     assert "It was made from `base-model`." in " ".join(card.text.split())
     assert str(tmp_path) not in card.content
 

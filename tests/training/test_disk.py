@@ -61,10 +61,8 @@ def test_no_more_checkpoints_are_counted_than_are_written(
     of_a_sweep = disk_need(
         train, num_trained=8, num_parameters=10, model_itemsize=0, keeps_best=False
     )
-    assert (
-        of_a_sweep.num_checkpoints == min(3, (steps - 1) // 500)
-        and of_a_sweep.model == 0
-    )
+    assert of_a_sweep.num_checkpoints == min(3, (steps - 1) // 500)
+    assert of_a_sweep.model == 0
 
 
 @pytest.mark.parametrize("background_from", few([0, 10**9], 1))
@@ -112,7 +110,5 @@ def test_a_disk_that_is_too_small_is_refused_before_the_first_step(
     assert main(["distill", str(bench.recipe("r"))]) == 2
     error = capsys.readouterr().err
     assert f"{Path(bench.folder / 'r' / 'distill')}: the training needs " in error
-    assert (
-        "on the disk (3 checkpoints of " in error
-        and "train.save_total_limit: 1 needs " in error
-    )
+    assert "on the disk (3 checkpoints of " in error
+    assert "train.save_total_limit: 1 needs " in error

@@ -27,11 +27,8 @@ def run(
 
 def test_it_stops_after_patience_evaluations_without_an_improvement() -> None:
     stopper, _ = run([0.5, 0.4, 0.4, 0.9])
-    assert stopper.should_stop and [point["step"] for point in stopper.points] == [
-        10,
-        20,
-        30,
-    ]
+    assert stopper.should_stop
+    assert [point["step"] for point in stopper.points] == [10, 20, 30]
 
 
 def test_a_gain_of_no_more_than_min_delta_is_kept_but_does_not_reset_patience() -> None:
@@ -64,10 +61,8 @@ def test_a_training_that_only_makes_the_model_worse_leaves_the_weights_before_it
     assert stopper.update(0, Score([0.9])) and stopper.no_gain() is None
     assert not stopper.update(10, Score([0.1])) and not stopper.update(20, Score([0.2]))
     assert stopper.should_stop and (stopper.best_step, stopper.best_score) == (0, 0.9)
-    assert (
-        "best so far" not in stopper.line()
-        and "at step 0, before training" in stopper.summary()
-    )
+    assert "best so far" not in stopper.line()
+    assert "at step 0, before training" in stopper.summary()
     warning = stopper.no_gain()
     assert warning is not None and "training made the model worse" in warning
     stopper.update(30, Score([0.95]))
@@ -134,9 +129,8 @@ def divergence(
 
 def test_a_held_out_kl_improves_when_it_falls_by_more_than_a_share_of_itself() -> None:
     stopper, kept = divergence([2.0, 0.1, 0.0979, 0.0978])
-    assert (
-        kept == [10, 20, 30, 40] and stopper.stalled == 1
-    )  # 0.0979 is 2.1 % below 0.1, 0.0978 only 0.1 % further
+    # 0.0979 is 2.1 % below 0.1, 0.0978 only 0.1 % further
+    assert kept == [10, 20, 30, 40] and stopper.stalled == 1
     stopper, kept = divergence([0.1, 0.0981, 0.0999])
     assert (
         stopper.should_stop and stopper.best_step == 30 and stopper.best_score == 0.0999
@@ -192,9 +186,8 @@ def test_a_held_out_kl_has_the_error_of_a_ratio_with_rows_as_items() -> None:
     score = Score(two.tolist(), tokens.tolist(), higher_is_better=False)
     assert score.stderr == pytest.approx(np.std(values), rel=0.15)
     change, error = score.change(one.tolist())
-    assert change == pytest.approx(
-        np.mean(changes), abs=0.02
-    ) and error == pytest.approx(np.std(changes), rel=0.15)
+    assert change == pytest.approx(np.mean(changes), abs=0.02)
+    assert error == pytest.approx(np.std(changes), rel=0.15)
     assert error < score.stderr / 3
 
 
@@ -241,10 +234,8 @@ def test_a_min_delta_below_the_noise_of_the_items_is_warned_of_once() -> None:
     assert warning.startswith(
         "early stopping: pass@1 changed by +0.0250 ± 0.0437 from step 0 to 10"
     )
-    assert (
-        "paired standard error on 40 of 378 items" in warning
-        and "min_delta, 0.02, is less" in warning
-    )
+    assert "paired standard error on 40 of 378 items" in warning
+    assert "min_delta, 0.02, is less" in warning
     assert warning.endswith(
         "raise it, or early_stopping.limit (all 378 items: about ± 0.014)"
     )
@@ -269,11 +260,9 @@ def test_of_a_held_out_kl_the_noise_is_a_share_of_it() -> None:
     assert error is not None
     share = error / one.value
     (warning,) = noise(one, two, min_delta=0.9 * share, metric="heldout_kl")
-    assert (
-        warning is not None
-        and f"({share:.3g} of the score)" in warning
-        and "30 rows" in warning
-    )
+    assert warning is not None
+    assert f"({share:.3g} of the score)" in warning
+    assert "30 rows" in warning
     assert warning.endswith("raise it, or data.heldout_examples")
     assert noise(one, two, min_delta=1.1 * share, metric="heldout_kl") == [None]
 
@@ -344,10 +333,8 @@ def test_what_is_scored_is_said_in_words() -> None:
     assert (
         stopping_text({"metric": "heldout_kl"}) == "KL to the original on held-out text"
     )
-    assert (
-        items_text("heldout_kl", 256, None) == "256 rows"
-        and items_text("acc,none", 7, None) == "7 items"
-    )
+    assert items_text("heldout_kl", 256, None) == "256 rows"
+    assert items_text("acc,none", 7, None) == "7 items"
 
 
 # ---- time
@@ -375,8 +362,6 @@ def test_the_share_of_the_time_counts_preparation_and_continues_after_a_restart(
     now[0] += 8
     restarted.stop()
     now[0] += 99
-    assert (restarted.scoring_s, restarted.run_s) == (
-        12.0,
-        40.0,
-    ) and restarted.share == 0.3
+    assert (restarted.scoring_s, restarted.run_s) == (12.0, 40.0)
+    assert restarted.share == 0.3
     assert TimeSpent().share == 0.0

@@ -38,7 +38,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import Hub, hub
-from tests.support import ROOT, Bench, few
+from tests.support import ROOT, Bench, few, user_error
 
 __all__ = ["hub"]  # the fixture
 
@@ -182,19 +182,18 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
     fresh.save_pretrained(tmp_path / "original")
     tokenizer.save_pretrained(tmp_path / "original")
     fcsd.convert_checkpoint(tmp_path / "original", tmp_path / "converted")
-    first = make(
-        model=str(tmp_path / "converted"), max_steps=1
-    )  # a fresh conversion has the original's weights
+    # a fresh conversion has the original's weights
+    first = make(model=str(tmp_path / "converted"), max_steps=1)
     model: Any = first.model
     make(model=model, max_steps=1)  # the trainer before it has not trained
     first.train()
     first.save_model(str(tmp_path / "trained"))
     message = r"was trained already, so a copy of it is not the original; pass the original as teacher="
     for again in (model, str(tmp_path / "trained"), fcsd.load(tmp_path / "trained")[0]):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             make(model=again)
     # another connectivity for the same weights
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         make(model=fcsd.convert(fcsd.unconvert(model), "last:1"))
     trainer = make(model=str(tmp_path / "trained"), teacher=str(tmp_path / "original"))
     teacher: Any = trainer.teacher
@@ -203,9 +202,7 @@ def test_a_model_that_was_trained_or_calibrated_is_not_its_own_teacher(
 
     calibrated = fcsd.convert(copy.deepcopy(original), "all")
     fcsd.calibrate(calibrated, original, torch.arange(3, 259).repeat(8, 1))
-    with pytest.raises(
-        UserError, match="FarSkipQwen2MoeForCausalLM was calibrated already"
-    ):
+    with user_error("FarSkipQwen2MoeForCausalLM was calibrated already"):
         make(model=calibrated)
 
 
@@ -241,11 +238,8 @@ def test_rows_longer_than_the_positions_of_a_model_give_a_warning_or_are_refused
         " of that length"
     )
     for teacher in (table, str(tmp_path / "table")):
-        with pytest.raises(
-            UserError,
-            match=(
-                rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
-            ),
+        with user_error(
+            rf"{message} \(transformer\.wpe\.weight\); set max_length to 16 or less"
         ):
             make(teacher=teacher)
 
@@ -319,10 +313,8 @@ def test_the_held_out_kl_is_that_of_full_logits_and_training_lowers_it(
         student, copy.deepcopy(original).double(), trainer.eval_dataset
     )
     before = trainer.evaluate()
-    assert (
-        before["eval_kl"] == pytest.approx(expected, rel=2e-5)
-        and before["eval_loss"] == before["eval_kl"]
-    )
+    assert before["eval_kl"] == pytest.approx(expected, rel=2e-5)
+    assert before["eval_loss"] == before["eval_kl"]
     assert before["eval_kl_stderr"] > 0
     trainer.train()
     after = trainer.evaluate()
@@ -421,13 +413,10 @@ def test_the_direction_of_a_metric_is_known_or_asked_for(tmp_path: Path) -> None
     assert arguments("eval_math_f1").greater_is_better is True
     assert arguments("eval_math_ce").greater_is_better is False
     assert arguments("perplexity", greater_is_better=False).greater_is_better is False
-    with pytest.raises(
-        UserError,
-        match=(
-            r"metric_for_best_model: 'perplexity' does not imply .* set"
-            r" greater_is_better=True or False, or use"
-            " eval_loss, eval_kl or eval_ce"
-        ),
+    with user_error(
+        r"metric_for_best_model: 'perplexity' does not imply .* set"
+        r" greater_is_better=True or False, or use"
+        " eval_loss, eval_kl or eval_ce"
     ):
         arguments("perplexity")
     # Plain TrainingArguments have already guessed True.
@@ -441,15 +430,12 @@ def test_a_loss_that_is_not_measured_cannot_choose_the_best_model(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     one = {"eval_dataset": examples(10), "metric_for_best_model": "ce"}
-    with pytest.raises(
-        UserError,
-        match=r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$",
+    with user_error(
+        r"'ce' is not measured in this training; allowed: eval_loss, eval_kl$"
     ):
         make(**one)
     several = one | {"eval_dataset": {"a": examples(10)}, "metric_for_best_model": "kl"}
-    with pytest.raises(
-        UserError, match=r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"
-    ):
+    with user_error(r"'kl' is not measured .*; allowed: eval_a_loss, eval_a_kl$"):
         make(**several)
 
 
@@ -665,11 +651,8 @@ def test_an_optimiser_whose_states_a_checkpoint_would_lose_is_refused(
     make: Callable[..., FCSDTrainer],
 ) -> None:
     trainer = make(optim="adafactor")
-    with pytest.raises(
-        UserError,
-        match=(
-            "Adafactor: its state 'exp_avg_sq_row' does not have the shape of its parameter"
-        ),
+    with user_error(
+        "Adafactor: its state 'exp_avg_sq_row' does not have the shape of its parameter"
     ):
         trainer.train()
     assert trainer.state.global_step == 1  # no work is lost
@@ -737,10 +720,8 @@ def test_a_baseline_has_no_teacher_and_its_held_out_loss_is_the_cross_entropy(
     )
     assert "eval_kl" not in metrics
     trainer.train()
-    assert (
-        "ce" in trainer.state.log_history[0]
-        and "kl" not in trainer.state.log_history[0]
-    )
+    assert "ce" in trainer.state.log_history[0]
+    assert "kl" not in trainer.state.log_history[0]
 
 
 def test_a_stream_and_tokens_train_as_the_same_examples_in_memory(
@@ -787,9 +768,8 @@ def test_what_is_saved_loads_without_fcsd_in_the_dtype_that_the_model_came_in(
     trainer = make(
         model=model, layers="last:1", ema_decay=0.5, eval_dataset=examples(4)
     )
-    assert (
-        next(model.parameters()).dtype == torch.float32 and trainer.teacher is not None
-    )
+    assert next(model.parameters()).dtype == torch.float32
+    assert trainer.teacher is not None
     trainer.train()
     before = weights(trainer)
     trainer.save_model(str(tmp_path / "left"))
@@ -848,10 +828,8 @@ def test_a_push_leaves_a_repository_that_loads(
     } <= files.keys()
     assert not any(name.startswith("checkpoint-") for name in files)
     card = files["README.md"].decode()
-    assert (
-        'from_pretrained("me/tiny", trust_remote_code=True)' in card
-        and "- farskip" in card
-    )
+    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in card
+    assert "- farskip" in card
     folder = hub.repos["me/tiny"].write(tmp_path / "fetched")
     loaded = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert same(loaded.state_dict(), trainer.model.state_dict())
@@ -894,9 +872,8 @@ def test_two_ranks_train_what_one_process_trains(
         two_ranks, 2, str(tmp_path / "two"), str(base_checkpoint), timeout_s=240
     )
     for two, heldout in ranks:
-        assert two == pytest.approx(one, rel=1e-3) and heldout == pytest.approx(
-            kl, rel=1e-3
-        )
+        assert two == pytest.approx(one, rel=1e-3)
+        assert heldout == pytest.approx(kl, rel=1e-3)
     one_weights, two_weights = (
         load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")
     )
@@ -971,7 +948,7 @@ def test_a_mistake_is_one_line(
 ) -> None:
     if changes.get("model") == "BASE":
         changes = changes | {"model": str(base_checkpoint)}
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         make(**changes)
     assert "\n" not in str(caught.value)
 
@@ -997,18 +974,14 @@ def test_a_mistake_is_one_line(
 def test_arguments_of_another_trainer_are_refused_with_what_is_needed(
     args: Any, message: str
 ) -> None:
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         FCSDTrainer("model", args)
 
 
 def test_what_is_missing_or_given_without_a_name_is_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="FCSDTrainer: missing a required argument: 'model'"
-    ):
+    with user_error("FCSDTrainer: missing a required argument: 'model'"):
         FCSDTrainer()  # type: ignore[call-arg]
-    with pytest.raises(
-        UserError, match="too many positional arguments; pass arguments by name"
-    ):
+    with user_error("too many positional arguments; pass arguments by name"):
         FCSDTrainer("model", FCSDConfig(str(tmp_path), use_cpu=True), None, [])  # type: ignore[misc]
 
 
@@ -1021,19 +994,15 @@ def test_data_of_an_evaluation_are_checked_as_those_of_the_constructor(
         (trainer.evaluate, "eval_dataset"),
         (trainer.predict, "test_dataset"),
     ):
-        with pytest.raises(
-            UserError, match=f"data set {name}: a str; a datasets.Dataset"
-        ):
+        with user_error(f"data set {name}: a str; a datasets.Dataset"):
             measure("rows.jsonl")
-        with pytest.raises(
-            UserError, match=f"data set {name}, row 1: a str; an example is a mapping"
-        ):
+        with user_error(f"data set {name}, row 1: a str; an example is a mapping"):
             measure(["a"])
-    with pytest.raises(UserError, match=r"test_dataset: holds several \('one'\); give"):
+    with user_error(r"test_dataset: holds several \('one'\); give"):
         trainer.predict({"one": examples(8)})
-    with pytest.raises(UserError, match="test_dataset: None; give the data to measure"):
+    with user_error("test_dataset: None; give the data to measure"):
         trainer.predict(None)
-    with pytest.raises(UserError, match="eval_dataset: None; give the data to measure"):
+    with user_error("eval_dataset: None; give the data to measure"):
         make().evaluate()
 
 
@@ -1045,7 +1014,7 @@ def test_data_that_are_set_later_are_measured_but_not_trained_on(
     trainer.eval_dataset = examples(9)[3:]
     assert trainer.evaluate()["eval_kl"] == other.evaluate()["eval_kl"]
     trainer.train_dataset = other.train_dataset
-    with pytest.raises(UserError, match="train_dataset: was replaced after"):
+    with user_error("train_dataset: was replaced after"):
         trainer.train()
 
 
@@ -1057,9 +1026,9 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_training_and_when_it
     make: Callable[..., FCSDTrainer], place: str, reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "afile").write_text("x")
-    with pytest.raises(UserError, match=f"{place}: cannot be created, .*{reason}"):
+    with user_error(f"{place}: cannot be created, .*{reason}"):
         make(place)
-    with pytest.raises(UserError, match=f"{place}: cannot be created, .*{reason}"):
+    with user_error(f"{place}: cannot be created, .*{reason}"):
         make().save_model(str(tmp_path / place))
 
 
@@ -1096,50 +1065,35 @@ def test_mistakes_of_models_tokenizers_and_checkpoints_are_refused(
     plain = tiny_tokenizer(300, chat_template=False)
     nameless = copy.deepcopy(plain)
     nameless.name_or_path = ""
-    with pytest.raises(
-        UserError,
-        match=(
-            rf"tokenizer {type(plain).__name__}: no chat template, .* under"
-            r" columns=\{'text': …\}"
-        ),
+    with user_error(
+        rf"tokenizer {type(plain).__name__}: no chat template, .* under"
+        r" columns=\{'text': …\}"
     ):
         make(processing_class=nameless)
-    with pytest.raises(
-        UserError,
-        match=(
-            "no chat template, needed for prompts and messages; use the tokenizer of an"
-        ),
+    with user_error(
+        "no chat template, needed for prompts and messages; use the tokenizer of an"
     ):
         make(processing_class=plain)
-    with pytest.raises(
-        UserError,
-        match=r"Qwen2MoeForCausalLM: is not converted; set layers in FCSDConfig",
-    ):
+    with user_error(r"Qwen2MoeForCausalLM: is not converted; set layers in FCSDConfig"):
         make(model=copy.deepcopy(original))
     model = copy.deepcopy(original)
     convert_model(model, Connectivity("all"))
-    with pytest.raises(
-        UserError, match="teacher: is the model in training; leave it out"
-    ):
+    with user_error("teacher: is the model in training; leave it out"):
         make(model=model, teacher=model)
-    with pytest.raises(
-        UserError, match="processing_class: is required, because the model"
-    ):
+    with user_error("processing_class: is required, because the model"):
         make(model=model, processing_class=None)
     small = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
-    with pytest.raises(
-        UserError,
-        match="the vocabularies differ: 120 tokens in the teacher, 300 in the student",
+    with user_error(
+        "the vocabularies differ: 120 tokens in the teacher, 300 in the student"
     ):
         make(teacher=small)
     trainer = make("empty")
-    with pytest.raises(
-        UserError,
-        match="no checkpoint to continue from; leave resume_from_checkpoint out to start",
+    with user_error(
+        "no checkpoint to continue from; leave resume_from_checkpoint out to start"
     ):
         trainer.train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-1").mkdir()
-    with pytest.raises(UserError, match="cannot be resumed"):
+    with user_error("cannot be resumed"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -1161,13 +1115,13 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
                 if isinstance(module, BaseTunerLayer):
                     module.delete_adapter("default")
         reason = r"has adapters of its own; give a model without"
-        with pytest.raises(UserError, match=f"model: .* {reason}"):
+        with user_error(f"model: .* {reason}"):
             make(model=adapted, layers="all")
-        with pytest.raises(UserError, match=f"student: .* {reason}"):
+        with user_error(f"student: .* {reason}"):
             student = fcsd.convert(copy.deepcopy(adapted))
             fcsd.calibrate(student, original, rows)
     wrapped: Any = peft.get_peft_model(copy.deepcopy(original), lora)
-    with pytest.raises(UserError, match=r"teacher: a PeftModel; .*get_base_model\(\)"):
+    with user_error(r"teacher: a PeftModel; .*get_base_model\(\)"):
         make(teacher=wrapped)
     base, merged = wrapped.get_base_model(), copy.deepcopy(wrapped).merge_and_unload()
     heldout = {"eval_dataset": examples(8)}
@@ -1176,15 +1130,11 @@ def test_adapters_and_weights_that_cannot_be_trained_or_compared_are_refused(
         for teacher in (base, merged)
     )
     assert kl == pytest.approx(merged_kl, rel=1e-5)
-    with pytest.raises(
-        UserError, match=r"no parameter of .* merge_and_unload\(\); call"
-    ):
+    with user_error(r"no parameter of .* merge_and_unload\(\); call"):
         make(model=merged, layers="all")
-    with pytest.raises(
-        UserError, match=r"teacher: .* is not in the memory of a device"
-    ):
+    with user_error(r"teacher: .* is not in the memory of a device"):
         make(teacher=copy.deepcopy(original).to("meta"))
-    with pytest.raises(UserError, match="teacher: has weights in float64"):
+    with user_error("teacher: has weights in float64"):
         make(teacher=copy.deepcopy(original).double())
 
 
@@ -1238,9 +1188,7 @@ def test_a_guessed_name_and_one_given_to_the_wrong_class_are_answered(
 def test_errors_of_a_training_name_arguments_and_no_keys_of_a_recipe(
     make: Callable[..., FCSDTrainer],
 ) -> None:
-    with pytest.raises(
-        UserError, match=r"^eval_dataset: no row has a token to predict"
-    ):
+    with user_error(r"^eval_dataset: no row has a token to predict"):
         row = {
             "input_ids": [5] * 32,
             "position_ids": [*range(32)],
@@ -1305,9 +1253,8 @@ def test_a_teacher_with_another_tokenizer_is_refused_however_it_is_given(
     swapped(tmp_path / "teacher")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "teacher")
     for teacher in (str(tmp_path / "teacher"), tmp_path / "teacher", loaded):
-        with pytest.raises(
-            UserError,
-            match=rf"^teacher: {OTHER_TOKENIZER}'<unused22>' .* a teacher with the same",
+        with user_error(
+            rf"^teacher: {OTHER_TOKENIZER}'<unused22>' .* a teacher with the same"
         ):
             make(teacher=teacher)
     loaded.config._name_or_path = ""
@@ -1315,9 +1262,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_however_it_is_given(
     # A token that the student's lacks: a recipe refuses it, too. A model in memory may
     # have got it after it was loaded.
     swapped(tmp_path / "teacher", add=True)
-    with pytest.raises(
-        UserError, match=r"^teacher: .* \(\d+ in .*'<unused22>'|missing"
-    ):
+    with user_error(r"^teacher: .* \(\d+ in .*'<unused22>'|missing"):
         make(teacher=str(tmp_path / "teacher"))
     make(teacher=AutoModelForCausalLM.from_pretrained(tmp_path / "teacher"))
 
@@ -1330,10 +1275,7 @@ def test_the_tokenizer_that_is_given_beside_a_model_is_that_of_the_model(
     other = swapped(tmp_path / "other")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for model in (str(tmp_path / "model"), loaded):
-        with pytest.raises(
-            UserError,
-            match=rf"^model: {OTHER_TOKENIZER} give the tokenizer of the model",
-        ):
+        with user_error(rf"^model: {OTHER_TOKENIZER} give the tokenizer of the model"):
             make(model=model, processing_class=other, layers="all")
     added = swapped(tmp_path / "added", add=True)
     make(model=str(tmp_path / "model"), processing_class=added, layers="all")
@@ -1360,7 +1302,7 @@ def test_a_teacher_that_is_the_student_itself_teaches_nothing_and_is_refused(
         (copy.deepcopy(loaded), {}),
     ):
         for teacher in (str(tmp_path / "far"), loaded):
-            with pytest.raises(UserError, match=nothing):
+            with user_error(nothing):
                 make(model=model, teacher=teacher, **settings)
     capfd.readouterr()
     # One that differs is the caller's choice, of which a line tells.
@@ -1442,7 +1384,7 @@ def test_what_needs_no_data_is_said_before_they_are_read(
     given = {name: arguments.pop(name) for name in names if name in arguments}
     eval_dataset = unread() if "eval_strategy" in arguments else None
     folder = arguments.pop("output_dir", str(tmp_path / "run"))
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         FCSDTrainer(
             copy.deepcopy(original) if in_memory else str(tmp_path / "base"),
             FCSDConfig(folder, **SETTINGS | {"layers": "all"} | arguments),

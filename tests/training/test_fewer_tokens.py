@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
@@ -31,7 +30,7 @@ from fcsd.training.teachers.base import ModelTeacher
 from tests.parallel.test_engines import compare as compare_spread
 from tests.parallel.test_engines import launch
 from tests.reference.ranks import run_ranks
-from tests.support import Bench, history, in_a_fork
+from tests.support import Bench, history, in_a_fork, user_error
 from tests.training.test_parallel import compare, ranks
 from tests.training.test_trainer import (
     Rows,
@@ -179,9 +178,7 @@ def test_held_out_text_without_a_token_to_predict_is_refused(
     rows.rows[0]["labels"][:] = -100
     student = copy.deepcopy(teacher)
     attach_loss_head(student)
-    with pytest.raises(
-        UserError, match=r"data\.heldout: no row has a token to predict"
-    ):
+    with user_error(r"data\.heldout: no row has a token to predict"):
         HeldoutKL(rows, lambda: copy.deepcopy(teacher), join_launch())(student)
 
 
@@ -224,10 +221,8 @@ def test_a_run_with_all_of_them_that_is_killed_continues_to_the_same_weights(
     assert read_json(one / "scores.json") == read_json(other / "scores.json")
     assert weights_fingerprint(one / "model") == weights_fingerprint(other / "model")
     scores = read_json(one / "scores.json")
-    assert (
-        scores["metric"] == "heldout_kl"
-        and scores["points"][-1]["score"] < scores["points"][0]["score"]
-    )
+    assert scores["metric"] == "heldout_kl"
+    assert scores["points"][-1]["score"] < scores["points"][0]["score"]
 
 
 def test_two_forked_ranks_train_with_them_what_one_trains(bench: Bench) -> None:
@@ -285,20 +280,14 @@ def test_heldout_kl_beside_hidden_terms_is_refused_under_zero_3(
     )
     run = make(tmp_path, teacher, OBJECTIVE, stopper=stopper)
     run = run._replace(launch=replace(run.launch, engine=Engine("zero3")))
-    with pytest.raises(
-        UserError,
-        match=r"heldout_kl does not work with kl\+l2 under ZeRO-3; use FSDP2",
-    ):
+    with user_error(r"heldout_kl does not work with kl\+l2 under ZeRO-3; use FSDP2"):
         train(*run)
 
 
 def test_spread_weights_and_no_teacher_that_is_run_have_no_held_out_kl(
     teacher: Any,  # noqa: F811
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"heldout_kl needs a loaded teacher: .* teacher\.backend: sharded",
-    ):
+    with user_error(r"heldout_kl needs a loaded teacher: .* teacher\.backend: sharded"):
         HeldoutKL(Rows(1), lambda: teacher, join_launch()).set_teacher(
             None, sharded=True
         )

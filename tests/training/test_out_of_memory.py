@@ -20,7 +20,7 @@ from fcsd.training.out_of_memory import REST, advice, explain_oom, held
 from fcsd.training.teachers.base import ModelTeacher
 from tests.memory import PLAIN, memory_of_this_process, small_model, train_two_steps
 from tests.reference.tiny import tiny_model
-from tests.support import end_if_it_hangs
+from tests.support import end_if_it_hangs, user_error
 
 
 def in_limited_memory(folder: Path, more_bytes: int, **changes: Any) -> str:
@@ -91,9 +91,8 @@ def test_what_is_held_is_counted_once_and_frozen_weights_have_no_moments() -> No
     student.requires_grad_(False)
     student.lm_head.requires_grad_(True)
     shared = held(student, ModelTeacher(student))
-    assert (
-        shared["teacher weights"] == 0 and shared["gradients"] == 0
-    )  # ModelTeacher freezes what it is given
+    # ModelTeacher freezes what it is given
+    assert shared["teacher weights"] == 0 and shared["gradients"] == 0
 
 
 def changes(
@@ -145,8 +144,8 @@ def test_every_way_in_which_memory_is_refused_is_known(
     monkeypatch.setattr(out_of_memory, "peak_bytes", lambda device: 10 << 30)
     student = tiny_model("qwen2_moe")
     with (
-        pytest.raises(
-            UserError, match=r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB"
+        user_error(
+            r"out of memory on cuda:0: .* loss and buffers 10\.0 GiB"
         ) as refusal,
         explain_oom(student, None, TrainConfig(), 512, torch.device("cuda:0")),
     ):
@@ -158,9 +157,8 @@ def test_every_way_in_which_memory_is_refused_is_known(
 
 def test_other_errors_pass_unchanged() -> None:
     error = RuntimeError("shapes do not match")
-    assert not is_out_of_memory(error) and not is_out_of_memory(
-        ValueError("out of memory")
-    )
+    assert not is_out_of_memory(error)
+    assert not is_out_of_memory(ValueError("out of memory"))
     with (
         pytest.raises(RuntimeError, match="shapes do not match"),
         explain_oom(
@@ -181,7 +179,5 @@ def test_the_command_line_has_one_line_for_it_wherever_it_happens(
     monkeypatch.setattr(fcsd.model.inspect, "inspect_model", full)
     assert main(["inspect", "somewhere"]) == 2
     error = capsys.readouterr().err
-    assert (
-        error.count("\n") == 1
-        and "out of memory: CUDA out of memory. Tried to allocate 2.50 GiB" in error
-    )
+    assert error.count("\n") == 1
+    assert "out of memory: CUDA out of memory. Tried to allocate 2.50 GiB" in error

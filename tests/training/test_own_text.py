@@ -19,7 +19,6 @@ from accelerate import Accelerator
 
 from fcsd import FCSDConfig, FCSDTrainer
 from fcsd.base.artifact import read_manifest
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
@@ -43,7 +42,14 @@ from fcsd.training.trainer import DistillTrainer
 from tests.losses import DIVERGENCES, objective_of, reference_loss
 from tests.parallel.test_engines import compare, launch
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import Bench, few_and_others, history, in_a_fork, skip_unavailable
+from tests.support import (
+    Bench,
+    few_and_others,
+    history,
+    in_a_fork,
+    skip_unavailable,
+    user_error,
+)
 from tests.training.test_trainer import LENGTH, Rows, make
 
 
@@ -415,7 +421,7 @@ def test_a_script_continues_with_another_batch_of_texts(
     again = trainer(own_text_batch_size=1, own_text_sample_steps=1)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4
-    with pytest.raises(UserError, match="own_text_tokens"):
+    with user_error("own_text_tokens"):
         trainer(own_text_tokens=3).train(resume_from_checkpoint=True)
 
 
@@ -430,7 +436,7 @@ def test_engines_under_which_a_student_cannot_write_are_refused(
     engine: Engine, words: str
 ) -> None:
     refuse_what_cannot_be_sharded(objective_of("kl"), engine)
-    with pytest.raises(UserError, match=words):
+    with user_error(words):
         refuse_what_cannot_be_sharded(objective_of("kl", own_text=0.5), engine)
 
 
@@ -501,7 +507,5 @@ def test_a_teacher_that_knows_only_the_rows_of_the_data_is_refused(
 ) -> None:
     cached: Any = CachedTeacher(None, copy.deepcopy(teacher.lm_head))  # type: ignore[arg-type]
     run = make(tmp_path, teacher, {"own_text": 0.5}).changed(teacher=cached)
-    with pytest.raises(
-        UserError, match="CachedTeacher knows only the rows of the data"
-    ):
+    with user_error("CachedTeacher knows only the rows of the data"):
         train(*run)

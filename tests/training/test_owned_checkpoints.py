@@ -24,7 +24,7 @@ from fcsd.training import trainer as trainer_module
 from fcsd.training.checkpoints import damage, newest_usable, note_files
 from fcsd.training.fcsd_config import FCSDConfig
 from tests.reference.tiny import tiny_model
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 FOREIGN = "files.json is missing or damaged, or of another training"
 
@@ -177,7 +177,7 @@ def test_a_record_of_files_that_leaves_one_out_is_damaged(
     )
     assert damage(checkpoint, ALONE, "mine") == FOREIGN
     assert damage(checkpoint) == "files.json is missing or damaged"
-    with pytest.raises(UserError, match="and all other checkpoints are damaged"):
+    with user_error("and all other checkpoints are damaged"):
         newest_usable(checkpoint.parent, ALONE, "mine")
 
 
@@ -238,9 +238,8 @@ def test_a_script_does_not_continue_from_a_flipped_weight_that_no_record_names(
     whole = script("run")
     whole.train()
     flip(tmp_path / "run" / "checkpoint-3")
-    with pytest.raises(
-        UserError,
-        match=r"checkpoint-3: cannot be resumed \(files.json is missing or damaged\)",
+    with user_error(
+        r"checkpoint-3: cannot be resumed \(files.json is missing or damaged\)"
     ):
         script("run").train(
             resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3")
@@ -285,7 +284,5 @@ def test_damaged_best_weights_of_a_script_are_not_loaded_in_silence(
         load(self)
 
     monkeypatch.setattr(FCSDTrainer, "_load_best_model", damaged)
-    with pytest.raises(
-        UserError, match=r"checkpoint-\d: the best weights cannot be loaded \(files.jso"
-    ):
+    with user_error(r"checkpoint-\d: the best weights cannot be loaded \(files.jso"):
         trainer.train()

@@ -12,11 +12,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.training.fcsd_config import FCSDConfig
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 peft = pytest.importorskip("peft", reason="needs peft: pip install 'fcsd[lora]'")
 # peft 0.21 reads a property that transformers 5.23 deprecates
@@ -99,10 +98,10 @@ def test_adapters_continue_from_a_checkpoint_to_the_same_weights_on_the_same_mod
     other = model()
     with torch.no_grad():
         other.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    with pytest.raises(UserError, match=r"made with other settings \(model: "):
+    with user_error(r"made with other settings \(model: "):
         trainer_of(bench, "rest", other, layers=None).train(checkpoint)
     wider = peft.LoraConfig(**LORA | {"r": 4})
-    with pytest.raises(UserError, match=r"peft_config\.r: 2 -> 4"):
+    with user_error(r"peft_config\.r: 2 -> 4"):
         trainer_of(bench, "rest", model(), layers=None, peft_config=wider).train(
             checkpoint
         )
@@ -143,7 +142,7 @@ def test_adapters_that_cannot_be_trained_are_refused_before_data_are_read(
 
     monkeypatch.setattr("fcsd.api.trainer_inputs.given_rows", read)
     lora = peft.LoraConfig(**LORA | config) if isinstance(config, dict) else config
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         trainer_of(bench, "run", peft_config=lora, **settings)
     assert "\n" not in str(caught.value)
 

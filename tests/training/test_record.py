@@ -16,7 +16,6 @@ import torch
 
 from fcsd.api.trainer import FCSDTrainer
 from fcsd.api.trainer_inputs import rows_fingerprint
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json, write_json
 from fcsd.data import dates
 from fcsd.data.dataset import given_rows
@@ -24,6 +23,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.record import RECORD_FILE
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 SETTINGS: dict[str, Any] = {
     "objective": "ce", "layers": "all", "max_length": 16, "max_steps": 3, "save_steps": 2, "learning_rate": 1e-3,
@@ -108,11 +108,8 @@ def test_another_setting_or_other_data_are_refused_with_what_they_were(
 ) -> None:
     trainer = first(**changes)
     before = copy.deepcopy(trainer.model.state_dict())
-    with pytest.raises(
-        UserError,
-        match=(
-            rf"checkpoint-3: was made with other settings \({message}.*; continue with those settings, or start"
-        ),
+    with user_error(
+        rf"checkpoint-3: was made with other settings \({message}.*; continue with those settings, or start"
     ) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert "\n" not in str(caught.value)
@@ -127,10 +124,7 @@ def test_an_argument_that_is_set_on_a_trainer_counts_as_one_that_is_given(
 ) -> None:
     trainer = first()
     trainer.args.learning_rate, trainer.args.max_steps = 2e-3, 9
-    with pytest.raises(
-        UserError,
-        match=r"settings \(learning_rate: 0\.001 -> 0\.002; max_steps: 3 -> 9\)",
-    ):
+    with user_error(r"settings \(learning_rate: 0\.001 -> 0\.002; max_steps: 3 -> 9\)"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -248,7 +242,7 @@ def test_a_training_that_is_continued_on_another_day_writes_the_day_of_its_begin
     assert first_words(on_day(25, tmp_path / "run", 2)) == "24"
     elsewhere = on_day(25, tmp_path / "another", 2)
     assert first_words(elsewhere) == "25"
-    with pytest.raises(UserError, match=r"wrote the date 2026-11-24.*output_dir .*run"):
+    with user_error(r"wrote the date 2026-11-24.*output_dir .*run"):
         elsewhere.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
 
 
@@ -264,9 +258,8 @@ def test_a_checkpoint_says_what_it_was_made_from_and_names_no_place_or_token(
     assert record["inputs"] == {
         "train_dataset": rows_fingerprint(first().train_dataset)
     }
-    assert str(tmp_path) not in json.dumps(record) and "secret" not in json.dumps(
-        record
-    )
+    assert str(tmp_path) not in json.dumps(record)
+    assert "secret" not in json.dumps(record)
     assert (
         not {"output_dir", "hub_token", "logging_steps", "num_train_epochs"}
         & settings.keys()
@@ -299,7 +292,7 @@ def test_where_the_loss_depends_on_how_a_batch_is_cut_the_cut_may_not_change(
         gradient_accumulation_steps=1,
         **settings,
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         other.train(resume_from_checkpoint=True)
 
 
@@ -318,9 +311,7 @@ def test_models_that_are_given_by_their_paths_are_known_by_their_weights(
     again: dict[str, Any] = {"folder": tmp_path / "run", "max_steps": 2}
     first(model=str(tmp_path / "moved"), **again).train(resume_from_checkpoint=True)
     first(model=copy.deepcopy(model), **again).train(resume_from_checkpoint=True)
-    with pytest.raises(
-        UserError, match=r"was made with other settings \(model: other content"
-    ):
+    with user_error(r"was made with other settings \(model: other content"):
         first(model=str(tmp_path / "other"), **again).train(resume_from_checkpoint=True)
 
 
@@ -339,9 +330,7 @@ def test_a_teacher_is_known_by_its_weights_wherever_it_comes_from(
     first(teacher=copy.deepcopy(model), **again).train()
     for same in (None, str(tmp_path / "same")):
         first(teacher=same, **again).train(resume_from_checkpoint=True)
-    with pytest.raises(
-        UserError, match=r"was made with other settings \(teacher: other content"
-    ):
+    with user_error(r"was made with other settings \(teacher: other content"):
         first(teacher=other, **again).train(resume_from_checkpoint=True)
 
 

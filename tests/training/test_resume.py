@@ -179,11 +179,9 @@ def test_a_run_that_was_killed_stops_early_at_the_step_at_which_it_would_have(
         for name in ("whole", "killed")
     ]
     times = [result.pop("early_stopping") for result in results]
-    assert (
-        [cost["num_scores"] for cost in times] == [5, 5]
-        and results[0]["steps"] == 8
-        and results[0]["stopped_early"]
-    )
+    assert [cost["num_scores"] for cost in times] == [5, 5]
+    assert results[0]["steps"] == 8
+    assert results[0]["stopped_early"]
     assert results[0] == results[1]
 
 
@@ -330,9 +328,8 @@ def test_a_run_is_gone_on_with_by_another_number_of_ranks(
     ).is_dir()
     assert main(command) == 0
     for one, other in zip(curve(bench, "whole"), curve(bench, "killed"), strict=True):
-        assert one["epoch"] == other["epoch"] and one["kl"] == pytest.approx(
-            other["kl"], rel=1e-3
-        )
+        assert one["epoch"] == other["epoch"]
+        assert one["kl"] == pytest.approx(other["kl"], rel=1e-3)
 
 
 def test_the_steps_before_a_checkpoint_are_not_trained_again(
@@ -673,7 +670,5 @@ def test_what_a_killed_process_left_half_written_is_removed(
     assert in_a_fork(half, tmp_path / "output") == -signal.SIGKILL
     (leftover,) = folder.glob(".model*")
     assert main(["distill", str(bench.recipe("r"))]) == 0
-    assert (
-        not leftover.exists()
-        and (folder / "model" / "model.safetensors").stat().st_size > 1000
-    )
+    assert not leftover.exists()
+    assert (folder / "model" / "model.safetensors").stat().st_size > 1000

@@ -19,7 +19,6 @@ from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, RandomSampler
 
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data import rows as rows_module
@@ -30,7 +29,7 @@ from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.row_order import EpochRows
 from fcsd.training.trainer import DistillTrainer
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, few
+from tests.support import Bench, few, user_error
 from tests.training.test_resume import curve, on_two_ranks
 
 TOKENIZER = tiny_tokenizer(300)
@@ -274,10 +273,7 @@ def test_two_ranks_continue_in_the_second_epoch_to_the_same_weights(
 
 @pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
 def test_a_strategy_that_looks_at_the_lengths_of_rows_is_refused(strategy: str) -> None:
-    with pytest.raises(
-        UserError,
-        match=rf"train_sampling_strategy: '{strategy}' .* rows have one length",
-    ):
+    with user_error(rf"train_sampling_strategy: '{strategy}' .* rows have one length"):
         FCSDConfig(output_dir="x", train_sampling_strategy=strategy)
 
 
@@ -425,10 +421,8 @@ def test_a_trainer_shows_the_rows_that_it_trains_on(
     shown = capsys.readouterr().out
     assert shown.count("\n-- example") >= 2 and shown.count("row ") == 2
     assert len(re.findall(r"\[\[\d+ is it", shown)) == shown.count("-- example")
-    with pytest.raises(
-        UserError, match="show_rows: 0: a number of rows from 1 is needed"
-    ):
+    with user_error("show_rows: 0: a number of rows from 1 is needed"):
         trainer.show_rows(0)
     trainer.train_dataset = None
-    with pytest.raises(UserError, match="train_dataset: is required for show_rows"):
+    with user_error("train_dataset: is required for show_rows"):
         trainer.show_rows()

@@ -26,6 +26,7 @@ from fcsd.training.safety import Guard, GuardedSteps
 from fcsd.training.signals import Signals
 from fcsd.training.sweep import read_history
 from fcsd.training.trainer import DistillTrainer
+from tests.support import user_error
 from tests.training.test_trainer import Rows, make, teacher
 
 __all__ = ["teacher"]  # the fixture
@@ -244,11 +245,8 @@ def test_damage_is_said_and_where_no_checkpoint_is_whole_nothing_is_begun_anew(
     assert damage(checkpoint) == "inside/a differs from what was written"
     (checkpoint / "inside" / "a").unlink()
     assert damage(checkpoint) == "inside/a is missing"
-    with pytest.raises(
-        UserError,
-        match=(
-            r"checkpoint-5: is damaged \(inside/a is missing\), and all other checkpoints are damaged"
-        ),
+    with user_error(
+        r"checkpoint-5: is damaged \(inside/a is missing\), and all other checkpoints are damaged"
     ):
         newest_usable(tmp_path)
     assert checkpoint.is_dir()

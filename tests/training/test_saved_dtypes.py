@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import fcsd
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity.load import load_model
 from fcsd.model.dtypes import loaded_dtypes, real_tensors, to_dtype
@@ -29,7 +28,7 @@ from fcsd.training.losses.head import attach_loss_head
 from tests.parallel.test_engines import NEEDS_DEEPSPEED, launch, on_rank
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import Bench, few
+from tests.support import Bench, few, user_error
 
 KEPT_IN_FLOAT32 = {
     "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note", "dots3_note_text",
@@ -375,9 +374,7 @@ def test_a_model_that_does_not_load_as_it_was_trained_is_not_left(
         save_file(state, Path(folder) / "model.safetensors", {"format": "pt"})
 
     monkeypatch.setattr(type(trained.model), "save_pretrained", damaged)
-    with pytest.raises(
-        UserError, match=r"'model\.norm\.weight' differs from the trained"
-    ):
+    with user_error(r"'model\.norm\.weight' differs from the trained"):
         trained.save_model(str(tmp_path / "left"))
     assert not list((tmp_path / "left").iterdir())
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.parallel.join import join_launch
@@ -18,7 +17,7 @@ from fcsd.training.arguments import Job, RecipeArguments
 from fcsd.training.fcsd_config import FCSDConfig
 from fcsd.training.optimizer import learning_rate_schedule
 from fcsd.training.sweep import read_history
-from tests.support import Bench, in_a_fork
+from tests.support import Bench, in_a_fork, user_error
 from tests.training.test_resume import die
 
 # DeepSeek-V2-Lite (arXiv 2405.04434, App. B): x 0.316 after about 80 % of the tokens,
@@ -113,9 +112,9 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
         ),
         "min_lr_rate=0.1": r"train\.min_lr_rate: unknown key",
     }.items():
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             load_recipe(bench.recipe(), [f"train.{text}"])
-    with pytest.raises(UserError, match=r"milestones\.0: must be less than 1, got 800"):
+    with user_error(r"milestones\.0: must be less than 1, got 800"):
         FCSDConfig(
             output_dir=str(tmp_path),
             lr_scheduler_type="step",
@@ -130,9 +129,9 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
         r" \(12\)"
     )
     train = {"batch_size_tokens": 128, "max_steps": 12, "warmup_steps": 2} | decay
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         load_recipe(bench.recipe("long", train=train))
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         FCSDConfig(output_dir=str(tmp_path), max_steps=12, warmup_steps=2, **decay)
     sweep = {
         "batch_size_tokens": [128],
@@ -141,11 +140,8 @@ def test_what_does_not_fit_a_schedule_is_one_line(bench: Bench, tmp_path: Path) 
         "warmup_steps": 2,
     }
     decay["lr_scheduler_kwargs"] = {"num_decay_steps": 8}
-    with pytest.raises(
-        UserError,
-        match=(
-            r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"
-        ),
+    with user_error(
+        r"sweep\.steps \(8\) are fewer than sweep\.warmup_steps \(2\) and .* \(8\)"
     ):
         load_recipe(bench.recipe("swept", train=train | decay, sweep=sweep))
 

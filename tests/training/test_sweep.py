@@ -20,7 +20,7 @@ from fcsd.recipe.recipe import Recipe
 from fcsd.training.config import TrainConfig
 from fcsd.training.sweep import Candidate, edges, read_history, run_sweep
 from fcsd.training.trainer import DistillTrainer
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 # loss[batch size][learning rate]: the last step alone would choose another learning
 # rate than the mean of the last two
@@ -166,13 +166,12 @@ def test_a_history_that_was_cut_is_named_with_its_line(
 ) -> None:
     path = tmp_path / "history.jsonl"
     path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damage}')
-    with pytest.raises(
-        UserError,
-        match=r"history\.jsonl, line 2: is not a point of a training.*; remove .* again",
+    with user_error(
+        r"history\.jsonl, line 2: is not a point of a training.*; remove .* again"
     ):
         read_history(tmp_path)
     path.unlink()
-    with pytest.raises(UserError, match=r"history\.jsonl: no such file; remove"):
+    with user_error(r"history\.jsonl: no such file; remove"):
         read_history(tmp_path)
 
 
@@ -202,9 +201,8 @@ def test_a_digit_of_a_candidates_loss_does_not_change_unseen(tmp_path: Path) -> 
     place = tmp_path / "batch_size_tokens=128,learning_rate=0.002"
     text = (place / "result.json").read_text()
     (place / "result.json").write_text(text.replace('"loss": 1.75', '"loss": 3.75'))
-    with pytest.raises(
-        UserError,
-        match=r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate",
+    with user_error(
+        r"result\.json: is damaged: .*; remove .*0\.002 to train this candidate"
     ):
         swept(recipe(), tmp_path, Runner())
 
@@ -221,9 +219,7 @@ def test_the_loss_of_another_candidate_or_run_is_refused(
         swept(recipe(), tmp_path / "other", Runner(), identity="other")
         other = tmp_path / "other" / file
     shutil.copy(other, tmp_path / "out" / file)
-    with pytest.raises(
-        UserError, match=r"result\.json: is damaged: .*; remove .*0\.002"
-    ):
+    with user_error(r"result\.json: is damaged: .*; remove .*0\.002"):
         swept(recipe(), tmp_path / "out", Runner())
 
 
@@ -248,14 +244,13 @@ def test_a_candidate_that_diverges_has_lost(
 
 
 def test_no_finite_candidate_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no candidate ended with a finite loss"):
+    with user_error("no candidate ended with a finite loss"):
         swept(recipe(), tmp_path, Runner(dict.fromkeys(LOSSES)))
 
 
 def test_a_best_value_at_an_end_of_its_grid_is_warned_of(tmp_path: Path) -> None:
-    result = swept(
-        recipe(), tmp_path, Runner()
-    )  # the largest batch size, the learning rate in the middle or beside
+    # the largest batch size, the learning rate in the middle or beside
+    result = swept(recipe(), tmp_path, Runner())
     (warning,) = [line for line in edges(result) if "batch size" in line]
     assert warning.startswith(
         "warning: the best batch size, 128, is the largest of those tried; a larger one"

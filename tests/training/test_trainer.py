@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerCallback, TrainingArguments
 
-from fcsd.base.errors import UserError
 from fcsd.base.strict import validate
 from fcsd.data.rows_config import RowsConfig
 from fcsd.model.connectivity import Connectivity, convert_model
@@ -37,6 +36,7 @@ from fcsd.training.sweep import read_history, read_scores
 from fcsd.training.teachers.base import ModelTeacher
 from tests.losses import DIVERGENCES, reference_loss
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 LENGTH = 16
 VOCABULARY = 99
@@ -354,12 +354,9 @@ def test_weights_that_are_not_finite_stop_the_run_and_leave_the_last_checkpoint(
             run_module, "_tensorboard", lambda *parts: [*add(*parts), Spoil()]
         )
         last = "none" if where == "first" else r"\S*checkpoint-1"
-        with pytest.raises(
-            UserError,
-            match=(
-                r"not finite \(on rank 0; gradient norm nan\), nor are the weights;"
-                rf" the last checkpoint is {last};"
-            ),
+        with user_error(
+            r"not finite \(on rank 0; gradient norm nan\), nor are the weights;"
+            rf" the last checkpoint is {last};"
         ):
             train(*run)
     assert not (tmp_path / "model").exists()
@@ -490,19 +487,16 @@ def test_tensorboard_writes_its_events_into_the_folder_of_the_run(
     pytest.importorskip("tensorboard")
     train(*make(tmp_path, teacher, max_steps=1, report_to=["tensorboard"]))
     (events,) = (tmp_path / "tensorboard").iterdir()
-    assert (
-        events.name.startswith("events.out.tfevents")
-        and b"train/kl" in events.read_bytes()
-    )
+    assert events.name.startswith("events.out.tfevents")
+    assert b"train/kl" in events.read_bytes()
 
 
 def test_a_reporter_that_is_not_installed_is_named(
     tmp_path: Path, teacher: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(
-        UserError,
-        match=r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'",
+    with user_error(
+        r"train\.report_to: wandb is not installed; pip install 'fcsd\[wandb\]'"
     ):
         train(*make(tmp_path, teacher, report_to=["wandb"]))
 
@@ -527,9 +521,8 @@ def test_data_that_end_begin_again_without_a_smaller_batch_at_their_end(
 
 
 def test_less_data_than_one_batch_is_refused(tmp_path: Path, teacher: Any) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"has 3 rows of 16 tokens, but one batch of 64 tokens needs 4; use more data",
+    with user_error(
+        r"has 3 rows of 16 tokens, but one batch of 64 tokens needs 4; use more data"
     ):
         train(*make(tmp_path, teacher, rows=Rows(3)))
     assert not (tmp_path / "model").exists()
@@ -657,11 +650,8 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
     train(*make(tmp_path / "plain", teacher))
     one, other = (read_history(tmp_path / name) for name in ("padded", "plain"))
     assert [p["kl"] for p in one] == pytest.approx([p["kl"] for p in other], rel=1e-5)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
-        ),
+    with user_error(
+        r"objective\.vocab_size 50: must be between the 99 tokens of the tokenizer"
     ):
         train(*make(tmp_path / "small", teacher, {"name": "kl", "vocab_size": 50}))
 
@@ -669,24 +659,18 @@ def test_vocabularies_that_differ_in_padding_are_compared_up_to_the_size_that_th
 def test_different_vocabularies_are_refused(tmp_path: Path, teacher: Any) -> None:
     run = make(tmp_path, teacher)
     other = tiny_model("qwen2_moe", num_hidden_layers=2, vocab_size=120)
-    with pytest.raises(
-        UserError,
-        match="the vocabularies differ: 120 tokens in the teacher, 99 in the student",
+    with user_error(
+        "the vocabularies differ: 120 tokens in the teacher, 99 in the student"
     ):
         train(*run.changed(teacher=other))
-    with pytest.raises(
-        UserError, match="the tokenizer has 512 tokens, the model's vocabulary only 99"
-    ):
+    with user_error("the tokenizer has 512 tokens, the model's vocabulary only 99"):
         train(*run.changed(tokenizer=tiny_tokenizer(512)))
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(tmp_path: Path, teacher: Any) -> None:
-    with pytest.raises(
-        UserError,
-        match=(
-            r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x"
-            r" data.max_length 16 x 1"
-        ),
+    with user_error(
+        r"64 is not a multiple of 48 \(per_device_train_batch_size 3 x"
+        r" data.max_length 16 x 1"
     ):
         train(*make(tmp_path, teacher, per_device_train_batch_size=3))
 

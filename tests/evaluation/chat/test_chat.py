@@ -205,9 +205,8 @@ def test_a_message_can_be_answered_again_and_a_hybrid_asked_not_to_think(
     )
     once = said([quick], "hello", max_new_tokens=6)
     assert said([quick], "hello", "/again", max_new_tokens=6) == [*once, *once]
-    assert len(quick.messages) == 2 and said([quick], "/again") == [
-        "There is no message yet."
-    ]
+    assert len(quick.messages) == 2
+    assert said([quick], "/again") == ["There is no message yet."]
     quick.messages = speaker.messages = [{"role": "user", "content": "hello"}]
     prompt = quick.tokenizer.decode(quick.prompt()["input_ids"][0])
     assert (
@@ -269,9 +268,8 @@ def test_a_reply_ends_where_the_positions_end(base_checkpoint: Path) -> None:
     speaker = load_speaker(str(base_checkpoint))
     speaker.messages = [{"role": "user", "content": "x" * 110}]
     length = len(speaker.prompt()["input_ids"][0])
-    assert (
-        length > 110 and Reply(speaker, None)._options["max_new_tokens"] == 128 - length
-    )
+    assert length > 110
+    assert Reply(speaker, None)._options["max_new_tokens"] == 128 - length
 
 
 def test_a_model_that_fails_ends_its_reply_and_not_the_chat(
@@ -284,9 +282,8 @@ def test_a_model_that_fails_ends_its_reply_and_not_the_chat(
 
     monkeypatch.setattr(speaker.model, "generate", fail)
     rows = said([speaker], "hello", "/help")
-    assert rows[1] == "error: RuntimeError: out of memory" and "/reset" in "\n".join(
-        rows[2:]
-    )
+    assert rows[1] == "error: RuntimeError: out of memory"
+    assert "/reset" in "\n".join(rows[2:])
     assert speaker.messages == [], (
         "what was not answered is not part of the conversation"
     )

@@ -19,6 +19,7 @@ from fcsd.evaluation.config import CodeTaskConfig
 from fcsd.parallel.ranks import ALONE
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 ROW: dict[str, Any] = {
     "task_id": 1,
@@ -57,7 +58,7 @@ def test_problems_are_read_from_a_folder_in_hub_layout(tmp_path: Path) -> None:
     )
     (problem,) = load_problems(row(), tmp_path)
     assert problem.task_id == "1" and problem.visible_tests == tuple(ROW["test_list"])
-    with pytest.raises(UserError, match="cannot read split 'train' of this data set"):
+    with user_error("cannot read split 'train' of this data set"):
         load_problems(row(split="train"), tmp_path)
 
 
@@ -79,14 +80,14 @@ def test_bad_data_is_refused_with_its_place(
     tmp_path: Path, rows: list[dict[str, Any]], message: str
 ) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         read_problems(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no\.jsonl: no such file"):
+    with user_error(r"no\.jsonl: no such file"):
         read_problems(tmp_path / "no.jsonl")
-    with pytest.raises(UserError, match="nowhere: no such folder"):
+    with user_error("nowhere: no such folder"):
         read_problems(tmp_path / "nowhere")
 
 
@@ -127,9 +128,8 @@ def test_the_prompt_template_shows_visible_tests_and_leaves_braces_alone() -> No
 def test_a_chat_template_that_is_asked_for_and_missing_is_refused() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(
-        UserError,
-        match="task t: chat_template: true, but the tokenizer has no chat template",
+    with user_error(
+        "task t: chat_template: true, but the tokenizer has no chat template"
     ):
         prompts(tokenizer, [Problem("1", "p", "", ("x",))], row(chat_template=True))
 
@@ -183,9 +183,8 @@ def test_samples_are_drawn_at_the_temperature_and_are_the_same_again() -> None:
         return complete(model, tokenizer, PROBLEMS, task, batch_size=3)
 
     made = draw()
-    assert [len(texts) for texts in made.values()] == [4] * 5 and list(made) == [
-        p.task_id for p in PROBLEMS
-    ]
+    assert [len(texts) for texts in made.values()] == [4] * 5
+    assert list(made) == [p.task_id for p in PROBLEMS]
     assert all(len(set(texts)) > 1 for texts in made.values()) and draw() == made
     greedy = complete(model, tokenizer, PROBLEMS, row(), batch_size=3)
     narrow = draw(top_p=1e-9)
@@ -231,10 +230,8 @@ def test_generating_leaves_the_model_and_the_random_state_as_they_were() -> None
     complete(model, tokenizer, PROBLEMS, row(), batch_size=2)
     assert (torch.rand(1), numpy.random.rand(), random.random()) == expected
     assert [module.training for module in model.modules()] == modes
-    assert model.config.use_cache is False and (
-        tokenizer.padding_side,
-        tokenizer.pad_token,
-    ) == (side, pad)
+    assert model.config.use_cache is False
+    assert (tokenizer.padding_side, tokenizer.pad_token) == (side, pad)
 
 
 def test_a_completion_that_does_not_fit_the_positions_is_refused() -> None:
@@ -242,9 +239,7 @@ def test_a_completion_that_does_not_fit_the_positions_is_refused() -> None:
         tiny_tokenizer(),
         tiny_model("qwen3_moe", vocab_size=len(tiny_tokenizer())),
     )
-    with pytest.raises(
-        UserError, match="do not fit the model's 128 positions; lower max_new_tokens"
-    ):
+    with user_error("do not fit the model's 128 positions; lower max_new_tokens"):
         complete(model, tokenizer, PROBLEMS, row(max_new_tokens=128), batch_size=1)
 
 
@@ -264,11 +259,9 @@ def test_outcomes_tell_wrong_from_error_and_keep_the_order() -> None:
     with CodeScorer(num_workers=2, timeout_s=1.0) as scorer:
         scorer.self_check(problems)
         outcomes = scorer.score(problems, programs)
-        with pytest.raises(
-            UserError, match=r"no completion for problem error \(1 missing, 0 unknown\)"
-        ):
+        with user_error(r"no completion for problem error \(1 missing, 0 unknown\)"):
             scorer.score(problems, {k: v for k, v in programs.items() if k != "error"})
-        with pytest.raises(UserError, match="zzz is not a problem"):
+        with user_error("zzz is not a problem"):
             scorer.score(problems, programs | {"zzz": ""})
     assert [outcome.outcome for outcome in outcomes] == list(programs)
 
@@ -351,6 +344,5 @@ def test_a_canonical_solution_is_run_once_in_a_process_until_it_or_the_sandbox_c
 
 
 def test_a_scorer_error_is_no_user_error_and_no_score() -> None:
-    assert issubclass(ScorerError, RuntimeError) and not issubclass(
-        ScorerError, UserError
-    )
+    assert issubclass(ScorerError, RuntimeError)
+    assert not issubclass(ScorerError, UserError)

@@ -56,19 +56,15 @@ def test_outputs_are_compared_as_evalplus_does(
 def test_the_special_oracles() -> None:
     assert passes([2, 1, 1], (1, 2), rule="set") and not passes([1], (1, 2), rule="set")
     assert not passes(None, (1, 2), rule="set")
-    assert passes(object(), True, rule="not_none") and passes(
-        None, False, rule="not_none"
-    )
-    assert not passes(None, True, rule="not_none") and not passes(
-        True, False, rule="not_none"
-    )
+    assert passes(object(), True, rule="not_none")
+    assert passes(None, False, rule="not_none")
+    assert not passes(None, True, rule="not_none")
+    assert not passes(True, False, rule="not_none")
     root = [-6.0, 5.0, -1.0]  # -(x - 2) (x - 3)
-    assert passes(2.0, 3.0, 1e-4, "root", root) and passes(
-        3.00001, 2.0, 1e-4, "root", root
-    )
-    assert not passes(2.5, 2.5, 1e-4, "root", root) and not passes(
-        None, 2.0, 1e-4, "root", root
-    )
+    assert passes(2.0, 3.0, 1e-4, "root", root)
+    assert passes(3.00001, 2.0, 1e-4, "root", root)
+    assert not passes(2.5, 2.5, 1e-4, "root", root)
+    assert not passes(None, 2.0, 1e-4, "root", root)
 
     def two(out: Any, right: Any, rule: str, arguments: list[Any]) -> bool:
         try:
@@ -79,15 +75,12 @@ def test_the_special_oracles() -> None:
 
     # Mbpp/581: base 3, height 4: 33 with the slant height, 9 + 2 * 3 * sqrt(1.5**2 +
     # 4**2) = 34.6 with the other.
-    assert (
-        two(33, 33, "pyramid", [3, 4])
-        and two(35, 33, "pyramid", [3, 4])
-        and not two(34, 33, "pyramid", [3, 4])
-    )
+    assert two(33, 33, "pyramid", [3, 4])
+    assert two(35, 33, "pyramid", [3, 4])
+    assert not two(34, 33, "pyramid", [3, 4])
     # Mbpp/558: 1 and 256 are 7 apart when 1 is read as 001 (2 + 5 + 5 = 12).
-    assert two(12, 7, "digit_distance", [1, 256]) and not two(
-        11, 7, "digit_distance", [1, 256]
-    )
+    assert two(12, 7, "digit_distance", [1, 256])
+    assert not two(11, 7, "digit_distance", [1, 256])
 
 
 def test_a_reference_function_may_stand_for_the_list_of_right_outputs() -> None:
@@ -125,16 +118,12 @@ def test_a_test_of_another_form_decides_by_itself() -> None:
 
 
 def test_the_number_of_base_inputs() -> None:
-    assert (
-        num_base_inputs("HumanEval/0", 0) == 7
-        and num_base_inputs("HumanEval/163", 0) == 4
-    )
+    assert num_base_inputs("HumanEval/0", 0) == 7
+    assert num_base_inputs("HumanEval/163", 0) == 4
     assert num_base_inputs("HumanEval/164", 0) is None
-    assert (
-        num_base_inputs(2, 3) == 3
-        and num_base_inputs(3, 4) == 5
-        and num_base_inputs("x", 0) is None
-    )
+    assert num_base_inputs(2, 3) == 3
+    assert num_base_inputs(3, 4) == 5
+    assert num_base_inputs("x", 0) is None
 
 
 def test_base_and_plus_are_scored_apart_and_plus_only_where_base_passes(

@@ -236,6 +236,5 @@ def test_where_the_two_differ(
         "class E:\n    def __eq__(self, other): return True\ndef find_Volume(*a):"
         " return E()\n"
     )
-    assert theirs(problem, row, everything) == (True, True) and ours(
-        scorer, problem, [everything]
-    ) == [(False, False)]
+    assert theirs(problem, row, everything) == (True, True)
+    assert ours(scorer, problem, [everything]) == [(False, False)]

@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from fcsd.base.errors import ScorerError, UserError
+from fcsd.base.errors import ScorerError
 from fcsd.evaluation.code.problems import Problem
 from fcsd.evaluation.code.scorer import LAYERS, CodeScorer
 from tests.evaluation.code.attacks import ATTACKED, CONFIGURATIONS, PROBLEM, attack, run
+from tests.support import user_error
 
 MARK = 40417  # an unlikely argument, by which a test finds what a program left behind
 
@@ -650,7 +651,7 @@ def test_a_sandbox_below_the_floor_is_refused_unless_accepted() -> None:
         (LAYERS, "off the network"),
     ):
         with (
-            pytest.raises(UserError, match=f"{word}.*--allow-weak-sandbox"),
+            user_error(f"{word}.*--allow-weak-sandbox"),
             CodeScorer(num_workers=1, disable=disable),
         ):
             pass

@@ -48,9 +48,8 @@ def test_arrays_and_numpy_scalars_arrive_with_shape_and_type(dtype: str) -> None
     array = numpy.arange(6).reshape(2, 3).astype(dtype)
     made = through(array)
     assert made.dtype == array.dtype and made.shape == (2, 3) and (made == array).all()
-    assert through(array[1, 1]) == array[1, 1] and type(through(array[1, 1])) is type(
-        array[1, 1]
-    )
+    assert through(array[1, 1]) == array[1, 1]
+    assert type(through(array[1, 1])) is type(array[1, 1])
 
 
 def test_a_numpy_float64_stays_one_though_it_is_a_float() -> None:

@@ -172,9 +172,8 @@ def test_a_base_models_completion_continues_from_the_head_of_the_function(
     assert program_in(problem, body.replace("    ", "\t")) == head + body
     answer = f"Sure:\n```python\ndef add0(a, b):\n{body}\n```"
     assert program_in(problem, answer) == f"{problem.prefix}def add0(a, b):\n{body}\n"
-    assert (
-        program_in(problem, answer, chat=True) == f"def add0(a, b):\n{body}"
-    )  # as EvalPlus, without the head
+    # as EvalPlus, without the head
+    assert program_in(problem, answer, chat=True) == f"def add0(a, b):\n{body}"
 
 
 def test_rows_of_another_test_keep_their_whole_block(tmp_path: Path) -> None:

@@ -60,9 +60,8 @@ PROGRAMS = {
     ),
 }  # fmt: skip
 
-Form = Callable[
-    [str, str, str, str], str
-]  # of the function's name, the right and the wrong program, and the test
+# of the function's name, the right and the wrong program, and the test
+Form = Callable[[str, str, str, str], str]
 
 
 def fenced(code: str, mark: str = "```", language: str = "python") -> str:

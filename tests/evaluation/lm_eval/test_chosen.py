@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.base.strict import validate
 from fcsd.cli.main import main
@@ -26,7 +25,7 @@ from fcsd.evaluation.lm_eval.tasks import _prediction, load_task, tasks_folder
 from fcsd.evaluation.suites import changed_suite, load_suite
 from fcsd.training.generation import first_stop
 from tests.evaluation.test_bad_input import PIQA, error_of, model, root, words
-from tests.support import few
+from tests.support import few, user_error
 
 __all__ = ["model", "root"]  # fixtures
 
@@ -58,9 +57,7 @@ def test_a_named_task_is_the_suites_row_or_has_lm_evals_own_settings() -> None:
     # which does not count in its suite
     alone = chosen_suite(["mbpp_plus_lmeval"], suite).tasks
     assert [(row.task, row.headline) for row in alone] == [("mbpp_plus_lmeval", True)]
-    with pytest.raises(
-        UserError, match=r"^task humaneval_64: runs generated code inside lm-eval"
-    ):
+    with user_error(r"^task humaneval_64: runs generated code inside lm-eval"):
         chosen_suite(["humaneval_64"], suite)
 
 
@@ -79,16 +76,14 @@ def test_a_task_that_nobody_knows_is_answered_in_one_short_line(
         )
         # which is kept for the next test
         monkeypatch.setattr(chosen, "_every", chosen._every.__wrapped__)
-    with pytest.raises(
-        UserError,
-        match=r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them",
+    with user_error(
+        r"^task xyzzy!: lm-eval has no such task; `lm-eval ls tasks` lists them"
     ) as error:
         chosen_suite(["xyzzy!"], load_suite("paper11"))
     assert len(str(error.value)) < 200
     for name in ("helaswag", "HELLASWAG"):
-        with pytest.raises(
-            UserError,
-            match=rf"^task {name}: lm-eval has no such task; did you mean 'hellaswag'",
+        with user_error(
+            rf"^task {name}: lm-eval has no such task; did you mean 'hellaswag'"
         ):
             chosen_suite([name], load_suite("pretrain9"))
 
@@ -147,7 +142,7 @@ def test_any_name_of_lm_eval_is_a_suite_with_its_own_shots_and_metric() -> None:
 def test_a_task_that_cannot_be_compared_item_by_item_is_refused_before_it_runs(
     name: str, message: str
 ) -> None:
-    with pytest.raises(UserError, match=f"^task {re.escape(name)}: {message}"):
+    with user_error(f"^task {re.escape(name)}: {message}"):
         chosen_suite([name], load_suite("tiny"))
 
 
@@ -158,9 +153,7 @@ def test_a_group_that_names_what_is_not_there_is_one_line(root: Path) -> None:
     for number, member in enumerate(["gone", {"task": "gone", "num_fewshot": 2}]):
         group = {"group": f"g{number}", "task": ["mine", member]}
         (folder / f"g{number}.yaml").write_text(yaml.safe_dump(group))
-        with pytest.raises(
-            UserError, match=f"^task g{number}: lm-eval does not define its member gone"
-        ):
+        with user_error(f"^task g{number}: lm-eval does not define its member gone"):
             chosen_suite([f"g{number}"], load_suite("tiny"), folder)
     other = MINE | {
         "task": "other",
@@ -171,7 +164,7 @@ def test_a_group_that_names_what_is_not_there_is_one_line(root: Path) -> None:
     changed = {"task": "other", "doc_to_text": "{{goal}}"}
     group = {"group": "g2", "task": ["mine", changed]}
     (folder / "g2.yaml").write_text(yaml.safe_dump(group))
-    with pytest.raises(UserError, match="is a group that defines or changes tasks"):
+    with user_error("is a group that defines or changes tasks"):
         chosen_suite(["g2"], load_suite("tiny"), folder)
 
 
@@ -251,7 +244,7 @@ def test_a_task_that_shuffles_when_it_is_loaded_asks_every_model_the_same(
 
 def test_a_system_prompt_and_thinking_are_for_tasks_with_a_chat_template() -> None:
     suite = load_suite("paper11")
-    with pytest.raises(UserError, match="system_prompt needs chat_template: true"):
+    with user_error("system_prompt needs chat_template: true"):
         changed_suite(suite, system_prompt="Be brief.")
     made = changed_suite(
         suite, chat_template=True, system_prompt="Be brief.", thinking=True

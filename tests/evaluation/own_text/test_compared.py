@@ -12,7 +12,6 @@ import pytest
 import yaml
 from tokenizers import processors
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.config import OwnTextTaskConfig
 from fcsd.evaluation.own_text import measure
@@ -23,7 +22,7 @@ from fcsd.evaluation.suites import load_suite, named_tasks
 from fcsd.model.connectivity.load import load_model
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
-from tests.support import write_rows
+from tests.support import user_error, write_rows
 
 ROWS = [
     {"task": "own_texts", "kind": "own_text", "dataset": "o/texts", "prompt_tokens": 6, "max_new_tokens": 18},
@@ -332,7 +331,7 @@ def ending_tokenizer() -> Any:
 def test_a_row_that_makes_no_prompt_is_named(
     example: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=rf"task own: .*rows.jsonl, row 2: .*{words}"):
+    with user_error(rf"task own: .*rows.jsonl, row 2: .*{words}"):
         own_prompts(tmp_path, example)
 
 
@@ -386,9 +385,9 @@ def test_the_suite_decides_what_own_text_can_be(tmp_path: Path) -> None:
         ("headline", True), ("metric", "acc,none"), ("num_fewshot", 2), ("stop", ["x"]), ("num_prompts", 0),
         ("columns", {"response": "q"}),
     ):  # fmt: skip
-        with pytest.raises(UserError, match=key):
+        with user_error(key):
             load(**{key: value})
-    with pytest.raises(UserError, match="limit: a row of own_text has num_prompts"):
+    with user_error("limit: a row of own_text has num_prompts"):
         load(limit=2)
     path = str(tmp_path / "s.yaml")
     load()
@@ -417,7 +416,7 @@ def test_a_result_of_own_text_whose_samples_lack_a_figure_is_damaged(
     for key in ("forward_kl", "by_length", "tokens", "greedy_longest"):
         damaged = [{k: v for k, v in line.items() if k != key} for line in lines]
         file.write_text("".join(json.dumps(line) + "\n" for line in damaged))
-        with pytest.raises(UserError, match="not a sample"):
+        with user_error("not a sample"):
             read_result(folder)
 
 

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import fcsd
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.evaluation.results import read_result
 from fcsd.planning.layers.points import loss_text
 from tests.evaluation.own_text.test_compared import evaluate, place
+from tests.support import user_error
 
 __all__ = ["place"]  # a fixture
 
@@ -99,9 +99,9 @@ def test_python_measures_models_in_memory_as_the_command_does(place: Path) -> No
     assert {row["value"] for row in itself["tasks"].values()} == {0.0}
     compared = fcsd.compare(itself, found)
     assert compared["tasks"]["own_texts"]["verdict"] == "distance"
-    with pytest.raises(UserError, match=r"own_texts: compares .*in Python: original="):
+    with user_error(r"own_texts: compares .*in Python: original="):
         fcsd.evaluate_model(model, **options)
-    with pytest.raises(UserError, match="original: an int; a model in memory"):
+    with user_error("original: an int; a model in memory"):
         fcsd.evaluate_model(model, original=3, **options)
 
 
@@ -159,9 +159,7 @@ def test_a_file_of_prompts_needs_no_place_below_the_data_root(
     assert evaluated("second")["num_items"] == expected["num_items"] - 1
     prompts.unlink()
     capsys.readouterr()
-    with pytest.raises(
-        UserError, match=r"own_chats: heldout\.jsonl: no such file or folder, neither"
-    ):
+    with user_error(r"own_chats: heldout\.jsonl: no such file or folder, neither"):
         fcsd.evaluate_model(model, **options)
     study[3] = "other"
     assert main([str(word) for word in study]) == 2

@@ -16,7 +16,6 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from fcsd.base.errors import UserError
 from fcsd.evaluation.config import SuiteConfig
 from fcsd.evaluation.own_text.measure import Original
 from fcsd.evaluation.suites import load_suite
@@ -24,7 +23,7 @@ from fcsd.parallel.ranks import Ranks
 from tests.float64 import BOUND, in_float64
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 WORDS = ["<eos>", "a", "b", "c", "d"]
 LENGTH = 3
@@ -186,7 +185,7 @@ def test_an_original_of_another_vocabulary_is_refused(
     pair: tuple[Any, Any], tmp_path: Path
 ) -> None:
     other = tiny_model("qwen3_moe", vocab_size=4)
-    refused = pytest.raises(UserError, match="has 5 tokens, its original's 4; name")
+    refused = user_error("has 5 tokens, its original's 4; name")
     with in_float64(), refused:
         _figures((pair[0], other), own_suite(tmp_path, ["a b c"]), 1)
 

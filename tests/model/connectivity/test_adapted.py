@@ -26,6 +26,7 @@ from tests.reference.images import image_inputs
 from tests.reference.multimodal import multimodal_reference_forward
 from tests.reference.mutants import mutated
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(5))
@@ -332,10 +333,10 @@ def test_a_side_that_changes_nothing_is_refused(tmp_path):
         "attention: full changes nothing here, because attention and MLP of a layer"
         " read the same stream"
     )
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         convert_model(model, nothing)
     assert torch.equal(logits(model), before)
-    with pytest.raises(UserError, match=f"{tmp_path / 'base'}: {message}"):
+    with user_error(f"{tmp_path / 'base'}: {message}"):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", nothing)
     assert not (tmp_path / "far").exists()
     with pytest.raises((UserError, ValueError), match=message):

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import (
@@ -30,6 +29,7 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.report.publish.push import push
 from fcsd.training.calibration.checkpoint import calibratable
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 ALL = Connectivity("all")
 
@@ -105,9 +105,8 @@ def test_a_link_out_of_a_checkpoint_is_refused_by_name_and_nothing_is_written(
             (folder / name).read_text() if (folder / name).is_file() else "a secret"
         )
     replace_by_link(folder / name, secret)
-    with pytest.raises(
-        UserError,
-        match=rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is not a file",
+    with user_error(
+        rf"checkpoint/{name}.*: is a link to .*elsewhere.*, which is not a file"
     ):
         read(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -121,7 +120,7 @@ def test_what_a_push_sends_beside_a_checkpoint_is_no_link_either(
 ) -> None:
     (tmp_path / "elsewhere").write_text("{}")
     replace_by_link(far / name, "../elsewhere")
-    with pytest.raises(UserError, match=rf"{name}: is a link to .*elsewhere"):
+    with user_error(rf"{name}: is a link to .*elsewhere"):
         push(far, "me/x", dry_run=tmp_path / "dry")
     assert not (tmp_path / "dry").exists()
 
@@ -136,17 +135,13 @@ def test_weights_and_sizes_are_not_read_through_a_link_either(
         load_model,
         lambda folder: convert_checkpoint(folder, tmp_path / "out", ALL),
     ):
-        with pytest.raises(
-            UserError, match=r"model\.safetensors: is a link to .*weights"
-        ):
+        with user_error(r"model\.safetensors: is a link to .*weights"):
             read(base)
 
 
 def test_a_link_to_nothing_is_refused(base: Path, tmp_path: Path) -> None:
     (base / "LICENSE").symlink_to("TERMS")
-    with pytest.raises(
-        UserError, match=r"LICENSE: is a link to .*TERMS, which does not exist"
-    ):
+    with user_error(r"LICENSE: is a link to .*TERMS, which does not exist"):
         convert_checkpoint(base, tmp_path / "out", ALL)
 
 
@@ -198,7 +193,7 @@ def test_a_snapshot_of_the_hubs_cache_is_read_through_its_own_links_alone(
     ):
         replace_by_link(snapshot.parent.parent / "blobs" / "link", target)
         replace_by_link(snapshot / "LICENSE", "../../blobs/link")
-        with pytest.raises(UserError, match="LICENSE: is a link to"):
+        with user_error("LICENSE: is a link to"):
             convert_checkpoint(snapshot, tmp_path / "out2", ALL)
 
 
@@ -234,9 +229,7 @@ def test_a_pipe_or_a_socket_is_refused_and_never_waited_for(
     readers += [load_tokenizer] if name in ("config.json", "tokenizer.json") else []
     readers += [find_source] if name in ("config.json", "model.safetensors") else []
     for read in readers:
-        with pytest.raises(
-            UserError, match=rf"{re.escape(name)}: is {said}, a regular file is needed"
-        ):
+        with user_error(rf"{re.escape(name)}: is {said}, a regular file is needed"):
             read(base)
 
 
@@ -271,7 +264,7 @@ def test_code_of_a_tokenizer_is_taken_from_its_folder_alone(
     (base / "link.py").symlink_to("../secret.py")
     for text, message in wrong.items():
         (base / "words.py").write_text(text)
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             convert_checkpoint(base, tmp_path / "out", ALL)
         assert not (tmp_path / "out").exists()
     (base / "words.py").write_text("from .more import x\n")
@@ -297,9 +290,8 @@ def test_changed_code_is_not_published_but_what_fcsd_writes(
     config["auto_map"]["AutoModelForCausalLM"] = "evil.Model"
     (far / "config.json").write_text(json.dumps(config))
     (far / "evil.py").write_text("class Model: pass\n")
-    with pytest.raises(
-        UserError,
-        match=r"auto_map names evil\.py, modeling_farskip\.py; in a FarSkip checkpoint",
+    with user_error(
+        r"auto_map names evil\.py, modeling_farskip\.py; in a FarSkip checkpoint"
     ):
         push(far, "me/x", dry_run=tmp_path / "third")
     convert_checkpoint(far, tmp_path / "other", Connectivity("none"))

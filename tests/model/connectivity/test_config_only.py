@@ -24,7 +24,7 @@ from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.real_configs import real_folder
 from tests.reference.tiny import tiny_model
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 NO_WEIGHTS = (
     ": was written by `fcsd convert --config-only` and has no weights; `fcsd convert`"
@@ -196,7 +196,7 @@ def test_it_is_loaded_as_soon_as_there_are_weights(
     # Without the record nobody knows where they went.
     (folder / "manifest.json").unlink()
     remove_weights(folder)
-    with pytest.raises(UserError, match=r"out: no weights: neither"):
+    with user_error(r"out: no weights: neither"):
         load_model(folder)
 
 
@@ -220,7 +220,7 @@ def test_other_layers_can_be_chosen_again_but_not_the_same(
         written, tmp_path / "one", Connectivity("last:1"), config_only=True
     )
     assert layers == config_of(tmp_path / "one")["farskip"]["layers"] == [1]
-    with pytest.raises(UserError, match="is already converted with this connectivity"):
+    with user_error("is already converted with this connectivity"):
         convert_checkpoint(written, tmp_path / "same", config_only=True)
 
 
@@ -274,7 +274,7 @@ def test_quantisation_that_a_full_conversion_refuses_is_refused(tmp_path: Path) 
     (original / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": "NVFP4"}})
     )
-    with pytest.raises(UserError, match=r"'modelopt' \(NVFP4\) is not one that"):
+    with user_error(r"'modelopt' \(NVFP4\) is not one that"):
         convert_checkpoint(original, tmp_path / "out", config_only=True)
     assert not (tmp_path / "out").exists()
 
@@ -315,7 +315,7 @@ def test_a_config_of_which_no_model_is_made_leaves_nothing_behind(
 ) -> None:
     original = real_folder("Qwen3-30B-A3B", tmp_path / "original")
     edit_config(original, **changes)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         convert_checkpoint(original, tmp_path / "out", config_only=True)
     assert [path.name for path in tmp_path.iterdir()] == ["original"]
 
@@ -324,7 +324,7 @@ def test_without_the_option_weights_are_still_needed(
     written: Path, tmp_path: Path
 ) -> None:
     original = real_folder("Qwen3-30B-A3B", tmp_path / "original")
-    with pytest.raises(UserError, match="original: no weights: neither"):
+    with user_error("original: no weights: neither"):
         convert_checkpoint(original, tmp_path / "out")
-    with pytest.raises(UserError, match="and has no weights"):
+    with user_error("and has no weights"):
         read_checkpoint(written)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -23,7 +22,7 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 # PEFT 0.21 uses the old name of transformers' activation checkpointing.
 PEFT_WARNING = pytest.mark.filterwarnings(
@@ -151,10 +150,7 @@ def test_layers_with_their_own_forward_are_refused():
 
     model = tiny_model("qwen3_moe")
     add_hook_to_module(model.model.layers[1], AlignDevicesHook())
-    with pytest.raises(
-        UserError,
-        match=r"layer 1 has its own `forward` .* convert the model before them",
-    ):
+    with user_error(r"layer 1 has its own `forward` .* convert the model before them"):
         convert_model(model, Connectivity("all"))
     assert farskip_layers(model) == []
     assert type(model).__name__ == "Qwen3MoeForCausalLM"
@@ -165,16 +161,14 @@ def test_layers_with_their_own_forward_are_refused():
 def test_wrapped_headless_and_foreign_models_are_refused():
     peft = pytest.importorskip("peft")
 
-    with pytest.raises(UserError, match="only Qwen3MoeForCausalLM"):
+    with user_error("only Qwen3MoeForCausalLM"):
         convert_model(tiny_model("qwen3_moe").model, Connectivity("all"))
     wrapped = peft.get_peft_model(
         tiny_model("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj"])
     )
-    with pytest.raises(
-        UserError, match=r"convert before wrapping the model \(PEFT, FSDP, DDP\)"
-    ):
+    with user_error(r"convert before wrapping the model \(PEFT, FSDP, DDP\)"):
         convert_model(wrapped, Connectivity("all"))
-    with pytest.raises(UserError, match="not a transformers model"):
+    with user_error("not a transformers model"):
         convert_model(torch.nn.Linear(2, 2), Connectivity("all"))
     dense = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(
@@ -185,7 +179,7 @@ def test_wrapped_headless_and_foreign_models_are_refused():
             vocab_size=9,
         )
     )
-    with pytest.raises(UserError, match="model type 'llama' is a dense model"):
+    with user_error("model type 'llama' is a dense model"):
         convert_model(dense, Connectivity("all"))
 
 
@@ -227,9 +221,8 @@ def test_a_connectivity_that_changes_nothing_is_refused_on_every_way(
         lambda: load_model(tmp_path / "base", connectivity=connectivity),
     )
     for way in ways:
-        with pytest.raises(
-            UserError,
-            match=r"connectivity: layers \[.*\], .* change nothing: .* select such",
+        with user_error(
+            r"connectivity: layers \[.*\], .* change nothing: .* select such"
         ):
             way()
     assert [path.name for path in tmp_path.iterdir()] == ["base"]
@@ -241,9 +234,7 @@ def test_a_selection_that_the_model_does_not_have_changes_nothing():
     model = tiny_model("mixtral")
     convert_model(model, Connectivity([1]))
     before = logits(model)
-    with pytest.raises(
-        UserError, match="index 4 is out of range: the model has 4 decoder layers"
-    ):
+    with user_error("index 4 is out of range: the model has 4 decoder layers"):
         convert_model(model, Connectivity([4]))
     assert farskip_layers(model) == [1]
     assert torch.equal(logits(model), before)

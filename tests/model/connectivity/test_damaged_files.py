@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import fcsd
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import checkpoint as checkpoint_module
@@ -21,6 +20,7 @@ from fcsd.model.connectivity.spec import Connectivity
 from fcsd.model.load import find_model, load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 DEEP = b"[" * 100_000
 NO_OBJECT = {
@@ -60,7 +60,7 @@ def refused_by_all(folder: Path, output: Path, match: str) -> None:
         lambda: convert_checkpoint(folder, output, Connectivity("all")),
         lambda: find_model(ModelConfig(path=str(folder))).load_config(any_family=True),
     ):
-        with pytest.raises(UserError, match=match):
+        with user_error(match):
             attempt()
     assert not output.exists()
 
@@ -131,9 +131,9 @@ def test_a_field_of_the_config_that_no_model_can_have_is_not_called_a_fault_of_t
     config = json.loads((whole / "config.json").read_text())
     content = json.dumps(config | field).encode()
     folder = damaged(whole, tmp_path, "config.json", content)
-    with pytest.raises(UserError, match=match):
+    with user_error(match):
         fcsd.load(folder)
-    with pytest.raises(UserError, match=match):
+    with user_error(match):
         convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
 
 
@@ -166,7 +166,7 @@ def test_what_is_no_file_is_not_taken_for_missing(
         lambda: fcsd.load(folder),
         lambda: convert_checkpoint(folder, tmp_path / "out", Connectivity("all")),
     ):
-        with pytest.raises(UserError, match=rf"{name}: is a (folder|link to .* exist)"):
+        with user_error(rf"{name}: is a (folder|link to .* exist)"):
             attempt()
 
 
@@ -218,9 +218,9 @@ def test_a_damaged_file_of_a_tokenizer_is_neither_loaded_nor_copied(
     whole: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
     folder = damaged(whole, tmp_path, name, NO_OBJECT[kind])
-    with pytest.raises(UserError, match=rf"{name}: .*fetch"):
+    with user_error(rf"{name}: .*fetch"):
         load_tokenizer(folder)
-    with pytest.raises(UserError, match=rf"{name}: .*fetch"):
+    with user_error(rf"{name}: .*fetch"):
         convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
     assert not (tmp_path / "out").exists()
 
@@ -231,9 +231,9 @@ def test_a_damaged_chat_template_is_neither_loaded_nor_copied(
     whole: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
     folder = damaged(whole, tmp_path, name, content)
-    with pytest.raises(UserError, match=f"{name}: (is empty|not a text file)"):
+    with user_error(f"{name}: (is empty|not a text file)"):
         load_tokenizer(folder)
-    with pytest.raises(UserError, match=f"{name}: (is empty|not a text file)"):
+    with user_error(f"{name}: (is empty|not a text file)"):
         convert_checkpoint(folder, tmp_path / "out", Connectivity("all"))
 
 
@@ -242,7 +242,7 @@ def test_a_tokenizer_of_other_values_is_one_line(
     whole: Path, tmp_path: Path, content: bytes
 ) -> None:
     folder = damaged(whole, tmp_path, "tokenizer.json", content)
-    with pytest.raises(UserError, match="the tokenizer cannot be read: "):
+    with user_error("the tokenizer cannot be read: "):
         load_tokenizer(folder)
 
 
@@ -268,5 +268,5 @@ def test_a_checkpoint_is_read_once_until_one_of_its_files_changes(
     (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
     assert read_checkpoint(folder).config["rope_theta"] == 5.0
     (folder / "generation_config.json").write_bytes(b"")
-    with pytest.raises(UserError, match=r"generation_config\.json: not valid JSON"):
+    with user_error(r"generation_config\.json: not valid JSON"):
         read_checkpoint(folder)

@@ -15,7 +15,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fcsd.base.artifact import command_record, model_outputs
-from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.model.connectivity import (
     Connectivity,
@@ -34,7 +33,14 @@ from fcsd.pipeline.tiny.models import tiny_tokenizer
 from fcsd.training.calibration.shards import Layerwise
 from tests.float64 import logits_in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, UNLIKE, assert_same_model, few, few_and_others
+from tests.support import (
+    ROOT,
+    UNLIKE,
+    assert_same_model,
+    few,
+    few_and_others,
+    user_error,
+)
 
 FAMILY_NAMES = sorted(
     name for name, family in FAMILIES.items() if not family.multimodal
@@ -336,7 +342,7 @@ def test_unconverting_a_checkpoint_gives_the_base_checkpoint_back(tmp_path):
         file.name for file in (tmp_path / "back").iterdir()
     }
     assert torch.equal(logits(load_model(tmp_path / "back")), logits(model))
-    with pytest.raises(UserError, match="is not a FarSkip checkpoint"):
+    with user_error("is not a FarSkip checkpoint"):
         unconvert_checkpoint(tmp_path / "back", tmp_path / "more")
 
 
@@ -348,7 +354,7 @@ def test_a_checkpoint_that_differs_from_its_record_is_not_undone(tmp_path):
     write_sealed(far / "manifest.json", record)
     config = json.loads((far / "config.json").read_text())
     (far / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.5}))
-    with pytest.raises(UserError, match=r"is not what `fcsd calibrate` wrote .*0\.5"):
+    with user_error(r"is not what `fcsd calibrate` wrote .*0\.5"):
         unconvert_checkpoint(far, tmp_path / "back")
 
 
@@ -363,7 +369,7 @@ def test_a_converted_checkpoint_can_be_converted_otherwise_but_not_the_same_way_
     ) == [3]
     convert_model(model, Connectivity("last:1"))
     assert torch.equal(logits(load_model(tmp_path / "last")), logits(model))
-    with pytest.raises(UserError, match="is already converted with this connectivity"):
+    with user_error("is already converted with this connectivity"):
         convert_checkpoint(tmp_path / "all", tmp_path / "again", Connectivity("moe"))
     assert not (tmp_path / "again").exists()
 
@@ -372,13 +378,11 @@ def test_a_destination_that_is_in_use_is_refused_and_an_empty_folder_is_not(tmp_
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        UserError, match="used: exists and is not empty; choose another destination"
-    ):
+    with user_error("used: exists and is not empty; choose another destination"):
         convert_checkpoint(tmp_path / "base", tmp_path / "used", Connectivity("all"))
-    with pytest.raises(UserError, match="is not empty"):
+    with user_error("is not empty"):
         convert_checkpoint(tmp_path / "base", tmp_path / "base", Connectivity("all"))
-    with pytest.raises(UserError, match="exists and is not a folder"):
+    with user_error("exists and is not a folder"):
         convert_checkpoint(
             tmp_path / "base", tmp_path / "used" / "notes.txt", Connectivity("all")
         )
@@ -421,7 +425,7 @@ def test_the_same_conversion_again_was_finished_before_and_another_is_refused(
         ),
         lambda: (weights.unlink(), convert()),
     ):
-        with pytest.raises(UserError, match="far: exists and is not empty"):
+        with user_error("far: exists and is not empty"):
             change()
     assert {path.name for path in tmp_path.iterdir()} == {"base", "far"}
 
@@ -441,9 +445,7 @@ def test_of_two_conversions_into_one_new_folder_one_loses_with_a_message(
             )
 
     monkeypatch.setattr(export, "_write", second_meanwhile)
-    with pytest.raises(
-        UserError, match="far: another process has created it in the meantime"
-    ):
+    with user_error("far: another process has created it in the meantime"):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert inner == [[3]] and farskip_layers(load_model(tmp_path / "far")) == [3]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "far"]
@@ -453,13 +455,10 @@ def test_a_path_that_is_not_utf8_is_not_called_a_damaged_file(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base")
     latin = tmp_path / os.fsdecode(b"caf\xe9")
     (tmp_path / "base").rename(latin)
-    with pytest.raises(
-        UserError,
-        match=r"safetensors requires UTF-8 paths; rename",
-    ):
+    with user_error(r"safetensors requires UTF-8 paths; rename"):
         convert_checkpoint(latin, tmp_path / "far", Connectivity("all"))
     latin.rename(tmp_path / "base")
-    with pytest.raises(UserError, match=r"safetensors requires UTF-8 paths"):
+    with user_error(r"safetensors requires UTF-8 paths"):
         convert_checkpoint(tmp_path / "base", latin, Connectivity("all"))
     assert [entry.name for entry in tmp_path.iterdir()] == ["base"]
 
@@ -472,9 +471,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.link", full)
     monkeypatch.setattr("shutil.copyfile", full)
-    with pytest.raises(
-        UserError, match=r"far: could not be written \(No space left on device\)"
-    ):
+    with user_error(r"far: could not be written \(No space left on device\)"):
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity("all"))
     assert [file.name for file in tmp_path.iterdir()] == ["base"]
 
@@ -690,7 +687,7 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
 def test_a_bad_source_is_refused_and_leaves_nothing_behind(damage, message, tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="30KB")
     damage(tmp_path / "base")
-    with pytest.raises(UserError, match=message) as caught:
+    with user_error(message) as caught:
         convert_checkpoint(tmp_path / "base", tmp_path / "far", Connectivity([3]))
     assert str(tmp_path / "base") in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -702,13 +699,10 @@ def test_names_that_are_too_long_for_a_folder_are_one_line(tmp_path):
     long = tmp_path / ("x" * 300)
     # of which the temporary name beside it is too long
     for name in ("x" * 300, "é" * 120):
-        with pytest.raises(
-            UserError,
-            match=r"^the name .*… has (300|240) bytes, but at most 200 are possible",
+        with user_error(
+            r"^the name .*… has (300|240) bytes, but at most 200 are possible"
         ):
             convert_checkpoint(tmp_path / "base", tmp_path / name, Connectivity("all"))
     for source in (long, str(long)):
-        with pytest.raises(
-            UserError, match="xxx: cannot be a folder: File name too long"
-        ):
+        with user_error("xxx: cannot be a folder: File name too long"):
             convert_checkpoint(source, tmp_path / "far", Connectivity("all"))

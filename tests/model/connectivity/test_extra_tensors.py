@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -23,6 +22,7 @@ from fcsd.model.connectivity.export import export_checkpoint
 from fcsd.parallel.join import join_launch
 from fcsd.training.export import write_model
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 # Their places in released checkpoints (transformers' patterns), and after the last of
 # the four decoder layers.
@@ -124,9 +124,8 @@ def test_a_model_written_from_memory_has_every_tensor_of_its_checkpoint(
         tensors_of(tmp_path / "original"),
         tensors_of(write(model, tmp_path / "written")),
     )
-    assert before.keys() == after.keys() and all(
-        same_bytes(after[name], before[name]) for name in before
-    )
+    assert before.keys() == after.keys()
+    assert all(same_bytes(after[name], before[name]) for name in before)
     assert layer.keys() <= after.keys()
     promised = "num_nextn_predict_layers"
     assert (
@@ -213,11 +212,9 @@ def test_without_its_checkpoint_a_written_model_promises_no_mtp_layers_and_says_
     assert not generation.get("use_mtp")
     assert not [name for name in tensors_of(folder) if ".61." in name]
     said = [line for line in capsys.readouterr().err.splitlines() if "MTP" in line]
-    assert (
-        len(said) == 1
-        and f"{key}: 0" in said[0]
-        and str(tmp_path / "original") in said[0]
-    )
+    assert len(said) == 1
+    assert f"{key}: 0" in said[0]
+    assert str(tmp_path / "original") in said[0]
     load_model(folder)
 
 
@@ -258,9 +255,7 @@ def test_an_mtp_layer_that_the_config_does_not_promise_is_refused_with_both_numb
     prefix: str, promised: int, said: str, tmp_path: Path
 ) -> None:
     with_mtp(tmp_path, "deepseek_v3", prefix, num_nextn_predict_layers=promised)
-    with pytest.raises(
-        UserError, match=f"eh_proj.weight' belongs to an MTP layer with {said}"
-    ):
+    with user_error(f"eh_proj.weight' belongs to an MTP layer with {said}"):
         load_model(tmp_path)
 
 
@@ -273,10 +268,7 @@ def test_layers_that_are_no_mtp_layers_still_belong_to_another_model(
         "num_nextn_predict_layers": 1,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError,
-        match=r"tensors belong to no parameter, the first is 'model\.layers\.3",
-    ):
+    with user_error(r"tensors belong to no parameter, the first is 'model\.layers\.3"):
         load_model(tmp_path)
 
 

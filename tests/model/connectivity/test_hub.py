@@ -14,7 +14,6 @@ import huggingface_hub
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, load_model
 from fcsd.model.connectivity.checkpoint import find_folder
@@ -22,6 +21,7 @@ from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
 from fcsd.pipeline.tiny.models import tiny_tokenizer
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 COMMIT = "a" * 40
 INDEX = "model.safetensors.index.json"
@@ -173,7 +173,7 @@ def test_an_index_that_is_damaged_on_the_hub_is_one_line(
             '{"weight_map": {"x": "../x.safetensors"}}'
         )
     )
-    with pytest.raises(UserError, match=r"weight_map names '\.\./x\.safetensors'"):
+    with user_error(r"weight_map names '\.\./x\.safetensors'"):
         find_folder("owner/name")
 
 

@@ -24,6 +24,7 @@ from tests.float64 import BOUND, in_float64
 from tests.reference.parts import layer_arguments
 from tests.reference.reference import reference_forward
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 X = torch.randint(3, 99, (2, 7), generator=torch.Generator().manual_seed(5))
 LAYERS = 5
@@ -183,15 +184,11 @@ def test_an_export_has_amds_keys_for_what_the_model_computes(
         ["InstellaMoEForCausalLM"],
     )
     assert config["farskip"] is bool(layers) and config["gated_attention"] is False
-    assert (
-        config["torch_dtype"] == "float64"
-        and config["rope_theta"] == 10000.0
-        and not config["rope_scaling"]
-    )
-    assert (
-        "rope_parameters" not in config
-        and not (tmp_path / "amd" / "modeling_farskip.py").exists()
-    )
+    assert config["torch_dtype"] == "float64"
+    assert config["rope_theta"] == 10000.0
+    assert not config["rope_scaling"]
+    assert "rope_parameters" not in config
+    assert not (tmp_path / "amd" / "modeling_farskip.py").exists()
     keys = {name: config[name] for name in INSTELLA_KEYS if name in config}
     model, source_model = load_model(tmp_path / "amd"), load_model(source)
     with torch.no_grad():
@@ -226,10 +223,8 @@ def test_a_deepseek_v2_with_all_layers_is_exported_for_amds_sglang(tmp_path):
     convert_checkpoint(tmp_path / "base", tmp_path / "ours", Connectivity("all"))
     export_checkpoint(tmp_path / "ours", tmp_path / "amd")
     config = json.loads((tmp_path / "amd" / "config.json").read_text())
-    assert (
-        config["architectures"] == ["DeepseekV2ForCausalLM"]
-        and "auto_map" not in config
-    )
+    assert config["architectures"] == ["DeepseekV2ForCausalLM"]
+    assert "auto_map" not in config
     assert (config["model_type"], config["farskip"]) == ("deepseek_v2", True)
     with torch.no_grad():
         expected = reference_forward(model, X, [0, 1, 2, 3])[0]
@@ -281,7 +276,7 @@ def test_the_range_may_begin_at_the_first_moe_layer_and_not_later(num_dense):
         if start <= num_dense:
             assert from_instella(keys, mask) == Connectivity(list(range(start, LAYERS)))
         else:
-            with pytest.raises(UserError, match=f"allowed: 0 to {num_dense}"):
+            with user_error(f"allowed: 0 to {num_dense}"):
                 from_instella(keys, mask)
 
 

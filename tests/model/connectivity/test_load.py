@@ -26,7 +26,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model
 from fcsd.model.load import load_tokenizer
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import assert_same_model, few
+from tests.support import assert_same_model, few, user_error
 
 FAMILY_NAMES = sorted(
     name for name, family in FAMILIES.items() if not family.multimodal
@@ -155,14 +155,13 @@ def test_a_sharded_checkpoint_loads(saved):
 
 
 def test_another_connectivity_than_the_checkpoints_is_refused(saved, no_weights_read):
-    with pytest.raises(
-        UserError,
-        match=r"already converted with layers \[2, 3\].* but layers \[0, 1, 2, 3\]",
+    with user_error(
+        r"already converted with layers \[2, 3\].* but layers \[0, 1, 2, 3\]"
     ):
         load_model(saved / "far", connectivity=Connectivity("all"))
-    with pytest.raises(UserError, match="attention full"):
+    with user_error("attention full"):
         load_model(saved / "far", connectivity=Connectivity("last:2", attention="full"))
-    with pytest.raises(UserError, match="give no connectivity with it"):
+    with user_error("give no connectivity with it"):
         load_model(saved / "far", connectivity=Connectivity("last:2"), original=True)
 
 
@@ -173,17 +172,16 @@ def test_missing_and_wrong_paths(tmp_path, saved, no_weights_read):
         "./runs/nowhere",
         "nowhere",
     ):
-        with pytest.raises(UserError, match="nowhere: no such folder"):
+        with user_error("nowhere: no such folder"):
             load_model(path)
-    with pytest.raises(UserError, match="is a file; a checkpoint is a folder"):
+    with user_error("is a file; a checkpoint is a folder"):
         load_model(saved / "base" / "config.json")
     (tmp_path / "notes.txt").write_text("no checkpoint")
-    with pytest.raises(
-        UserError,
-        match=r"config\.json: no such file; make sure that this folder is a complete Hugging Face checkpoint",
+    with user_error(
+        r"config\.json: no such file; make sure that this folder is a complete Hugging Face checkpoint"
     ):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
+    with user_error("revision 'main' applies to a Hub repository"):
         load_model(saved / "base", revision="main")
 
 
@@ -199,30 +197,23 @@ def test_the_state_of_a_training_is_no_model_and_the_error_says_how_to_get_one(
         lambda path: convert_checkpoint(path, tmp_path / "new"),
         inspect_model,
     ):
-        with pytest.raises(
-            UserError,
-            match=r"checkpoint-4: is the state of a training, .* save_model, or the end of",
+        with user_error(
+            r"checkpoint-4: is the state of a training, .* save_model, or the end of"
         ):
             load(state)
-        with pytest.raises(
-            UserError,
-            match=r"out: holds states of a training \(checkpoint-4\), not a model",
+        with user_error(
+            r"out: holds states of a training \(checkpoint-4\), not a model"
         ):
             load(state.parent)
     (tmp_path / "out" / "model").mkdir()
     (tmp_path / "out" / "model" / "config.json").write_text("{}")
-    with pytest.raises(
-        UserError,
-        match=r"out: is not a checkpoint, but contains one; give \S*out/model$",
-    ):
+    with user_error(r"out: is not a checkpoint, but contains one; give \S*out/model$"):
         load_model(state.parent)
 
 
 def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch, no_weights_read):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match=r"^owner/name: no such folder, and the Hub did not give"
-    ) as caught:
+    with user_error(r"^owner/name: no such folder, and the Hub did not give") as caught:
         load_model("owner/name")
     assert "\n" not in str(caught.value)
 
@@ -312,16 +303,14 @@ def test_a_config_that_does_not_fit_is_refused_before_weights_are_read(
 
 def test_a_damaged_config_is_refused(base, no_weights_read):
     (base / "config.json").write_text('{"model_type": ')
-    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+    with user_error(r"config\.json: not valid JSON"):
         load_model(base)
     for text in ("[" * 5000, '{"vocab_size": ' + "9" * 5000 + "}"):
         (base / "config.json").write_text(text)
-        with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
+        with user_error(r"config\.json: not valid JSON"):
             load_model(base)
     (base / "config.json").write_text("[]")
-    with pytest.raises(
-        UserError, match=r"config\.json: a JSON object is needed, got list"
-    ):
+    with user_error(r"config\.json: a JSON object is needed, got list"):
         load_model(base)
 
 
@@ -330,9 +319,7 @@ def test_a_truncated_weight_file_is_refused(base, kept, no_weights_read):
     file = base / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:kept])
-    with pytest.raises(
-        UserError, match=r"model\.safetensors: damaged or incomplete safetensors file"
-    ):
+    with user_error(r"model\.safetensors: damaged or incomplete safetensors file"):
         load_model(base, connectivity=Connectivity("all"))
 
 
@@ -340,7 +327,7 @@ def test_a_pointer_of_git_lfs_says_how_to_get_the_weights(base, no_weights_read)
     (base / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\n"
     )
-    with pytest.raises(UserError, match=r"is a pointer of Git LFS, .* `git lfs pull`"):
+    with user_error(r"is a pointer of Git LFS, .* `git lfs pull`"):
         load_model(base)
 
 
@@ -349,7 +336,7 @@ def test_a_corrupt_weight_file_is_refused(base, no_weights_read):
     data = bytearray(file.read_bytes())
     data[20:60] = b"\xff" * 40
     file.write_bytes(bytes(data))
-    with pytest.raises(UserError, match=r"model\.safetensors: damaged or incomplete"):
+    with user_error(r"model\.safetensors: damaged or incomplete"):
         load_model(base)
 
 
@@ -364,21 +351,16 @@ def test_a_weight_file_that_may_not_be_read_is_not_called_damaged(
         return opened(path, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(
-        UserError, match=r"model\.safetensors: cannot be read: Permission denied"
-    ):
+    with user_error(r"model\.safetensors: cannot be read: Permission denied"):
         load_model(base)
 
 
 def test_missing_weights_and_pickles_are_refused(base, no_weights_read):
     (base / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"no weights: neither model\.safetensors nor"):
+    with user_error(r"no weights: neither model\.safetensors nor"):
         load_model(base)
     (base / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(
-        UserError,
-        match=r"pytorch_model\.bin is a pickle, convert it to safetensors first",
-    ):
+    with user_error(r"pytorch_model\.bin is a pickle, convert it to safetensors first"):
         load_model(base)
 
 
@@ -394,17 +376,14 @@ def test_a_missing_shard_or_a_tensor_that_is_not_in_its_shard_is_refused(
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index | {"weight_map": moved})
     )
-    with pytest.raises(UserError, match=f"tensor '{name}' is not in this file"):
+    with user_error(f"tensor '{name}' is not in this file"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     shards[1].unlink()
-    with pytest.raises(
-        UserError,
-        match=rf"{shards[1].name}: no such file, .* \(1 of {len(shards)} shards",
-    ):
+    with user_error(rf"{shards[1].name}: no such file, .* \(1 of {len(shards)} shards"):
         load_model(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="weight_map is missing or empty"):
+    with user_error("weight_map is missing or empty"):
         load_model(folder)
 
 
@@ -425,23 +404,17 @@ def test_missing_unexpected_and_misshapen_tensors_are_refused(saved, tmp_path):
     expert = "model.layers.2.mlp.experts.3.up_proj.weight"
     norm = "model.layers.1.input_layernorm.weight"
     for name in (expert, norm, "lm_head.weight"):
-        with pytest.raises(
-            UserError, match=rf"1 tensors are missing, the first is '{name}'"
-        ):
+        with user_error(rf"1 tensors are missing, the first is '{name}'"):
             load_model(damaged(lambda tensors: tensors.pop(name)))  # noqa: B023
-    with pytest.raises(
-        UserError,
-        match=rf"tensor '{norm}' has shape \[16\], but config\.json says \[32\]",
-    ):
+    with user_error(rf"tensor '{norm}' has shape \[16\], but config\.json says \[32\]"):
         load_model(damaged(lambda tensors: tensors.update({norm: torch.ones(16)})))
-    with pytest.raises(UserError, match=rf"tensor '{expert}' has shape \[24, 16\]"):
+    with user_error(rf"tensor '{expert}' has shape \[24, 16\]"):
         load_model(
             damaged(lambda tensors: tensors.update({expert: torch.ones(24, 16)}))
         )
     extra = {"model.layers.1.self_attn.extra.weight": torch.ones(3)}
-    with pytest.raises(
-        UserError,
-        match=r"belong to no parameter, the first is 'model\.layers\.1\.self_attn\.extra",
+    with user_error(
+        r"belong to no parameter, the first is 'model\.layers\.1\.self_attn\.extra"
     ):
         load_model(
             damaged(lambda tensors: tensors.update(extra)),
@@ -459,9 +432,7 @@ def test_what_transformers_reports_as_missing_is_an_error_even_if_the_headers_lo
     folder = saved.parent / "defence"
     shutil.copytree(saved / "base", folder)
     change_tensors(folder, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(
-        UserError, match=r"1 tensors are missing, the first is 'model\.norm\.weight'"
-    ):
+    with user_error(r"1 tensors are missing, the first is 'model\.norm\.weight'"):
         load_model(folder)
 
 
@@ -497,9 +468,9 @@ def test_an_unknown_family_loads_as_it_is_only_when_remote_code_is_allowed(tmp_p
     )
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="dense model"):
+    with user_error("dense model"):
         load_model(tmp_path)
-    with pytest.raises(UserError, match="dense model"):
+    with user_error("dense model"):
         load_model(tmp_path, connectivity=Connectivity("all"), trust_remote_code=True)
     assert torch.equal(
         logits(load_model(tmp_path, trust_remote_code=True)), logits(model)
@@ -511,9 +482,7 @@ def test_a_checkpoint_without_moe_layers_cannot_be_made(tmp_path):
     tiny_model("deepseek_v2", first_k_dense_replace=4).save_pretrained(
         tmp_path / "dense"
     )
-    with pytest.raises(
-        UserError, match=r"none of its 4 layers is an MoE layer .*first_k_dense_replace"
-    ):
+    with user_error(r"none of its 4 layers is an MoE layer .*first_k_dense_replace"):
         load_model(tmp_path / "dense", connectivity=Connectivity("all"))
 
 
@@ -529,19 +498,16 @@ def test_folders_that_are_no_checkpoint_are_named_as_what_they_are(tmp_path):
     config = {"peft_type": "LORA", "base_model_name_or_path": "owner/base"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
     for read in (load_model, load_tokenizer, inspect_model):
-        with pytest.raises(UserError, match="empty: is an empty folder; a checkpoint"):
+        with user_error("empty: is an empty folder; a checkpoint"):
             read(tmp_path / "empty")
-        with pytest.raises(
-            UserError, match=r"is a LoRA adapter of owner/base.* merge_and_unload"
-        ):
+        with user_error(r"is a LoRA adapter of owner/base.* merge_and_unload"):
             read(tmp_path / "adapter")
-        with pytest.raises(UserError, match=r"holds GGUF files \(q4.gguf\), not a"):
+        with user_error(r"holds GGUF files \(q4.gguf\), not a"):
             read(tmp_path / "gguf")
-        with pytest.raises(UserError, match="link: is a link to nowhere, which is no"):
+        with user_error("link: is a link to nowhere, which is no"):
             read(tmp_path / "link")
-        with pytest.raises(
-            UserError,
-            match=r"contains one; give \S*run/publish \(or \S*distill/model, \S*pretrain/model\)",
+        with user_error(
+            r"contains one; give \S*run/publish \(or \S*distill/model, \S*pretrain/model\)"
         ):
             read(tmp_path / "run")
 
@@ -576,9 +542,7 @@ def test_an_implementation_that_a_family_does_not_have_is_refused_in_a_line(
     options = {"connectivity": connectivity}
     loaded = load_model(tmp_path, experts_implementation="eager", **options)
     assert torch.equal(logits(loaded), logits(load_model(tmp_path, **options)))
-    with pytest.raises(
-        UserError, match="='grouped_mm': it computes the experts of jetmoe in one way"
-    ):
+    with user_error("='grouped_mm': it computes the experts of jetmoe in one way"):
         load_model(tmp_path, experts_implementation="grouped_mm", **options)
 
 
@@ -610,7 +574,7 @@ def test_an_implementation_that_does_not_exist_here_is_refused_in_a_line(
     saved, options, message, weights, tmp_path
 ):
     for folder in ("base", "far"):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             load_model(saved / folder, weights=weights, **options)
     if weights and "fast" in options.values():
         from fcsd.model.config import ModelConfig
@@ -619,8 +583,8 @@ def test_an_implementation_that_does_not_exist_here_is_refused_in_a_line(
         from fcsd.training.teachers.load import unloaded
 
         source = find_model(ModelConfig(path=str(saved / "base"), **options))
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             unloaded(source)
         checkpoint = read_checkpoint(saved / "base")
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             Layerwise(checkpoint, Connectivity("all"), torch.device("cpu"), **options)

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -39,7 +38,7 @@ from tests.reference.multimodal import (
 from tests.reference.parts import arguments_computed_once
 from tests.reference.tiny import tiny_config, tiny_model
 from tests.reference.tiny.multimodal import IMAGE
-from tests.support import assert_same_model, few, few_and_others
+from tests.support import assert_same_model, few, few_and_others, user_error
 
 NAMES = sorted(name for name, family in FAMILIES.items() if family.multimodal)
 SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
@@ -138,9 +137,7 @@ def test_a_wrapper_is_recognised_from_config_objects_and_raw_json_of_both_kinds(
 
 
 def test_a_wrapper_whose_text_stack_is_dense_is_refused():
-    with pytest.raises(
-        UserError, match="'glm4v_moe': this model is dense, none of its 4 layers"
-    ):
+    with user_error("'glm4v_moe': this model is dense, none of its 4 layers"):
         family_of(tiny_config("glm4v_moe", first_k_dense_replace=4))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, parse_selection, resolve_layers
+from tests.support import user_error
 
 MASK = [False, True, True, False, True, True, True, True]  # 8 layers, 0 and 3 dense
 
@@ -98,17 +99,13 @@ def test_a_selection_beyond_the_model_is_refused(given, message):
 
 
 def test_the_sides_are_checked_and_the_regular_connectivity_is_not_a_conversion():
-    with pytest.raises(
-        UserError, match=r"^attention: must be 'partial' or 'full', got 'Partial'"
-    ):
+    with user_error(r"^attention: must be 'partial' or 'full', got 'Partial'"):
         Connectivity("all", attention="Partial")  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match=r"^mlp: 'late' is not a selection; allowed: .*outdated \(all"
-    ):
+    with user_error(r"^mlp: 'late' is not a selection; allowed: .*outdated \(all"):
         Connectivity("all", mlp="late")
-    with pytest.raises(UserError, match="with attention: full a layer whose MLP side"):
+    with user_error("with attention: full a layer whose MLP side"):
         Connectivity("all", "full", "last:2")
-    with pytest.raises(UserError, match="is the regular connectivity"):
+    with user_error("is the regular connectivity"):
         Connectivity("all", "full", "full")
     assert Connectivity("none", "full", "full").field(MASK)["layers"] == []
 
@@ -144,7 +141,7 @@ def test_a_selection_of_outdated_mlp_sides_is_written_as_indices_or_as_a_word(
 ):
     connectivity = Connectivity(layers, mlp=mlp)
     if written is None:
-        with pytest.raises(UserError, match="mlp: layer 0 is not rewired; select it"):
+        with user_error("mlp: layer 0 is not rewired; select it"):
             connectivity.field(MASK)
         return
     assert connectivity.field(MASK)["mlp"] == written

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import load as load_module
 from fcsd.model.connectivity import load_model
 from fcsd.model.families import FAMILIES
@@ -16,7 +15,7 @@ from fcsd.parallel.shard import shard_teacher
 from tests.parallel.test_engines import on_rank
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import UNLIKE, few_and_others
+from tests.support import UNLIKE, few_and_others, user_error
 
 FAMILY_NAMES = [
     name
@@ -65,9 +64,8 @@ def test_every_tensor_of_every_family_is_whole_after_a_spread_load_or_the_family
     monkeypatch.setattr(load_module, "_check_sharded_loading", lambda *_: None)
     differences = run_ranks(spread_on_rank, 2, tmp_path, states, timeout_s=300)[0]
     wrong = [name for name in WRONG if name in families]
-    assert (
-        sorted(name for name, keys in differences.items() if keys) == wrong
-    )  # a new transformers may mend them
+    # a new transformers may mend them
+    assert sorted(name for name, keys in differences.items() if keys) == wrong
     for name in wrong:
         assert all(
             key.endswith(str(FAMILIES[name].fuses_rows)) for key in differences[name]
@@ -102,8 +100,7 @@ def test_a_family_that_is_put_together_wrongly_is_refused_before_weights_are_rea
 ) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", None)
-    with pytest.raises(
-        UserError,
-        match=rf"transformers loads {FAMILIES[name].fuses_rows} of {name} wrongly when it shards",
+    with user_error(
+        rf"transformers loads {FAMILIES[name].fuses_rows} of {name} wrongly when it shards"
     ):
         load_model(tmp_path, distributed_config=object())

@@ -56,9 +56,8 @@ def test_a_copy_is_rewired_and_independent(family, copied):
     model = converted(family)
     expected = logits(model)
     other = copied(model)
-    assert type(other) is type(model) and farskip_layers(other) == farskip_layers(
-        model
-    ) == [0, 1, 2, 3]
+    assert type(other) is type(model)
+    assert farskip_layers(other) == farskip_layers(model) == [0, 1, 2, 3]
     assert torch.equal(logits(other), expected)
     unconvert_model(model)
     regular = logits(model)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model, farskip_layers
 from fcsd.model.connectivity.stack import decoder_layers
 from fcsd.model.families import FAMILIES
 from tests.float64 import ROUNDINGS, in_float64
 from tests.reference.ranks import import_what_deepspeed_imports, run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -102,9 +102,7 @@ def zero3(rank, cases):
                 },
             )
             assert farskip_layers(engine.module) == [0, 1, 2, 3]
-            with pytest.raises(
-                UserError, match="DeepSpeedEngine: not a transformers model"
-            ):
+            with user_error("DeepSpeedEngine: not a transformers model"):
                 convert_model(engine, Connectivity("all"))
             rows = X.chunk(2)[rank]
             loss = engine(rows, labels=rows, use_cache=False).loss

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_model,
@@ -13,7 +12,7 @@ from fcsd.model.connectivity import (
 )
 from tests.model.connectivity.test_ways_parallel import FEW
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -83,9 +82,7 @@ def test_a_model_loaded_with_half_of_its_weights_on_disk_is_rewired(
         assert torch.equal(logits(model), logits(whole))
         assert torch.equal(generated(model), generated(whole))
         for change in (lambda m: convert_model(m, Connectivity([0])), unconvert_model):
-            with pytest.raises(
-                UserError, match=r"has its own `forward` \(from device_map.*load_model"
-            ):
+            with user_error(r"has its own `forward` \(from device_map.*load_model"):
                 change(model)
         assert torch.equal(logits(model), logits(whole))
 
@@ -98,10 +95,7 @@ def test_converting_a_model_that_has_hooks_is_refused_and_changes_nothing(
     original = load_model(tmp_path)
     for options in places(original):
         model = load_model(tmp_path, **options)
-        with pytest.raises(
-            UserError,
-            match=r"layer 0 has its own `forward` .* load it with .*load_model",
-        ):
+        with user_error(r"layer 0 has its own `forward` .* load it with .*load_model"):
             convert_model(model, FAR)
         assert torch.equal(logits(model), logits(original))
 

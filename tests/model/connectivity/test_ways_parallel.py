@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_model,
@@ -16,7 +15,7 @@ from fcsd.model.connectivity import (
 from tests.float64 import BOUND, ROUNDINGS, in_float64, logits_in_float64
 from tests.reference.ranks import in_turn, run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -164,9 +163,8 @@ def fsdp2_first(rank):
     convert_model(model, Connectivity("all"))
     error = float((model(X, use_cache=False).logits - expected).abs().max())
     fully_shard(model)
-    with pytest.raises(
-        UserError,
-        match=r"FSDPFarSkipQwen2MoeForCausalLM: .* convert before wrapping the model",
+    with user_error(
+        r"FSDPFarSkipQwen2MoeForCausalLM: .* convert before wrapping the model"
     ):
         convert_model(model, Connectivity("none"))
     return error

@@ -6,7 +6,6 @@ import peft
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_model,
@@ -16,6 +15,7 @@ from fcsd.model.connectivity import (
 from fcsd.model.families import FAMILIES
 from tests.float64 import BOUND, error
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -87,9 +87,7 @@ def test_adapters_attached_before_and_after_the_conversion_are_the_same(family):
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_a_wrapped_model_is_refused_and_the_message_names_the_way(family):
     model = with_adapters(tiny_model(family), lora(family))
-    with pytest.raises(
-        UserError, match=r"convert before wrapping .*`get_base_model\(\)`"
-    ):
+    with user_error(r"convert before wrapping .*`get_base_model\(\)`"):
         convert_model(model, Connectivity("all"))
     assert farskip_layers(model.get_base_model()) == []
 

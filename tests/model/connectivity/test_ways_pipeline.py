@@ -9,7 +9,6 @@ import transformers
 from packaging.version import Version
 from torch import nn
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import (
     Connectivity,
     convert_checkpoint,
@@ -22,7 +21,7 @@ from tests.float64 import BOUND
 from tests.model.connectivity.test_ways_parallel import PARTS
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 X = torch.randint(3, 99, (4, 12), generator=torch.Generator().manual_seed(3))
 
@@ -116,8 +115,8 @@ def transformers_pipeline(rank, folder, families):
                 m.generate(X, attention_mask=mask, **settings) for m in (model, one)
             ]
             results[family, name] = (float(error), torch.equal(*made))
-        with pytest.raises(
-            UserError, match=r"one begins at layer 2, where .* of layer 1 is in flight"
+        with user_error(
+            r"one begins at layer 2, where .* of layer 1 is in flight"
         ) as caught:
             load_model(
                 folder / family,
@@ -126,7 +125,7 @@ def transformers_pipeline(rank, folder, families):
             )
         assert "leave layer 2 regular" in str(caught.value)
         convert_checkpoint(folder / family, folder / f"{family}-{rank}")
-        with pytest.raises(UserError, match="one begins at layer 2"):
+        with user_error("one begins at layer 2"):
             load_model(folder / f"{family}-{rank}", distributed_config=config)
     return results
 

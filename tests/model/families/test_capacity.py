@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.capacity import capacity, dropping, kept_pairs
 from fcsd.model.families.routers import find_routers
 from tests.float64 import in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 WITHOUT = {"jetmoe", "llama4", "llama4_text"}
 """Families whose experts are not called with choices and weights."""
@@ -108,9 +107,8 @@ def tokens(rows: int = 2, length: int = 11) -> torch.Tensor:
 def test_every_family_drops_or_is_refused_in_one_line(family: str) -> None:
     model = tiny_model(family)
     if family in WITHOUT:
-        with pytest.raises(
-            UserError,
-            match=r"not called with the choices and weights[^\n]*leave the factor out$",
+        with user_error(
+            r"not called with the choices and weights[^\n]*leave the factor out$"
         ):
             dropping(model, 1.0).__enter__()
         return
@@ -136,10 +134,8 @@ def test_every_family_drops_or_is_refused_in_one_line(family: str) -> None:
             assert torch.equal(weights != 0, kept), kind
             zeros += int((~kept).sum())
         taken = counts.take()
-        assert taken is not None and [int(n) for n in taken] == [
-            zeros,
-            22 * top_k * len(routers),
-        ]
+        assert taken is not None
+        assert [int(n) for n in taken] == [zeros, 22 * top_k * len(routers)]
         assert zeros > 0
         for handle in handles:
             handle.remove()
@@ -194,10 +190,8 @@ def test_a_dropped_pair_adds_nothing_and_has_no_gradient(
             )
         assert torch.allclose(made.view(22, 32), wanted, rtol=0, atol=1e-14)
         for one, other in zip(actual, gradients, strict=True):
-            assert (
-                torch.allclose(one, other, rtol=0, atol=1e-13)
-                and float(one.abs().max()) > 0
-            )
+            assert torch.allclose(one, other, rtol=0, atol=1e-13)
+            assert float(one.abs().max()) > 0
         taken = counts.take()
         assert taken is not None and int(taken[0]) == int((~kept).sum())
 
@@ -283,9 +277,8 @@ def test_a_single_token_that_is_generated_keeps_its_experts() -> None:
     [(0.0, "order"), (-1.0, "order"), (float("nan"), "order"), (1.0, "first")],
 )
 def test_a_bad_value_is_one_line(factor: float, drop: Any) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"^capacity factor [^\n]*must be above 0, and drop must be order or weight$",
+    with user_error(
+        r"^capacity factor [^\n]*must be above 0, and drop must be order or weight$"
     ):
         dropping(tiny_model("qwen3_moe", num_hidden_layers=1), factor, drop).__enter__()
 
@@ -293,7 +286,7 @@ def test_a_bad_value_is_one_line(factor: float, drop: Any) -> None:
 def test_dropping_twice_and_masks_that_hide_the_padding_are_refused() -> None:
     model = tiny_model("qwen3_moe", num_hidden_layers=1)
     with dropping(model, 1.0):
-        with pytest.raises(UserError, match="already has one"), dropping(model, 1.0):
+        with user_error("already has one"), dropping(model, 1.0):
             pass
-        with pytest.raises(UserError, match=r"needs an attention_mask \(B, T\)"):
+        with user_error(r"needs an attention_mask \(B, T\)"):
             model(tokens(), attention_mask=torch.zeros(2, 1, 11, 11))

@@ -10,7 +10,6 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import register
 from fcsd.model.connectivity.modeling import modeling_module, modeling_source
 from fcsd.model.connectivity.stack import decoder_layers
@@ -29,6 +28,7 @@ from fcsd.model.families import (
 from fcsd.model.families.refused import BROKEN
 from fcsd.model.families.structure import LOGIT_SCALES
 from tests.reference.tiny import TINY, tiny_config, tiny_model
+from tests.support import user_error
 
 NAMES = sorted(name for name, family in FAMILIES.items() if not family.multimodal)
 
@@ -173,30 +173,24 @@ def test_experts_are_counted_from_the_fields_of_the_config(name, expected):
 
 
 def test_an_unknown_family_a_dense_model_and_a_dense_member_of_a_family_have_errors_of_their_own():
-    with pytest.raises(
-        UserError,
-        match=(
-            r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
-        ),
+    with user_error(
+        r"'jamba9' is not supported; the nearest that are: jamba; `fcsd families`"
     ):
         family_of({"model_type": "jamba9", "num_experts": 16})
-    with pytest.raises(
-        UserError, match="'llama' is a dense model: it has no MoE layer"
-    ):
+    with user_error("'llama' is a dense model: it has no MoE layer"):
         family_of(AutoConfig.for_model("llama"))
-    with pytest.raises(UserError, match="'qwen3' is a dense model"):
+    with user_error("'qwen3' is a dense model"):
         family_of({"model_type": "qwen3"})
-    with pytest.raises(
-        UserError,
-        match=r"this model is dense, none of its 4 layers .*first_k_dense_replace",
+    with user_error(
+        r"this model is dense, none of its 4 layers .*first_k_dense_replace"
     ):
         family_of(tiny_config("deepseek_v3", first_k_dense_replace=4))
-    with pytest.raises(UserError, match="model_type is missing"):
+    with user_error("model_type is missing"):
         family_of({})
 
 
 def test_registering_an_unsupported_family_is_refused():
-    with pytest.raises(UserError, match="'farskip_jamba9' is not supported"):
+    with user_error("'farskip_jamba9' is not supported"):
         register("farskip_jamba9")
 
 

@@ -11,6 +11,7 @@ from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_checkpoint, register
 from fcsd.model.families import FAMILIES, REFUSED, family_of
 from tests.reference.tiny import tiny_config
+from tests.support import user_error
 
 NEWER = {"hy_v4_vl", "hy_v4_vl_text", "inkling2_loop", "inkling2_loop_text"}
 """Families that came with transformers 5.24."""
@@ -71,15 +72,12 @@ def test_converting_and_registering_a_refused_family_say_why(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "deepseek_v4", "n_routed_experts": 8}'
     )
-    with pytest.raises(
-        UserError,
-        match=r"'deepseek_v4' cannot be converted: its layers mix several residual",
+    with user_error(
+        r"'deepseek_v4' cannot be converted: its layers mix several residual"
     ):
         convert_checkpoint(tmp_path, tmp_path / "out", Connectivity("all"))
     assert not (tmp_path / "out").exists()
-    with pytest.raises(
-        UserError, match="'farskip_zaya' cannot be converted: each router reads"
-    ):
+    with user_error("'farskip_zaya' cannot be converted: each router reads"):
         register("farskip_zaya")
 
 
@@ -94,7 +92,5 @@ def test_a_member_of_a_family_that_the_equations_do_not_fit_is_refused(
     field, value, reason
 ):
     config = tiny_config("gemma4_text", **{field: value})
-    with pytest.raises(
-        UserError, match=rf"gemma4_text.*{field}: {value} is not supported.*0.*{reason}"
-    ):
+    with user_error(rf"gemma4_text.*{field}: {value} is not supported.*0.*{reason}"):
         family_of(config)

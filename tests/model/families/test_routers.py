@@ -5,13 +5,12 @@ arguments of the experts.
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES, moe_mask
 from fcsd.model.families.choices import recording
 from fcsd.model.families.routers import find_routers
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 SECOND_LOOK = {
     "dbrx": "its router gives logits only; the block chooses, and hands the choice to the experts",
@@ -139,9 +138,8 @@ def test_a_model_without_routers_is_refused_in_one_line() -> None:
         "vocab_size": 32,
     }
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes))
-    with pytest.raises(
-        UserError,
-        match=r"^LlamaForCausalLM \(model type 'llama'\): no router found; [^\n]*$",
+    with user_error(
+        r"^LlamaForCausalLM \(model type 'llama'\): no router found; [^\n]*$"
     ):
         find_routers(model)
 
@@ -150,7 +148,5 @@ def test_a_router_that_was_not_called_is_named() -> None:
     model = tiny_model("mixtral", num_hidden_layers=2)
     with recording(model) as recorded:
         model.model.layers[0].mlp(torch.zeros(1, 3, 32))
-        with pytest.raises(
-            UserError, match=r"router model\.layers\.1\.mlp\.gate chose nothing"
-        ):
+        with user_error(r"router model\.layers\.1\.mlp\.gate chose nothing"):
             recorded.take()

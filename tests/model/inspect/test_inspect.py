@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.base.repository import plugin_install
 from fcsd.base.text import size
 from fcsd.cli.main import main
@@ -22,7 +21,7 @@ from fcsd.model.inspect.memory import cache_bytes
 from fcsd.model.inspect.parameters import count_parameters
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import cache_of, few
+from tests.support import cache_of, few, user_error
 
 D, V, L = 32, 99, 4  # of the tiny models
 
@@ -140,10 +139,8 @@ def test_every_family_is_described_to_the_last_parameter(model_type, tmp_path):
         parts["routed_experts"]["active"] * experts
         == parts["routed_experts"]["total"] * chosen
     )
-    assert (
-        facts["can_be_converted"]
-        and facts["memory"]["serve"]["cache"]["first_bytes"] > 0
-    )
+    assert facts["can_be_converted"]
+    assert facts["memory"]["serve"]["cache"]["first_bytes"] > 0
     assert "other" not in parts or FAMILIES[model_type].multimodal
 
 
@@ -199,11 +196,9 @@ def test_published_models_have_their_published_total_and_active_parameters(
 
 def test_a_real_model_is_described(tmp_path):
     facts = inspect_model(real_folder("DeepSeek-V3", tmp_path))
-    assert (
-        facts["can_be_converted"]
-        and facts["reason"] is None
-        and facts["connectivity"] is None
-    )
+    assert facts["can_be_converted"]
+    assert facts["reason"] is None
+    assert facts["connectivity"] is None
     assert facts["quantization"] == "fp8"
     assert facts["layers"] == {
         "total": 61,
@@ -304,10 +299,8 @@ def test_a_converted_checkpoint_shows_its_connectivity_and_files(tmp_path):
         f"vllm serve {tmp_path / 'far'}   (vLLM with fcsd-serving: {plugin_install()})"
         in text
     )
-    assert (
-        far["serve_command"] == f"vllm serve {tmp_path / 'far'}"
-        and base["serve_command"] is None
-    )
+    assert far["serve_command"] == f"vllm serve {tmp_path / 'far'}"
+    assert base["serve_command"] is None
 
     files[1].unlink()
     broken = inspect_model(tmp_path / "base")
@@ -325,10 +318,8 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
         "partial",
         "outdated",
     )
-    assert facts["can_be_converted"] and (facts["family"], facts["model_type"]) == (
-        "instella_moe",
-        "deepseek_v3",
-    )
+    assert facts["can_be_converted"]
+    assert (facts["family"], facts["model_type"]) == ("instella_moe", "deepseek_v3")
     # The report on the checkpoint includes 26 router biases of 64 values.
     assert facts["parameters"]["total"] + 26 * 64 == 15_862_789_248
     assert facts["parameters"]["active"] == 2_817_453_568
@@ -360,15 +351,11 @@ def test_instellas_keys_are_shown_as_our_connectivity(tmp_path):
     )
     plain = inspect_model(tmp_path)
     assert plain["can_be_converted"]
-    assert (
-        plain["connectivity"]["layers"] == [0, 1, 2, 3]
-        and plain["connectivity"]["attention"] == "full"
-    )
+    assert plain["connectivity"]["layers"] == [0, 1, 2, 3]
+    assert plain["connectivity"]["attention"] == "full"
     assert plain["connectivity_keys"] == facts["connectivity_keys"] == "instella"
-    assert (
-        "is already FarSkip, with AMD's keys" in report_table(plain)
-        and plain["needs"] is None
-    )
+    assert "is already FarSkip, with AMD's keys" in report_table(plain)
+    assert plain["needs"] is None
     late = {"farskip_start_idx": 9}
     (tmp_path / "config.json").write_text(json.dumps(config | late))
     unreadable = inspect_model(tmp_path)
@@ -440,10 +427,8 @@ def test_a_dense_model_of_a_supported_family_is_described(tmp_path):
     assert not facts["can_be_converted"]
     assert "none of its 4 layers is an MoE layer" in facts["reason"]
     assert facts["layers"] == {"total": 4, "moe": [], "dense": [0, 1, 2, 3]}
-    assert (
-        facts["selections"] == {}
-        and "routed_experts" not in facts["parameters"]["parts"]
-    )
+    assert facts["selections"] == {}
+    assert "routed_experts" not in facts["parameters"]["parts"]
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path):
@@ -500,10 +485,10 @@ def test_paths_that_are_nothing_are_refused(tmp_path):
         (tmp_path / "file", "is a file"),
         ("a b/c", "no such folder"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             inspect_model(path)
     config_only(tmp_path / "model", "mixtral")
-    with pytest.raises(UserError, match="revision 'main' applies to a Hub repository"):
+    with user_error("revision 'main' applies to a Hub repository"):
         inspect_model(tmp_path / "model", "main")
 
 
@@ -550,12 +535,9 @@ def test_of_a_hub_id_only_the_config_is_fetched(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", offline)
     assert inspect_model("allenai/OLMoE-1B-7B-0924")["files"] is None
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(
-        UserError,
-        match=(
-            r"the Hub did not give config\.json of a repository of this name: no"
-            r" network"
-        ),
+    with user_error(
+        r"the Hub did not give config\.json of a repository of this name: no"
+        r" network"
     ):
         inspect_model("allenai/OLMoE-1B-7B-0924")
 

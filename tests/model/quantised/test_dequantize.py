@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.cli.main import main
 from fcsd.model.config import ModelConfig
@@ -28,7 +27,7 @@ from fcsd.model.quantised import dequantise
 from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from tests.kills import Places
 from tests.reference.tiny import tiny_model
-from tests.support import in_a_fork
+from tests.support import in_a_fork, user_error
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 Made = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -479,7 +478,7 @@ def test_a_copy_is_read_only_as_it_was_written(tmp_path: Path) -> None:
     data = bytearray((out / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (out / "model.safetensors").write_bytes(data)
-    with pytest.raises(UserError, match="is not what `fcsd dequantize` wrote"):
+    with user_error("is not what `fcsd dequantize` wrote"):
         ModelFolder(model.config, out).fingerprints("model")
 
 
@@ -488,7 +487,7 @@ def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     record = tmp_path / "out.partial" / "dequantize.json"
     write_sealed(record, {"source": "x", "shards": {}})
-    with pytest.raises(UserError, match="unfinished copy of another checkpoint"):
+    with user_error("unfinished copy of another checkpoint"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 
@@ -497,9 +496,7 @@ def test_a_begun_copy_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
 )
 def test_methods_that_are_not_taken_back_are_named(method: str, tmp_path: Path) -> None:
     write(tmp_path / "q", block_fp8, {"quant_method": method})
-    with pytest.raises(
-        UserError, match=rf"'{method}'.*fp8, mxfp4, compressed-tensors, modelopt"
-    ):
+    with user_error(rf"'{method}'.*fp8, mxfp4, compressed-tensors, modelopt"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
@@ -520,7 +517,7 @@ def test_a_scale_that_makes_a_weight_nan_is_named_and_nothing_is_written(
     # All bits are NaN in every dtype that scales have.
     scale.view(-1).view(torch.uint8).fill_(255)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=rf"'{module}\.weight': has values .* NaN"):
+    with user_error(rf"'{module}\.weight': has values .* NaN"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -532,7 +529,7 @@ def test_a_packed_tensor_whose_shape_is_no_pair_is_refused(tmp_path: Path) -> No
     name = next(name for name in tensors if name.endswith("_shape"))
     tensors[name] = torch.ones(2, 2, dtype=torch.int64)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="do not fit"):
+    with user_error("do not fit"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 
@@ -541,9 +538,7 @@ def test_scales_of_other_blocks_are_refused_by_the_tensors_name(tmp_path: Path) 
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [128, 5]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        UserError, match=r"tensor 'model\..*scales of shape .*blocks of 128 x 5"
-    ):
+    with user_error(r"tensor 'model\..*scales of shape .*blocks of 128 x 5"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
 
 
@@ -573,7 +568,7 @@ def test_forms_that_look_like_known_ones_are_refused_before_anything_is_written(
         }, torch.zeros(rows, columns)
 
     write(tmp_path / "q", made, COMPRESSED)
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not [*tmp_path.glob("out*/*.safetensors")]
 
@@ -594,7 +589,7 @@ def test_an_expert_that_is_missing_is_seen(tmp_path: Path) -> None:
     (tmp_path / "q" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": weight_map})
     )
-    with pytest.raises(UserError, match="missing"):
+    with user_error("missing"):
         dequantize_checkpoint(tmp_path / "q", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -603,5 +598,5 @@ def test_a_checkpoint_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
     tiny_model("qwen3_moe", vocab_size=64, num_hidden_layers=1).save_pretrained(
         tmp_path / "plain"
     )
-    with pytest.raises(UserError, match="is not quantised"):
+    with user_error("is not quantised"):
         dequantize_checkpoint(tmp_path / "plain", tmp_path / "out")

@@ -20,7 +20,7 @@ from fcsd.model.families import FAMILIES
 from fcsd.model.inspect import inspect_model, report_table
 from fcsd.model.quantised.tensors import missing_tensors, quantised_tensors
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 X = torch.randint(3, 99, (2, 9), generator=torch.Generator().manual_seed(0))
 ALL = Connectivity("all")
@@ -176,10 +176,7 @@ def test_weights_that_a_missing_package_would_load_are_converted_and_inspect_nam
     assert "not on this machine: " in report_table(facts)
     convert_checkpoint(folder, tmp_path / "far", ALL)
     for place in (folder, tmp_path / "far"):
-        with pytest.raises(
-            UserError,
-            match=r"quantised by compressed-tensors .*, cannot be loaded here: ",
-        ):
+        with user_error(r"quantised by compressed-tensors .*, cannot be loaded here: "):
             load_model(place)
 
 
@@ -214,9 +211,7 @@ def test_a_missing_tensor_of_fused_experts_is_noticed(tmp_path: Path) -> None:
     edit_config(base, quantization_config={"quant_method": "mxfp4"})
     convert_checkpoint(base, tmp_path / "whole", ALL)
     change_tensors(base, lambda tensors: tensors.pop(f"{experts}_blocks"))
-    with pytest.raises(
-        UserError, match=f"1 tensors are missing, the first is '{experts}'"
-    ):
+    with user_error(f"1 tensors are missing, the first is '{experts}'"):
         convert_checkpoint(base, tmp_path / "far", ALL)
 
 
@@ -249,10 +244,8 @@ def test_fields_left_over_beside_plain_weights_are_said_and_left_out(
     )
     assert torch.equal(logits(folder), logits(plain))
     place = "hf_quant_config.json" if only else "quantization_config"
-    assert (
-        f"{folder}: {place} says" in (said := capsys.readouterr().err)
-        and "is left over" in said
-    )
+    assert f"{folder}: {place} says" in (said := capsys.readouterr().err)
+    assert "is left over" in said
     facts = inspect_model(folder)
     assert facts["can_be_converted"] and facts["quantization"] is None
     assert "are left over, and `fcsd convert` leaves them out" in report_table(facts)
@@ -271,10 +264,8 @@ def test_quantisation_inside_the_text_config_counts_as_that_beside_it(
     text = json.loads((tmp_path / "base" / "config.json").read_text())["text_config"]
     edit_config(tmp_path / "base", text_config=text | {"quantization_config": FP8})
     checkpoint = read_checkpoint(tmp_path / "base")
-    assert (
-        checkpoint.leftover
-        and "quantization_config" not in checkpoint.config["text_config"]
-    )
+    assert checkpoint.leftover
+    assert "quantization_config" not in checkpoint.config["text_config"]
     load_model(tmp_path / "base")
     edit_config(
         tmp_path / "base",

@@ -38,6 +38,7 @@ from tests.model.quantised.test_dequantize import (
     write_gpt_oss,
 )
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="without a GPU transformers dequantises FP8"
@@ -135,7 +136,7 @@ def test_what_transformers_would_dequantise_otherwise_is_refused_and_dequantize_
     written(tmp_path / "q", *REFUSED[form])
     convert_checkpoint(tmp_path / "q", tmp_path / "far", Connectivity("all"))
     for folder in (tmp_path / "q", tmp_path / "far"):
-        with pytest.raises(UserError, match=r"; `fcsd dequantize` writes them"):
+        with user_error(r"; `fcsd dequantize` writes them"):
             load_model(folder)
     dequantize_checkpoint(tmp_path / "q", tmp_path / "plain")
     load_model(tmp_path / "plain")
@@ -165,7 +166,7 @@ def test_dequantising_that_the_caller_asks_for_is_checked_as_well(
         lambda config: type("Quantizer", (), {"quantization_config": None})(),
     )
     given = FineGrainedFP8Config(dequantize=True)
-    with pytest.raises(UserError, match="which do not divide it evenly"):
+    with user_error("which do not divide it evenly"):
         load_model(tmp_path / "q", quantization_config=given)
 
 
@@ -258,9 +259,8 @@ def test_a_student_from_mxfp4_files_is_refused_however_it_comes(
     loaded, tokenizer = fcsd.load(tmp_path / "q", layers="all")
     by_transformers = AutoModelForCausalLM.from_pretrained(tmp_path / "q")
     for model in (str(tmp_path / "q"), loaded, fcsd.convert(by_transformers, "all")):
-        with pytest.raises(
-            UserError,
-            match=r"weights are quantised by mxfp4 .*; `fcsd dequantize` writes them",
+        with user_error(
+            r"weights are quantised by mxfp4 .*; `fcsd dequantize` writes them"
         ):
             fcsd.FCSDTrainer(
                 model,
@@ -269,9 +269,7 @@ def test_a_student_from_mxfp4_files_is_refused_however_it_comes(
                 processing_class=tokenizer,
             )
     ids = torch.randint(3, 99, (24, 16))
-    with pytest.raises(
-        UserError, match=r"quantised, so folded maps .*`fcsd dequantize`"
-    ):
+    with user_error(r"quantised, so folded maps .*`fcsd dequantize`"):
         fcsd.calibrate(loaded, by_transformers, ids)
 
 

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity, convert_checkpoint
 from fcsd.model.connectivity.checkpoint import read_checkpoint
@@ -24,6 +23,7 @@ from fcsd.model.quantised.dequantise import dequantize_checkpoint
 from fcsd.model.quantised.quantise import quantize_checkpoint
 from tests.model.quantised.test_dequantize import fp8
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 256}
 MLA = {
@@ -216,7 +216,7 @@ def test_experts_that_engines_do_not_take_are_refused(
     family: str, sizes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     source = farskip(tmp_path, family, **sizes)
-    with pytest.raises(UserError, match=f"tensor 'model.layers.0.mlp.*{message}"):
+    with user_error(f"tensor 'model.layers.0.mlp.*{message}"):
         quantize_checkpoint(source, tmp_path / "out")
     assert [*tmp_path.glob("out*")] == []
 
@@ -230,15 +230,15 @@ def test_a_weight_that_is_nan_is_named_and_the_copy_continues_when_it_is_repaire
     name = "model.layers.1.mlp.experts.1.up_proj.weight"
     file.unlink()  # a link to the original's file
     save_file({**whole, name: torch.full_like(whole[name], torch.nan)}, file)
-    with pytest.raises(UserError, match=f"tensor '{name}': has values that are NaN"):
+    with user_error(f"tensor '{name}': has values that are NaN"):
         quantize_checkpoint(source, tmp_path / "out", shard_bytes=100_000)
     assert not (tmp_path / "out").exists()
     save_file(whole, file)
-    with pytest.raises(UserError, match="unfinished copy of another checkpoint"):
+    with user_error("unfinished copy of another checkpoint"):
         quantize_checkpoint(source, tmp_path / "out")
 
 
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
     quantize_checkpoint(farskip(tmp_path), tmp_path / "out")
-    with pytest.raises(UserError, match=r"quantised already, by fp8; `fcsd dequantize"):
+    with user_error(r"quantised already, by fp8; `fcsd dequantize"):
         quantize_checkpoint(tmp_path / "out", tmp_path / "again")

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, load_model
 from fcsd.parallel.overlap import OverlappedEP, attach
 from fcsd.parallel.overlap.exchange import Port
@@ -29,6 +28,7 @@ from tests.parallel.overlap.ranks import (
 )
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 FAMILIES = ("qwen2_moe", "qwen3_moe")
 
@@ -110,11 +110,9 @@ def trained(rank: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any
         if family == "qwen2_moe":
             facts["compiled"] = compiled(model, x, blocking)
         model.activation_checkpointing_enable({"use_reentrant": True})
-        with pytest.raises(
-            UserError, match=r"re-entrant activation checkpointing .* --overlap off"
-        ):
+        with user_error(r"re-entrant activation checkpointing .* --overlap off"):
             step(model, x)
-        with pytest.raises(UserError, match="attached already; detach it first"):
+        with user_error("attached already; detach it first"):
             attach(model)
     return by_family
 
@@ -409,10 +407,8 @@ def test_counts_are_on_their_way_while_the_rows_are_gathered() -> None:
     assert again == ["start counts", "gather rows", "wait counts", "start rows"]
     assert log == [*again, "gather rows", "start rows"]
     received, pairs = ep.finish_dispatch(dispatch)
-    assert torch.equal(received, rows.repeat_interleave(2, 0)) and torch.equal(
-        pairs.weights, weights.view(-1)
-    )
-    assert pairs.ids.tolist() == experts.view(
-        -1
-    ).tolist() and dispatch.exchange.send == [5 + 7]
+    assert torch.equal(received, rows.repeat_interleave(2, 0))
+    assert torch.equal(pairs.weights, weights.view(-1))
+    assert pairs.ids.tolist() == experts.view(-1).tolist()
+    assert dispatch.exchange.send == [5 + 7]
     assert log[-1] == "wait rows"

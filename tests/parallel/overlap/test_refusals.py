@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers.distributed.expert_parallel import EPImplementation
 
-from fcsd.base.errors import UserError
 from fcsd.model.config import ModelConfig
 from fcsd.model.connectivity import Connectivity, convert_model, load_model
 from fcsd.model.families import FAMILIES
@@ -20,7 +19,7 @@ from fcsd.parallel.place import check_overlap_of, distributed_config
 from fcsd.pipeline.checks import check_overlap
 from fcsd.pipeline.context import Run
 from tests.reference.tiny import tiny_config, tiny_model
-from tests.support import Bench
+from tests.support import Bench, user_error
 
 CPU = torch.device("cpu")
 
@@ -28,10 +27,7 @@ CPU = torch.device("cpu")
 def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(
-        UserError,
-        match=r"^--overlap full: applies only to --expert-parallel N",
-    ):
+    with user_error(r"^--overlap full: applies only to --expert-parallel N"):
         requested_engine(8, CPU, 1, "full")
     names = {
         None: "farskip",
@@ -45,15 +41,12 @@ def test_overlap_without_expert_parallelism_is_refused_and_off_is_transformers_o
         assert distributed_config(engine, 8).ep_implementation == name
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     for asked in (None, "full", "forward"):
-        with pytest.raises(
-            UserError,
-            match=r"dynamo_backend inductor compiles whole layers.*set dynamo_backend: 'no'",
+        with user_error(
+            r"dynamo_backend inductor compiles whole layers.*set dynamo_backend: 'no'"
         ):
             requested_engine(8, CPU, 4, asked)  # type: ignore[arg-type]
-    assert (
-        requested_engine(8, CPU, 4, "off").overlap == "off"
-        and requested_engine(8, CPU).name == "ddp"
-    )
+    assert requested_engine(8, CPU, 4, "off").overlap == "off"
+    assert requested_engine(8, CPU).name == "ddp"
 
 
 def checked(
@@ -74,9 +67,8 @@ def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_w
     bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     none = bench.recipe("none", connectivity={"layers": "none"})
-    with pytest.raises(
-        UserError,
-        match=r"--overlap full: .* does not support it: connectivity.layers rewires no MoE layer",
+    with user_error(
+        r"--overlap full: .* does not support it: connectivity.layers rewires no MoE layer"
     ):
         checked(none, "full", capsys)
     assert (
@@ -84,15 +76,12 @@ def test_a_recipe_that_cannot_overlap_is_refused_or_where_overlap_is_left_open_w
         == "overlap: off: connectivity.layers rewires no MoE layer\n"
     )
     assert checked(none, "off", capsys) == ""
-    with pytest.raises(
-        UserError, match=r"--expert-parallel 3: does not divide the \d+ experts of "
-    ):
+    with user_error(r"--expert-parallel 3: does not divide the \d+ experts of "):
         checked(none, None, capsys, size=3)
     tiny_model("mixtral", router_jitter_noise=0.1).save_pretrained(tmp_path / "jitter")
     jitter = bench.recipe("jitter", model={"path": str(tmp_path / "jitter")})
-    with pytest.raises(
-        UserError,
-        match=r"router_jitter_noise 0.1: recomputation would draw other random numbers",
+    with user_error(
+        r"router_jitter_noise 0.1: recomputation would draw other random numbers"
     ):
         checked(jitter, "forward", capsys)
     plain = bench.recipe("plain")
@@ -112,14 +101,13 @@ def test_a_transformers_or_a_machine_that_cannot_overlap_is_refused_before_anyth
     assert (
         checked(plain, None, capsys) == checked(plain, "off", capsys, device=gpu) == ""
     )
-    with pytest.raises(UserError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
+    with user_error(r"CUDA_DEVICE_MAX_CONNECTIONS=1: .*; unset it"):
         checked(plain, None, capsys, device=gpu)
     monkeypatch.setattr(EPImplementation, "__call__", lambda self, hidden_states: None)
     assert checked(plain, "off", capsys) == ""
     for overlap in (None, "full"):
-        with pytest.raises(
-            UserError,
-            match=r"transformers 5\S+: .* is not the one that overlap was written for",
+        with user_error(
+            r"transformers 5\S+: .* is not the one that overlap was written for"
         ):
             checked(plain, overlap, capsys)
 
@@ -132,24 +120,20 @@ def test_what_a_model_without_weights_tells_is_refused_before_they_are_loaded(
     model = load_model(tmp_path, attn_implementation="eager", **options)
     assert all(parameter.is_meta for parameter in model.parameters())
     check(model)
-    with pytest.raises(
-        UserError,
-        match=r"split core: attention of layer 0 uses no attention registry .* use end",
+    with user_error(
+        r"split core: attention of layer 0 uses no attention registry .* use end"
     ):
         check(model, "core")
     check(load_model(tmp_path, **options), "core")
     model.activation_checkpointing_enable({"use_reentrant": True})
-    with pytest.raises(
-        UserError,
-        match=r"re-entrant activation checkpointing is not supported; use .* False",
+    with user_error(
+        r"re-entrant activation checkpointing is not supported; use .* False"
     ):
         check(model)
     model.activation_checkpointing_enable({"use_reentrant": False})
     check(model)
     model.model.layers[2].compile(backend="eager")
-    with pytest.raises(
-        UserError, match=r"^layer 2 is compiled as a whole; compile attention and MLPs"
-    ):
+    with user_error(r"^layer 2 is compiled as a whole; compile attention and MLPs"):
         check(model)
 
 
@@ -158,31 +142,26 @@ def test_a_checkpoint_that_cannot_overlap_is_not_evaluated_with_overlap(
 ) -> None:
     launch = Launch(CPU, Engine("ep", expert_parallel=2, overlap="full"))
     model = find_model(ModelConfig(path=str(bench.base)))
-    with pytest.raises(
-        UserError,
-        match=r"--overlap full: .* does not support it: none of its layers is rewired; leave --overlap",
+    with user_error(
+        r"--overlap full: .* does not support it: none of its layers is rewired; leave --overlap"
     ):
         check_overlap_of(model, launch)
 
 
 def test_models_that_cannot_overlap_are_refused_when_it_is_attached() -> None:
     model = tiny_model("qwen3_moe", attn_implementation="eager")
-    with pytest.raises(
-        UserError,
-        match=r"no MoE layer is both rewired and distributed by ep_implementation 'farskip'",
+    with user_error(
+        r"no MoE layer is both rewired and distributed by ep_implementation 'farskip'"
     ):
         attach(model)
     convert_model(model, Connectivity("all"))
-    with pytest.raises(
-        UserError,
-        match=r"split core: attention of layer 0 uses no attention registry .* use end",
+    with user_error(
+        r"split core: attention of layer 0 uses no attention registry .* use end"
     ):
         attach(model, split="core")
     layer = model.model.layers[0]
     layer._compiled_call_impl = layer.forward  # what `compile` sets
-    with pytest.raises(
-        UserError, match=r"^layer 0 is compiled as a whole; compile attention and MLPs"
-    ):
+    with user_error(r"^layer 0 is compiled as a whole; compile attention and MLPs"):
         attach(model)
 
 

@@ -197,9 +197,8 @@ def test_what_is_unpacked_is_what_was_packed(dtype: torch.dtype) -> None:
         packed = parcels.pack(sent, weights, numbering)
         of_rows, unpacked, numbers = parcels.unpack(packed)
         assert of_rows.tolist() == [0, *((3, 4) if words == 2 else (2, 3))]
-        assert torch.equal(packed[of_rows], sent) and torch.equal(
-            unpacked.float(), weights
-        )
+        assert torch.equal(packed[of_rows], sent)
+        assert torch.equal(unpacked.float(), weights)
         assert (
             torch.equal(numbers, codes) if numbering is not None else not numbers.any()
         )

@@ -24,10 +24,8 @@ def test_a_trace_shows_both_models_and_what_the_rewired_one_starts(
     }
     assert {path.name for path in folder.iterdir()} == names
     measured = json.loads((folder / "overlap.json").read_text())
-    assert (
-        measured["regular"]["all"]["total"] > 0
-        and measured["farskip"]["all"]["total"] > 0
-    )
+    assert measured["regular"]["all"]["total"] > 0
+    assert measured["farskip"]["all"]["total"] > 0
     events = {
         name: [
             event.get("name", "")

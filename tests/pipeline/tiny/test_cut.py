@@ -8,7 +8,6 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.connectivity.modeling import base_config_class, base_model_class
 from fcsd.model.connectivity.stack import decoder_layers
@@ -17,7 +16,7 @@ from fcsd.model.families.family import text_config
 from fcsd.model.inspect.checkpoint import config_object
 from fcsd.pipeline.tiny.cut import cut_sizes
 from fcsd.pipeline.tiny.models import small_model, tiny_model
-from tests.support import ROOT, few
+from tests.support import ROOT, few, user_error
 
 # Fields of published checkpoints that transformers' defaults lack, or with which the
 # defaults leave out the family's own kind of layer.
@@ -200,12 +199,7 @@ def test_layers_are_chosen_once_for_all_lists_of_a_configuration() -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_in_one_line() -> None:
-    with pytest.raises(
-        UserError,
-        match="no family has the model type 'llama'; `fcsd families` lists them",
-    ):
+    with user_error("no family has the model type 'llama'; `fcsd families` lists them"):
         tiny_model("llama")
-    with pytest.raises(
-        UserError, match=r"dots1: the sizes of its config cannot be cut: empty\(\)"
-    ):
+    with user_error(r"dots1: the sizes of its config cannot be cut: empty\(\)"):
         tiny_model("dots1")

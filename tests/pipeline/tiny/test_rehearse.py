@@ -42,7 +42,14 @@ from tests.parallel.test_engines import EP, launch
 from tests.parallel.test_engines import environment as launch_environment
 from tests.pipeline.tiny.test_tasks import SIZES
 from tests.reference.tiny import tiny_model
-from tests.support import ROOT, few, in_a_fork, in_forked_ranks, skip_unavailable
+from tests.support import (
+    ROOT,
+    few,
+    in_a_fork,
+    in_forked_ranks,
+    skip_unavailable,
+    user_error,
+)
 
 
 def rehearse(recipe: Recipe, folder: Path) -> Recipe:
@@ -231,9 +238,8 @@ def test_every_distillation_runs_at_tiny_size(path: Path, tmp_path: Path) -> Non
     assert results["steps"] == 2
     if looked_at:
         record = results["decontamination"]
-        assert record["num_left_out"] == 0 and record["num_items"] == 8 * (
-            11 + 57
-        )  # MBPP+ twice, MMLU by subject
+        # MBPP+ twice, MMLU by subject
+        assert record["num_left_out"] == 0 and record["num_items"] == 8 * (11 + 57)
     scores = read_json(tmp_path / "r" / "run" / "distill" / "scores.json")["points"]
     assert [point["step"] for point in scores] == [0, 1, 2]
 
@@ -481,16 +487,11 @@ def test_a_rehearsal_is_made_once_and_never_over_something_else(
     made = (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns
     assert rehearse(recipe, tmp_path / "r") == first
     assert (tmp_path / "r" / "model" / "model.safetensors").stat().st_mtime_ns == made
-    with pytest.raises(
-        UserError, match="holds a rehearsal with other settings; choose another folder"
-    ):
+    with user_error("holds a rehearsal with other settings; choose another folder"):
         rehearse(small_recipe(own_model, seed=3), tmp_path / "r")
-    with pytest.raises(UserError, match="is not a rehearsal; choose a new folder"):
+    with user_error("is not a rehearsal; choose a new folder"):
         rehearse(recipe, Path(own_model))
-    with pytest.raises(
-        UserError,
-        match=r"--rehearse: no/such: no such folder.*to find the model's family",
-    ):
+    with user_error(r"--rehearse: no/such: no such folder.*to find the model's family"):
         rehearse(small_recipe("no/such"), tmp_path / "other")
 
 
@@ -545,9 +546,8 @@ def test_a_suite_of_ones_own_is_rehearsed_on_its_own_data_or_refused_before_any_
         "--rehearse: task mine of suite own: fcsd cannot invent rows of the data set me/mine"
         in said
     )
-    assert (
-        "task mine: " in said.splitlines()[-1] and not (tmp_path / "r" / "run").exists()
-    )
+    assert "task mine: " in said.splitlines()[-1]
+    assert not (tmp_path / "r" / "run").exists()
 
     (tmp_path / "root" / "me" / "mine").mkdir(parents=True)
     (tmp_path / "root" / "me" / "mine" / "test.jsonl").write_text("{}")
@@ -727,11 +727,9 @@ def test_an_economical_run_of_two_ranks_that_was_killed_twice_ends_with_the_same
         (DistillTrainer, "_get_grad_norm"),
         (evaluation_stage, "run_evaluation"),
     )
-    assert (
-        "continuing from" in second
-        and "checkpoint-1" in second
-        and "distill: finished before" in third
-    )
+    assert "continuing from" in second
+    assert "checkpoint-1" in second
+    assert "distill: finished before" in third
     whole, killed = (tmp_path / name / "run" for name in ("whole", "killed"))
     weights = sorted(
         path.relative_to(whole) for path in whole.rglob("model.safetensors")
@@ -754,9 +752,7 @@ def test_a_rehearsal_writes_nothing_outside_its_folder(
 ) -> None:
     source = {"path": "some/data", "columns": {"text": "text"}, key: "../../../../x"}
     recipe = small_recipe(own_model, data={"train": [source]})
-    with pytest.raises(
-        UserError, match=r"'\.\./\.\./\.\./\.\./x.*leads out of the folder"
-    ):
+    with user_error(r"'\.\./\.\./\.\./\.\./x.*leads out of the folder"):
         rehearse(recipe, tmp_path / "rehearsal")
     assert not (tmp_path / "rehearsal").exists() and not (tmp_path / "x").exists()
 

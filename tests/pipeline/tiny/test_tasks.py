@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from fcsd.base.errors import UserError
 from fcsd.base.files import data_dir
 from fcsd.evaluation.config import LMEvalTaskConfig
 from fcsd.evaluation.suites import load_suite
 from fcsd.pipeline.tiny.operations import OPERATIONS
 from fcsd.pipeline.tiny.questions import LETTERS, WORDS, split_of
 from fcsd.pipeline.tiny.tasks import write_tiny_data
+from tests.support import user_error
 
 SIZES = {
     "num_train": 3000,
@@ -90,7 +90,7 @@ def test_tiny_data_that_were_changed_are_not_found_finished(
     said = (
         r"settings\.json: not valid" if damage == "empty settings" else r"train\.jsonl"
     )
-    with pytest.raises(UserError, match=said):
+    with user_error(said):
         write_tiny_data(place, **sizes)
 
 
@@ -302,7 +302,7 @@ def test_finished_folder_is_reused_and_other_settings_are_refused(folder: Path) 
     before = {p: p.stat().st_mtime_ns for p in folder.rglob("*.jsonl")}
     write_tiny_data(folder, **SIZES)
     assert {p: p.stat().st_mtime_ns for p in before} == before
-    with pytest.raises(UserError, match="name another folder, or remove this one"):
+    with user_error("name another folder, or remove this one"):
         write_tiny_data(folder, seed=5, **SIZES)
 
 
@@ -321,10 +321,8 @@ def test_a_failed_run_leaves_nothing_behind(
 def test_suite_and_task_files_name_the_data_that_is_written(folder: Path) -> None:
     suite = load_suite("tiny")
     for row in suite.tasks:
-        assert (
-            row.dataset is not None
-            and (folder / "data" / row.dataset / f"{row.split}.jsonl").is_file()
-        )
+        assert row.dataset is not None
+        assert (folder / "data" / row.dataset / f"{row.split}.jsonl").is_file()
         if isinstance(row, LMEvalTaskConfig) and row.lm_eval_include is not None:
             path = data_dir("eval") / "tasks" / row.lm_eval_include / f"{row.task}.yaml"
             task = yaml.safe_load(path.read_text())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from benchmarks.plan import planned
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.collectives import TABLES, published
@@ -18,6 +17,7 @@ from fcsd.planning.cost.plan import plan
 from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.table import plan_table
 from fcsd.planning.cost.times import plan_times
+from tests.support import user_error
 
 QWEN: dict[str, Any] = {"gpu": "h200", "phase": "decode", "batch": 64, "length": 4096}
 
@@ -151,7 +151,7 @@ def test_own_times_replace_the_published_and_their_range() -> None:
     one = planned("Qwen3-30B-A3B", {}, QWEN | {"assumptions": {"all_reduce_us": 30}})
     rows = {row["name"]: row for row in plan(one, advise=False)["sensitivity"]}
     assert rows["side_us"]["range"] == [24.4, 34]
-    with pytest.raises(UserError, match=r"all_reduce_us: only tensor-parallel ranks"):
+    with user_error(r"all_reduce_us: only tensor-parallel ranks"):
         planned("Qwen3-30B-A3B", {}, {"assumptions": {"all_reduce_us": 30}})
 
 

@@ -18,7 +18,6 @@ import yaml
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from fcsd.base.errors import UserError
 from fcsd.base.terminal import fit
 from fcsd.base.text import size
 from fcsd.cli.main import main
@@ -48,7 +47,7 @@ from tests.memory import (
 )
 from tests.real_configs import real_folder
 from tests.reference.tiny import TINY, tiny_config, tiny_model
-from tests.support import ROOT, few, skip_unavailable
+from tests.support import ROOT, few, skip_unavailable, user_error
 from tests.terminal import assert_readable
 
 MEASURED = {
@@ -137,9 +136,8 @@ def test_persistent_bytes_are_those_of_a_count_by_hand() -> None:
     assert trace.num_parameters == trace.num_trainable == number
     # and the buffers of the rotation
     assert trace.peak["student"] == pytest.approx(4 * number, rel=1e-4)
-    assert (
-        trace.peak["optimizer"] == 8 * number and trace.peak["gradients"] == 4 * number
-    )
+    assert trace.peak["optimizer"] == 8 * number
+    assert trace.peak["gradients"] == 4 * number
     frozen = traced(replace(PLAIN, freeze_embeddings_and_head=True))
     assert number - frozen.num_trainable == trace.embeddings_and_head == 2 * 4096 * 256
     assert frozen.peak["optimizer"] == 8 * frozen.num_trainable
@@ -164,9 +162,8 @@ def test_no_bytes_grow_with_vocabulary_times_tokens() -> None:
         traced(setting, vocab_size=size).transient["loss"] for size in (4096, 16384)
     )
     head = (16384 - 4096) * 256 * 4
-    assert many - few < 1.1 * head + (
-        32 << 20
-    )  # the float32 gradient of the head, tiles of at least 128 tokens
+    # the float32 gradient of the head, tiles of at least 128 tokens
+    assert many - few < 1.1 * head + (32 << 20)
 
 
 # ---- operations
@@ -179,9 +176,8 @@ def test_operations_are_those_that_torch_counts_in_a_real_step() -> None:
         "moe_intermediate_size": 32,
         "num_hidden_layers": 3,
     }
-    experts = {
-        "experts_implementation": "batched_mm"
-    }  # matmuls that torch counts; each token's experts, as grouped
+    # matmuls that torch counts; each token's experts, as grouped
+    experts = {"experts_implementation": "batched_mm"}
     student, teacher = small_model(**overrides), small_model(**overrides).eval()
     convert_model(student, Connectivity("all"))
     for model in (student, teacher):
@@ -367,9 +363,8 @@ def test_the_disk_holds_twelve_bytes_a_parameter_and_checkpoint(
     number, disk = facts["parameters"]["total"], facts["disk"]
     assert disk["total_bytes"] == 3 * 12 * number + 2 * number
     assert "3 checkpoints of " in estimate_table(facts)
-    assert disk[
-        "host_copy_bytes"
-    ] == 12 * number and "host memory   " in estimate_table(facts)
+    assert disk["host_copy_bytes"] == 12 * number
+    assert "host memory   " in estimate_table(facts)
     for sharding, machines in (("fsdp2", 2), ("hsdp", 1)):
         facts = estimate(
             load_recipe(path), Hardware(gpu="h100", num_gpus=16, sharding=sharding)
@@ -400,9 +395,8 @@ def test_a_score_that_generates_gathers_the_weights_once_where_they_fit_beside_w
     facts = estimate(
         load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="zero3")
     )
-    assert not facts["scoring"][
-        "once"
-    ] and "of weights for every token" in estimate_table(facts)
+    assert not facts["scoring"]["once"]
+    assert "of weights for every token" in estimate_table(facts)
     facts = estimate(
         load_recipe(path), Hardware(gpu="h200", num_gpus=8, sharding="none")
     )
@@ -563,7 +557,7 @@ def test_a_copy_a_node_needs_the_memory_of_eight_shards_and_sends_its_gradients_
     # A ring uses all network interfaces of a node: a second node makes a step faster,
     # not slower.
     assert sixteen["time"]["step_s"][0] < eight["time"]["step_s"][0]
-    with pytest.raises(UserError, match=r"--sharding hsdp: .* a multiple of 8, got 12"):
+    with user_error(r"--sharding hsdp: .* a multiple of 8, got 12"):
         estimate(plan, Hardware(gpu="h100", num_gpus=12, sharding="hsdp"))
 
 
@@ -650,9 +644,8 @@ def test_of_a_recipe_that_only_pretrains_the_pretraining_is_estimated(
     # width 128 with two experts per token; solving the maps of 4 layers and two for
     # each of 8 experts; folding 0.9M weights.
     gram = 2 * 128**2  # one Gram matrix of 128 inputs, a token
-    sums = (
-        2 * 2 * gram + 2 * 256**2 + 2 * 256 * 128 + 2 * 2 * 2 * gram
-    )  # two sides, both at once, two experts
+    # two sides, both at once, two experts
+    sums = 2 * 2 * gram + 2 * 256**2 + 2 * 256 * 128 + 2 * 2 * 2 * gram
     # Each is solved twice, the second time without some rows, on which two more
     # residuals are computed.
     one, both = (
@@ -706,7 +699,7 @@ def test_a_batch_that_cannot_be_cut_comes_with_what_fits(
     rows: int, batch: int, max_length: int, ranks: int, ways: str
 ) -> None:
     train = TrainConfig(batch_size_tokens=batch, per_device_train_batch_size=rows)
-    with pytest.raises(UserError, match=f"possible: {ways}$"):
+    with user_error(f"possible: {ways}$"):
         micro_batches(train, max_length, ranks)
     if match := re.search(r"max_length (\d+)", ways):
         assert micro_batches(train, int(match[1]), ranks)[0] == rows
@@ -764,10 +757,8 @@ def test_a_small_run_fits_and_whole_copies_on_two_ranks_add_buckets(
         one["memory"]["fits"] and one["changes"] == [] and one["hardware"]["supported"]
     )
     buckets = two["memory"]["parts"].pop("DDP buckets")
-    assert (
-        buckets == 4 * one["parameters"]["trained"]
-        and "DDP buckets" not in one["memory"]["parts"]
-    )
+    assert buckets == 4 * one["parameters"]["trained"]
+    assert "DDP buckets" not in one["memory"]["parts"]
     assert (
         one["settings"]["micro_batches"] == 2 * two["settings"]["micro_batches"] == 128
     )
@@ -814,10 +805,8 @@ def test_tokens_take_disk_and_time_once_for_all_trainings(
     plan = load_recipe(path)
     number = 5000 * plan.train.batch_size_tokens
     facts = estimate(plan, Hardware(gpu="h200"))
-    assert (
-        facts["tokens"]["num_tokens"] == number
-        and facts["tokens"]["bytes"] == 5 * number
-    )
+    assert facts["tokens"]["num_tokens"] == number
+    assert facts["tokens"]["bytes"] == 5 * number
     assert facts["tokens"]["seconds"] == pytest.approx(
         [number / 6.1e6, number / 762_500], rel=1e-4
     )
@@ -844,9 +833,8 @@ def test_half_the_utilisation_takes_the_matmuls_twice_the_time(
     assert high - low == pytest.approx(2 * (low - fast["expected_s"]))
     assert fast["step_s"] == [fast["expected_s"]] * 2
     flops = estimate(loaded, Hardware(gpu="h200"))["flops"]["per_step"]
-    half = (
-        131072 * 4 * 1024 * 32 * 128 * 2 * (1 + 1 + 2.5) / 2
-    )  # of the scores of two layers: teacher, forward, backward
+    # of the scores of two layers: teacher, forward, backward
+    half = 131072 * 4 * 1024 * 32 * 128 * 2 * (1 + 1 + 2.5) / 2
     assert high - low == pytest.approx(
         (flops - half) * (1 / 0.025 - 1 / 0.05) / 989.4e12, rel=0.03
     )
@@ -897,9 +885,8 @@ def test_the_command_prints_a_table_or_json(
     )
     facts = json.loads(capsys.readouterr().out)
     assert facts["run"] == "distill, variant sft" and facts["time"]["mfu"] == [0.2, 0.2]
-    assert (
-        "teacher weights" not in facts["memory"]["parts"] and len(facts["totals"]) == 1
-    )
+    assert "teacher weights" not in facts["memory"]["parts"]
+    assert len(facts["totals"]) == 1
 
 
 def test_the_demo_is_estimated_before_anything_is_there(
@@ -976,9 +963,7 @@ def test_a_model_whose_config_transformers_refuses_is_an_error(
     recipe: Callable[..., Path],
 ) -> None:
     path = few_layers(recipe(), "four")  # type: ignore[arg-type]
-    with pytest.raises(
-        UserError, match=r"config.json: transformers refuses it: .*num_hidden_layers"
-    ):
+    with user_error(r"config.json: transformers refuses it: .*num_hidden_layers"):
         estimate(load_recipe(path))
 
 
@@ -1015,9 +1000,8 @@ def test_the_step_of_every_family_is_followed_without_data(
         )
     )  # fmt: skip
     if model_type in NEEDS_DATA:
-        with pytest.raises(
-            UserError,
-            match=f"training step of {model_type} cannot be followed without data",
+        with user_error(
+            f"training step of {model_type} cannot be followed without data"
         ):
             estimate(load_recipe(path))
         return
@@ -1036,9 +1020,7 @@ def test_settings_that_need_data_name_the_model(
 ) -> None:
     path = recipe()
     tiny_config("dbrx").save_pretrained(tmp_path / "Qwen3-30B-A3B")
-    with pytest.raises(
-        UserError, match="training step of dbrx cannot be followed without data"
-    ):
+    with user_error("training step of dbrx cannot be followed without data"):
         estimate(load_recipe(path))
 
 

@@ -14,7 +14,6 @@ from benchmarks.overlap.__main__ import complete, parser
 from benchmarks.overlap.modes import Bench, exchanged_bytes
 from benchmarks.overlap.report import write_blocking_times
 from benchmarks.plan import V3, planned
-from fcsd.base.errors import UserError
 from fcsd.base.files import read_json
 from fcsd.cli.main import main
 from fcsd.model.connectivity import Connectivity
@@ -25,6 +24,7 @@ from fcsd.planning.cost.planned import Planned
 from fcsd.planning.cost.times import plan_times
 from tests.real_configs import CONFIGS
 from tests.reference.ranks import run_ranks
+from tests.support import user_error
 
 SMALL = "--layers 2 --exchange-ms 90"
 
@@ -121,9 +121,8 @@ def test_times_of_blocking_steps_predict_the_overlapped_ones_on_two_ranks(
     assert facts["times"]["speed_up"] == pytest.approx(
         blocking["step"] / full["step"], rel=1e-9
     )
-    assert (
-        1.2 < facts["times"]["speed_up"] < 1.75
-    )  # hiding everything would give about 1.8
+    # hiding everything would give about 1.8
+    assert 1.2 < facts["times"]["speed_up"] < 1.75
     assert not facts["upper_bound"] and facts["sensitivity"] == []
     windows = [
         (row["dispatch_s"], row["combine_s"]) for row in facts["times"]["windows"]
@@ -273,7 +272,7 @@ def test_times_that_cannot_be_are_one_line(
 ) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(times().model_dump(mode="json") | change))
-    with pytest.raises(UserError, match=r"^[^\n]*$") as refused:
+    with user_error(r"^[^\n]*$") as refused:
         read_times(path)
     assert message in str(refused.value) and str(path) in str(refused.value)
 
@@ -282,9 +281,7 @@ def test_times_of_something_else_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     for name in ("model_type", "num_layers", "ranks", "batch"):
         other: Any = "qwen3_moe" if name == "model_type" else 3
-        with pytest.raises(
-            UserError, match=f"--measured: {name} is {other} in the file"
-        ):
+        with user_error(f"--measured: {name} is {other} in the file"):
             measured_times(replace_field(times(), name, other), one)
 
 
@@ -351,14 +348,10 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     one = planned("DeepSeek-V3", V3, {"length": 64})
     some = times(exchanges=[each for each in times().exchanges if each.layer > 2])
     assert measured_times(some, rewired(one, [3, 4, 5]))["speed_up"] > 1
-    with pytest.raises(
-        UserError, match="rewires layer 0, but the file has no exchange for it"
-    ):
+    with user_error("rewires layer 0, but the file has no exchange for it"):
         measured_times(some, one)
     dense = planned("DeepSeek-V3", V3 | {"first_k_dense_replace": 1}, {"length": 64})
-    with pytest.raises(
-        UserError, match="exchanges of layer 0, which is not an MoE layer"
-    ):
+    with user_error("exchanges of layer 0, which is not an MoE layer"):
         measured_times(times(), dense)
     served = {
         "phase": "prefill",
@@ -370,9 +363,7 @@ def test_layers_of_which_nothing_was_measured_are_refused() -> None:
     server = planned(
         "DeepSeek-V3", V3, {"length": 64, "phase": "prefill", "gpu": "mi300x"}
     )
-    with pytest.raises(
-        UserError, match="overlap was measured with other layers rewired"
-    ):
+    with user_error("overlap was measured with other layers rewired"):
         measured_times(times(**served), rewired(server, [4, 5]))
 
 

@@ -27,7 +27,7 @@ from fcsd.planning.cost.times import plan_times
 from fcsd.planning.network.links import write_links
 from tests.planning.cost.plans import BARE, EIGHT, even_links, lite
 from tests.real_configs import CONFIGS, real_folder
-from tests.support import skip_unavailable
+from tests.support import skip_unavailable, user_error
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,8 @@ def test_every_query_head_has_scores_whoever_shares_its_keys() -> None:
     layer = published(
         "Qwen3-30B-A3B", {"num_hidden_layers": 1}, {"length": 64, "batch": 2}
     ).work.layers[0]
-    assert layer.scores == 2 * 32 * 64**2 and layer.core == 2.0 * 2 * 32 * 64**2 * (
-        128 + 128
-    )
+    assert layer.scores == 2 * 32 * 64**2
+    assert layer.core == 2.0 * 2 * 32 * 64**2 * (128 + 128)
     assert layer.work("attention a").flops == 2.0 * 2 * 64 * 2048 * (32 + 4 + 4) * 128
 
 
@@ -570,10 +569,8 @@ def test_the_windows_are_written_by_layer(tmp_path: Path) -> None:
         assert windows[name] == [row[name] for row in rows]
     assert windows["layers"] == [1, 2, 3] and windows["expert_parallel"] == 8
     assert len(windows["dispatch_s"]) == len(windows["combine_s"]) == 3
-    assert (
-        min(windows["dispatch_s"]) > 0
-        and windows["combine_s"][-1] < windows["combine_s"][0]
-    )
+    assert min(windows["dispatch_s"]) > 0
+    assert windows["combine_s"][-1] < windows["combine_s"][0]
 
 
 @pytest.mark.parametrize("option", ["--windows", "--figure"])
@@ -614,10 +611,8 @@ def test_a_cluster_file_says_what_the_options_would(
 
     by_file = planned("--cluster", str(cluster))
     by_options = planned("--gpu", "mi300x", "--nodes", "2", "--network-gb-s", "25")
-    assert (
-        by_file["machine"] == by_options["machine"]
-        and by_file["memory"] == by_options["memory"]
-    )
+    assert by_file["machine"] == by_options["machine"]
+    assert by_file["memory"] == by_options["memory"]
     assert by_file["times"]["compute_s"] < by_options["times"]["compute_s"]  # gemm
 
 
@@ -1011,7 +1006,7 @@ def test_the_gpus_that_are_known_are_listed_once() -> None:
     with pytest.raises(UserError) as refusal:
         find_gpu("none of them")
     assert str(refusal.value).count("allowed:") == 1
-    with pytest.raises(UserError, match=r"allowed: a100, .*; did you mean 'h200'\?$"):
+    with user_error(r"allowed: a100, .*; did you mean 'h200'\?$"):
         find_gpu("h20")
 
 

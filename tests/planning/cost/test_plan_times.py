@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.plan import V3
 from benchmarks.plan import planned as published
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity
 from fcsd.planning.cost.assumptions import ASSUMPTIONS
 from fcsd.planning.cost.plan import plan
@@ -24,6 +23,7 @@ from tests.planning.cost.plans import (
     with_links,
     with_values,
 )
+from tests.support import user_error
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +98,8 @@ def test_fewer_rewired_layers_hide_less(v3: Planned) -> None:
     speed_ups = [plan_times(one)["speed_up"] for one in (v3, some)]
     assert speed_ups[0] > speed_ups[1] > 1
     none = plan_times(replace(v3, connectivity=Connectivity("none")))
-    assert none["speed_up"] == pytest.approx(1) and none["exposed_s"] == pytest.approx(
-        none["communication_s"]
-    )
+    assert none["speed_up"] == pytest.approx(1)
+    assert none["exposed_s"] == pytest.approx(none["communication_s"])
     assert plan_times(replace(v3, connectivity=Connectivity([3, 4, 5]))) == plan_times(
         some
     )
@@ -283,9 +282,8 @@ def test_the_rank_with_most_rows_holds_up_an_exchange(v3: Planned) -> None:
     )
     busy = 4 * (1 - math.comb(128 - 48, 8) / math.comb(128, 8))
     assert uneven / even == pytest.approx(busy / rows_of_v3(8))
-    assert all_of_them / even == pytest.approx(
-        4 / rows_of_v3(8)
-    )  # half of the tokens choose none of its experts
+    # half of the tokens choose none of its experts
+    assert all_of_them / even == pytest.approx(4 / rows_of_v3(8))
     megatron = replace(v3, settings=v3.settings.model_copy(update={"rows_once": False}))
     even, uneven = (
         plan_times(with_values(megatron, imbalance=share, latency_us=0))["exchange_s"][
@@ -521,9 +519,8 @@ def test_a_servers_third_all_reduce_is_sent_by_the_rewired_model_alone() -> None
     sent = (27 * 2 + 25 - 29) * side + 29 * each
     assert times["communication_s"] == pytest.approx(27 * 2 * each)
     assert times["overlapped_communication_s"] == pytest.approx(sent)
-    assert (
-        times["exposed_s"] > times["communication_s"]
-    )  # which used to be reported as a negative share of hidden time
+    # which used to be reported as a negative share of hidden time
+    assert times["exposed_s"] > times["communication_s"]
     assert times["overlap"]["forward"] == pytest.approx(1 - times["exposed_s"] / sent)
     assert times["overlap"]["forward"] > 0
     hidden = sent - times["exposed_s"]
@@ -612,9 +609,8 @@ def test_a_ring_is_as_fast_as_the_links_that_its_ranks_have_to_each_other() -> N
     assert ring(4, **two) == pytest.approx(3 / 4 * 1e9 / (3 * peer))
     assert ring(4, gpu="h200") == pytest.approx(3 / 4 * 1e9 / (450e9 * 0.85))
     assert ring(16, **two) == pytest.approx(15 / 16 * 1e9 / (8 * nic))
-    assert ring(2, 8, **two) == pytest.approx(
-        1 / 2 * 1e9 / nic
-    )  # one rank on each node has one interface there
+    # one rank on each node has one interface there
+    assert ring(2, 8, **two) == pytest.approx(1 / 2 * 1e9 / nic)
     assert ring(4, 4, **two) == pytest.approx(3 / 4 * 1e9 / min(2 * nic, peer))
 
 
@@ -718,9 +714,8 @@ def test_each_exchange_is_exposed_beyond_its_own_window(v3: Planned) -> None:
     times = plan_times(with_links(v3, links.model_copy(update={"dispatch": slow})))
     dispatch, combine = (times["exchange_s"][name] for name in ("dispatch", "combine"))
     own = [row["dispatch_s"] for row in times["windows"]]
-    assert max(own) < dispatch and combine < min(
-        row["combine_s"] for row in times["windows"][:-1]
-    )
+    assert max(own) < dispatch
+    assert combine < min(row["combine_s"] for row in times["windows"][:-1])
     rest = 6 * dispatch - sum(own) + combine
     assert times["overlap"]["forward"] == pytest.approx(
         1 - rest / (6 * (dispatch + combine))
@@ -778,5 +773,5 @@ def test_no_assumption_is_without_effect(v3: Planned) -> None:
 def test_a_damaged_quantisation_is_one_line_that_says_how_to_plan_without_it(
     damaged: Any,
 ) -> None:
-    with pytest.raises(UserError, match=r"quantization_config: .*--dtype bfloat16"):
+    with user_error(r"quantization_config: .*--dtype bfloat16"):
         stored_weights({"quantization_config": damaged}, has_fp8=True)

@@ -203,9 +203,8 @@ def test_the_most_layers_within_a_loss_have_the_loss_that_was_measured(
             layers = range(count) if end == "first" else range(4 - count, 4)
             cost = share * value_of(kind, tuple(layers))
             assert rows[end]["loss"]["value"] == pytest.approx(cost)
-            assert rows[end]["within"] and rows[end]["options"].startswith(
-                KINDS[kind][2] + " "
-            )
+            assert rows[end]["within"]
+            assert rows[end]["options"].startswith(KINDS[kind][2] + " ")
         for row in (row for row in answer if row["calibrated"]):
             count = row["num_layers"]
             layers = range(count) if row["side"] == "first" else range(4 - count, 4)

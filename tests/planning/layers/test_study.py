@@ -16,7 +16,6 @@ import torch
 import yaml
 from matplotlib.axes import Axes
 
-from fcsd.base.errors import UserError
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.stats import ratio, standard_error
 from fcsd.base.strict import validate
@@ -58,7 +57,7 @@ from fcsd.training.calibration.model import calibrate_model
 from fcsd.training.losses.heldout_kl import mean_kl, read_original
 from tests.planning.layers.test_kinds import without_kl
 from tests.reference.tiny import tiny_model
-from tests.support import evaluate
+from tests.support import evaluate, user_error
 
 NUM_LAYERS = 4
 ROWS = {"num_examples": 12, "max_length": 32, "packing": True, "loss_on": "response"}
@@ -199,10 +198,8 @@ def test_every_point_is_the_kl_of_the_model_loaded_with_its_layers(
         convert_model(wired, Connectivity(point["layers"]))
         direct = mean_kl(read_original(original, rows), wired, rows)
         measured = point["values"]["kl"]
-        assert (
-            measured["value"] == pytest.approx(direct["kl"], rel=1e-5)
-            and direct["kl"] > 1e-3
-        )
+        assert measured["value"] == pytest.approx(direct["kl"], rel=1e-5)
+        assert direct["kl"] > 1e-3
         assert measured["stderr"] == pytest.approx(direct["stderr"], rel=1e-4)
         assert measured["num_items"] == direct["num_tokens"]
     assert study["moe_layers"] == [1, 2, 3]
@@ -429,9 +426,7 @@ def test_a_killed_study_continues_and_ends_with_the_same_bytes(
     monkeypatch.setattr(study_module, "kl_by_row", killed)
     assert main(command(model, text, folder)) == 130
     assert len(json.loads((folder / "layers.json").read_text())["points"]) == 3
-    with pytest.raises(
-        UserError, match="not finished; run the same `fcsd layers` command again"
-    ):
+    with user_error("not finished; run the same `fcsd layers` command again"):
         plan_layers(folder, "50%")
     if num_kept == 0:  # those of another study
         points = json.loads((folder / "layers.json").read_text())
@@ -663,9 +658,8 @@ def test_text_that_fits_into_one_row_has_the_standard_error_of_its_examples(
         if p["side"] == "single" and p["layers"] == [2]
     )
     measured = point["values"]["kl"]
-    assert measured["value"] == pytest.approx(mean, rel=1e-4) and measured[
-        "num_items"
-    ] == sum(counts)
+    assert measured["value"] == pytest.approx(mean, rel=1e-4)
+    assert measured["num_items"] == sum(counts)
     assert measured["stderr"] == pytest.approx(
         (6 / 5 * sum(squares)) ** 0.5 / sum(counts), rel=1e-3
     )
@@ -700,10 +694,8 @@ def test_a_single_example_has_no_standard_error_and_verify_is_refused(
         " of 1" in error
     )
     # All layers, all but the first, which costs far more, and each one alone.
-    assert (
-        len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 2 + NUM_LAYERS
-        and "± 0" not in table
-    )
+    assert len(re.findall(r"^\|.*\d ± – ", table, flags=re.M)) == 2 + NUM_LAYERS
+    assert "± 0" not in table
     assert {p["values"]["kl"]["stderr"] for p in read_study(folder)["points"]} == {None}
     assert main(["plan-layers", str(folder), "--budget", "2"]) == 0
     assert "± –" in (plan := capsys.readouterr().out) and "± 0" not in plan
@@ -838,12 +830,10 @@ def test_the_least_sensitive_layers_are_proposed(tmp_path: Path) -> None:
     )
     proposal, last = plan["selections"]
     assert proposal["sum_of_sensitivities"] == pytest.approx(0.6)
-    assert last["layers"] == [2, 3, 4] and last[
-        "sum_of_sensitivities"
-    ] == pytest.approx(0.9)
-    assert (
-        last["measured"]["value"] == pytest.approx(0.9) and proposal["measured"] is None
-    )
+    assert last["layers"] == [2, 3, 4]
+    assert last["sum_of_sensitivities"] == pytest.approx(0.9)
+    assert last["measured"]["value"] == pytest.approx(0.9)
+    assert proposal["measured"] is None
     # With 4 MoE layers: three dispatches each; combines of 1 (alone) and 3 -> 4, and 2
     # -> 3, 3 -> 4.
     assert (proposal["overlapped_collectives"], last["overlapped_collectives"]) == (
@@ -923,19 +913,15 @@ def test_the_number_of_layers_for_a_loss_is_the_largest_that_was_measured_within
     study = str(without_kl(tmp_path / "a"))
     assert main(["plan-layers", study, "--max-loss", "0.55"]) == 0
     table = capsys.readouterr().out
-    assert (
-        re.search(r"copied +\| +first 1 of 3 ", table)
-        and "most with quiz lost <= 0.55" in table
-    )
+    assert re.search(r"copied +\| +first 1 of 3 ", table)
+    assert "most with quiz lost <= 0.55" in table
     hand_made([0.5, 0.1], tmp_path / "b")
     assert main(["plan-layers", str(tmp_path / "b"), "--max-loss", "1"]) == 0
     assert "calibrated" not in capsys.readouterr().out
     # The forgone gain is shown beside the loss: all of 2 MoE layers would overlap 3 of
     # 4.
-    assert (
-        rows["last", False]["overlapped_collectives"] == 3
-        and rows["first", False]["overlapped_collectives"] == 0
-    )
+    assert rows["last", False]["overlapped_collectives"] == 3
+    assert rows["first", False]["overlapped_collectives"] == 0
 
 
 # SmolLM2-135M as Mixtral, with each of the first 21 layers rewired alone.
@@ -990,10 +976,8 @@ def test_the_layers_that_cost_far_more_than_a_typical_one_are_counted_and_all_bu
     if layers is None:
         assert special is None and "far more" not in study_table(study)
         return
-    assert special is not None and (special["layers"], special["num_first"]) == (
-        layers,
-        num_first,
-    )
+    assert special is not None
+    assert (special["layers"], special["num_first"]) == (layers, num_first)
     assert special["alone"] == [losses[k] for k in layers]
     assert special["typical"] == sorted(losses)[(len(losses) - 1) // 2]
     without = special["without"]
@@ -1056,9 +1040,8 @@ def test_a_study_measures_all_but_the_layers_that_cost_the_most(
     losses[:] = [0.03, 0.9, 0.05, 0.04]
     capsys.readouterr()
     assert main(command(model, text, tmp_path / "t", "--sides", "single")) == 0
-    assert read_study(tmp_path / "t")["points"][-1]["side"] == "without" and measured[
-        -1
-    ] == [0, 2, 3]
+    assert read_study(tmp_path / "t")["points"][-1]["side"] == "without"
+    assert measured[-1] == [0, 2, 3]
     said = capsys.readouterr().out
     assert re.search(r"^\| all but 1 +\| +0\.1200 ", said, flags=re.M)
     assert (
@@ -1079,9 +1062,8 @@ def test_a_study_names_the_layer_that_is_most_of_the_loss_and_prices_all_but_it(
 ) -> None:
     study = hand_made([0.9, 0.02, 0.04], tmp_path, calibrated=0.1, moe_layers=[0, 1, 2])
     plan = plan_layers(tmp_path, "100%")
-    assert plan["special_layers"]["layers"] == [0] and plan["special_layers"][
-        "without"
-    ]["layers"] == [1, 2]
+    assert plan["special_layers"]["layers"] == [0]
+    assert plan["special_layers"]["without"]["layers"] == [1, 2]
     rows = {row["name"]: row for row in plan["selections"]}
     without = rows["all but the first layer"]
     assert without["measured"]["value"] == pytest.approx(0.06)
@@ -1199,7 +1181,7 @@ def test_budgets(text: str, count: int) -> None:
     "text", ["0", "0%", "49", "101%", "-5%", "half", "", "1%", "0.9"]
 )
 def test_a_budget_out_of_range_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"budget .* a number from 1 to 48"):
+    with user_error(r"budget .* a number from 1 to 48"):
         parse_budget(text, 48)
 
 

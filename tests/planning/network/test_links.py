@@ -14,6 +14,7 @@ from fcsd.base.errors import UserError
 from fcsd.planning.network.links import read_links, write_links
 from fcsd.planning.network.simulate import edge_times, exchange_time
 from tests.planning.network.test_simulate import BYTES, links
+from tests.support import user_error
 
 
 def ports(direction: str, rates: list[float | None]) -> Callable[[Any], None]:
@@ -61,9 +62,8 @@ def test_an_edge_of_three_hops_is_the_one_composed_by_hand(
     assert edge_times(composed, "dispatch", sent)[0, 1] == pytest.approx(
         0.5 + 3000 * beta
     )
-    assert composed.dispatch.r2[0] == [None] * 3 and not any(
-        map(any, composed.dispatch.refined)
-    )
+    assert composed.dispatch.r2[0] == [None] * 3
+    assert not any(map(any, composed.dispatch.refined))
     for phase in ("metadata", "combine"):  # and the other edges
         assert getattr(composed, phase) == getattr(links(), phase)
     rest = np.ones((3, 3), dtype=bool)
@@ -117,7 +117,7 @@ def test_links_that_cannot_be_are_refused(
     value = json.loads(links().model_dump_json())
     change(value)
     (tmp_path / "links.json").write_text(json.dumps(value))
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         read_links(tmp_path / "links.json")
 
 
@@ -147,11 +147,9 @@ def test_a_file_without_links_is_refused_in_other_words_than_one_with_a_mistake(
 
 def test_links_of_another_world_or_collective_are_refused() -> None:
     links().require(3, "p2p")
-    with pytest.raises(UserError, match="between 3 endpoints, but 8 were requested"):
+    with user_error("between 3 endpoints, but 8 were requested"):
         links().require(8)
-    with pytest.raises(
-        UserError, match="measured with p2p, the exchanges are all_to_all_single"
-    ):
+    with user_error("measured with p2p, the exchanges are all_to_all_single"):
         links().require(collective="all_to_all_single")
-    with pytest.raises(UserError, match="between 3 endpoints, but 2 were requested"):
+    with user_error("between 3 endpoints, but 2 were requested"):
         exchange_time(links(), "dispatch", BYTES[:2, :2])

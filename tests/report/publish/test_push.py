@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fcsd.base.artifact import Stage, check_checkpoint, model_outputs
-from fcsd.base.errors import UserError
 from fcsd.base.files import file_sha256, read_json, write_json, write_text
 from fcsd.base.fingerprints import write_sealed
 from fcsd.base.weights import weights_fingerprint
@@ -29,7 +28,7 @@ from fcsd.model.connectivity import Connectivity, convert_checkpoint
 from tests.reference.tiny import tiny_model
 from tests.report.publish.hub_server import COMMIT, TOKEN, Hub, hub
 from tests.report.test_report import result
-from tests.support import assert_same_model, start
+from tests.support import assert_same_model, start, user_error
 
 __all__ = ["hub"]  # the fixture
 
@@ -98,14 +97,10 @@ def test_a_pushed_checkpoint_loads_from_what_arrived(
     assert_same_model(loaded, local, {"input_ids": torch.arange(3, 12)[None]})
     assert AutoTokenizer.from_pretrained(there, trust_remote_code=True).chat_template
     card = ModelCard.load(there / "README.md")
-    assert (
-        card.data.license == "apache-2.0"
-        and 'from_pretrained("me/x", trust_remote_code=True)' in card.text
-    )
-    assert (
-        "2 of 2 decoder layers are rewired" in card.text
-        and "Rewired layers: 0, 1." in card.text
-    )
+    assert card.data.license == "apache-2.0"
+    assert 'from_pretrained("me/x", trust_remote_code=True)' in card.text
+    assert "2 of 2 decoder layers are rewired" in card.text
+    assert "Rewired layers: 0, 1." in card.text
 
 
 def test_the_token_is_written_nowhere(
@@ -327,10 +322,8 @@ def test_a_broken_upload_continues_where_it_stopped(
         == len(list(checkpoint.glob("*.safetensors")))
     )
     assert push(checkpoint, "me/x") == 0
-    assert (
-        len(hub.received) == len(set(hub.received))
-        and len(hub.repos["me/x"].commits) == 1
-    )
+    assert len(hub.received) == len(set(hub.received))
+    assert len(hub.repos["me/x"].commits) == 1
 
 
 def test_a_second_push_removes_the_shards_that_are_gone(
@@ -351,9 +344,8 @@ def test_a_second_push_removes_the_shards_that_are_gone(
     )
     assert push(checkpoint, "me/x") == 0
     names = hub.repos["me/x"].files
-    assert [name for name in names if "safetensors" in name] == [
-        "model.safetensors"
-    ] and "notes.txt" in names
+    assert [name for name in names if "safetensors" in name] == ["model.safetensors"]
+    assert "notes.txt" in names
     assert not {"report.md", "files.json"} & set(names)
     assert "replaces the README.md of me/x" in capsys.readouterr().err
 
@@ -393,10 +385,8 @@ def test_what_the_hub_says_against_a_card_or_a_commit_is_passed_on_without_the_t
         '"language[0]" must be a code',
     ]
     line = error_of(capsys, checkpoint, "me/x", "--license", "mine")
-    assert (
-        'refuses the metadata of README.md: - "license" must be one of' in line
-        and '"language[0]"' in line
-    )
+    assert 'refuses the metadata of README.md: - "license" must be one of' in line
+    assert '"language[0]"' in line
     assert "the same command again" not in line and not hub.received
     hub.metadata_errors = []
     for status, text, words in (
@@ -427,10 +417,8 @@ def test_what_was_pushed_loads_by_its_name_with_the_code_of_its_card(
     assert push(checkpoint, "me/x") == 0
     card = ModelCard(hub.repos["me/x"].files["README.md"].decode())
     (code,) = re.findall(r"```python\n(.*?)```", card.text, flags=re.DOTALL)
-    assert (
-        'AutoModelForCausalLM.from_pretrained("me/x"' in code
-        and "max_new_tokens=512" in code
-    )
+    assert 'AutoModelForCausalLM.from_pretrained("me/x"' in code
+    assert "max_new_tokens=512" in code
     code = (
         "import sys; sys.modules['fcsd'] = None\n"
         + code.replace("max_new_tokens=512", "max_new_tokens=4, do_sample=False")
@@ -471,10 +459,8 @@ def test_a_dry_run_shares_the_weights_and_nothing_that_one_may_edit(
     (checkpoint / "USE_POLICY.md").write_text(f"See {tmp_path} for it.\n")
     assert push(checkpoint, "me/x", "--dry-run", dry) == 0
     said = capsys.readouterr().err
-    assert (
-        f"USE_POLICY.md: contains paths of this machine: {tmp_path}\n" in said
-        and "report.json: names" not in said
-    )
+    assert f"USE_POLICY.md: contains paths of this machine: {tmp_path}\n" in said
+    assert "report.json: names" not in said
     assert read_json(dry / "report.json") == {
         "output_dir": tmp_path.name,
         "link": "https://a.b/usr/bin",
@@ -501,9 +487,8 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     assert main(["convert", str(base), str(out), "--layers", "all"]) == 0
     assert push(out, "me/x", "--dry-run", tmp_path / "dry") == 0
     card = ModelCard.load(tmp_path / "dry" / "README.md")
-    assert (
-        "> **Rewired, but not trained.**" in card.text and "Not evaluated." in card.text
-    )
+    assert "> **Rewired, but not trained.**" in card.text
+    assert "Not evaluated." in card.text
     assert (card.data.license_name, card.data.language) == ("qwen", ["en"])
     assert card.data.license_link is None, "nothing of this name is in the folder"
     assert "manifest.json" not in {file.name for file in (tmp_path / "dry").iterdir()}
@@ -525,10 +510,8 @@ def test_a_converted_model_knows_its_original_and_its_card_says_that_it_was_not_
     model.save_pretrained(out)
     assert push(out, "me/x", "--dry-run", tmp_path / "dry2") == 0
     text = (tmp_path / "dry2" / "README.md").read_text()
-    assert (
-        "Rewired, but" not in text
-        and "It is not recorded whether and how the weights were trained" in text
-    )
+    assert "Rewired, but" not in text
+    assert "It is not recorded whether and how the weights were trained" in text
 
 
 def test_a_card_keeps_the_languages_and_names_of_the_originals_as_they_are_written(
@@ -763,10 +746,8 @@ def test_a_card_made_from_results_has_the_table_the_index_and_a_file_a_task(
     (entry,) = parse_eval_result_entries(
         yaml.safe_load((tmp_path / "dry/.eval_results/code.yaml").read_text())
     )
-    assert (entry.dataset_id, entry.value) == (
-        "a/code",
-        75.0,
-    ) and "0-shot" in entry.notes
+    assert (entry.dataset_id, entry.value) == ("a/code", 75.0)
+    assert "0-shot" in entry.notes
     assert str(tmp_path) not in card.content
     other = evaluated(tmp_path / "other", "fcsd", base_checkpoint)
     line = error_of(
@@ -800,10 +781,8 @@ def test_a_quick_look_enters_no_index(
         == 0
     )
     card = ModelCard.load(tmp_path / "dry" / "README.md")
-    assert (
-        card.data.eval_results is None
-        and not (tmp_path / "dry" / ".eval_results").exists()
-    )
+    assert card.data.eval_results is None
+    assert not (tmp_path / "dry" / ".eval_results").exists()
     assert "Only the first 4 items" in card.text
 
 
@@ -875,10 +854,8 @@ def test_a_publication_whose_weights_or_files_are_not_those_of_its_stage_is_not_
         write_json(publish / "report.json", {"seconds": 2})
     if what == "nothing":
         assert push(publish, "me/x", "--dry-run", tmp_path / "dry") == 0
-        assert (
-            not (tmp_path / "dry" / "files.json").exists()
-            and "files.json" not in capsys.readouterr().err
-        )
+        assert not (tmp_path / "dry" / "files.json").exists()
+        assert "files.json" not in capsys.readouterr().err
         return
     line = error_of(capsys, publish, "me/x", "--dry-run", tmp_path / "dry")
     said = {
@@ -887,7 +864,7 @@ def test_a_publication_whose_weights_or_files_are_not_those_of_its_stage_is_not_
         "report": "report.json: ",
     }.get(what, "model/tokenizer.json: ")
     assert said in line and not (tmp_path / "dry").exists()
-    with pytest.raises(UserError, match=r"is not what .*files\.json describes"):
+    with user_error(r"is not what .*files\.json describes"):
         check_checkpoint(publish)
 
 
@@ -933,10 +910,8 @@ def test_a_run_is_pushed_from_its_publish_folder_and_an_unfinished_one_says_what
         manifest | {"outputs": {"model": fingerprint}},
     )
     line = error_of(capsys, run, "me/x", "--dry-run", tmp_path / "dry")
-    assert (
-        "has no publish folder yet" in line
-        and f"you can also push {run}/distill" in line
-    )
+    assert "has no publish folder yet" in line
+    assert f"you can also push {run}/distill" in line
     assert (
         push(run / "distill", "me/x", "--license", "mit", "--dry-run", tmp_path / "dry")
         == 0

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import fcsd
-from fcsd.base.errors import UserError
 from fcsd.base.files import safetensors_header
 from fcsd.base.text import plus_minus
 from fcsd.cli.main import main
@@ -53,7 +52,7 @@ from tests.examples import pack
 from tests.model.quantised.test_dequantize import LAYOUTS, write
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 CPU = Launch(torch.device("cpu"), Engine("one"))
 ALL = Connectivity("all")
@@ -188,10 +187,8 @@ def test_every_expert_reads_by_the_ridge_regression_on_the_tokens_it_is_chosen_f
         squares += torch.stack([part[chosen].square().sum() for part in parts])
     assert own
     wanted = (squares[1:] / squares[0]).tolist()
-    assert (
-        result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6)
-        and wanted[1] < 0.99 * wanted[0]
-    )
+    assert result["reads"]["mlp.experts"] == pytest.approx(wanted, rel=1e-6)
+    assert wanted[1] < 0.99 * wanted[0]
 
 
 def test_every_expert_has_the_ridge_regression_of_what_those_before_it_left(
@@ -363,19 +360,16 @@ def test_from_folder_to_folder_only_the_rewired_layers_change_and_killed_and_res
 ) -> None:
     ids = text(24)
     whole = run_folder(base, tmp_path / "whole", ids)
-    assert whole["tokens"] == 24 * 32 and [
-        result["layer"] for result in whole["layers"]
-    ] == [1, 3]
+    assert whole["tokens"] == 24 * 32
+    assert [result["layer"] for result in whole["layers"]] == [1, 3]
     model = tmp_path / "whole" / "model"
     old, new = tensors(base), tensors(model)
-    assert old.keys() == new.keys() and {value.dtype for value in new.values()} == {
-        torch.bfloat16
-    }
+    assert old.keys() == new.keys()
+    assert {value.dtype for value in new.values()} == {torch.bfloat16}
     changed = {name for name in old if not torch.equal(old[name], new[name])}
     assert {name.split(".")[2] for name in changed} == {"1", "3"}
-    assert not any("norm" in name for name in changed) and any(
-        "experts.7.up_proj" in name for name in changed
-    )
+    assert not any("norm" in name for name in changed)
+    assert any("experts.7.up_proj" in name for name in changed)
     config = json.loads((model / "config.json").read_text())
     assert config["farskip_calibration"] == {
         "tokens": 768,
@@ -848,21 +842,15 @@ def test_the_command_calibrates_and_tells_what_it_did(
     said_of_first = f"run `fcsd layers {base}`; the selection last:3 leaves out layer 0"
     assert said_of_first in capsys.readouterr().err
     manifest = json.loads((out / "manifest.json").read_text())
-    assert (
-        manifest["stage"] == "calibrate"
-        and 2000 <= manifest["results"]["tokens"] < 2064
-    )
-    assert (
-        manifest["settings"]["data"]["train"][0]["path"] == str(rows)
-        and "data.train.0" in manifest["inputs"]
-    )
+    assert manifest["stage"] == "calibrate"
+    assert 2000 <= manifest["results"]["tokens"] < 2064
+    assert manifest["settings"]["data"]["train"][0]["path"] == str(rows)
+    assert "data.train.0" in manifest["inputs"]
     assert [result["layer"] for result in manifest["results"]["layers"]] == [1, 2, 3]
     assert not (tmp_path / "out.partial").exists()
     kl = manifest["results"]["kl"]
-    assert (
-        250 <= kl["num_tokens"] <= 2064 // 8 + 64
-        and 0 < kl["calibrated"]["kl"] < kl["copied"]["kl"]
-    )
+    assert 250 <= kl["num_tokens"] <= 2064 // 8 + 64
+    assert 0 < kl["calibrated"]["kl"] < kl["copied"]["kl"]
     measured = (
         "KL to the original {} nats per token, with copied weights {}, on {:,} tokens"
         " that no map".format(
@@ -880,9 +868,8 @@ def test_the_command_calibrates_and_tells_what_it_did(
         flags=re.M,
     )
     model, tokenizer = fcsd.load(out)
-    assert (
-        model.config.farskip["layers"] == [1, 2, 3] and tokenizer("Line 1")["input_ids"]
-    )
+    assert model.config.farskip["layers"] == [1, 2, 3]
+    assert tokenizer("Line 1")["input_ids"]
     push(out, "me/model", dry_run=tmp_path / "push")
     card = (tmp_path / "push" / "README.md").read_text()
     assert f" {measured} was fitted on." in card
@@ -947,9 +934,8 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     same = calibrate(Run(fcsd.load_recipe(write_recipe(recipe, tmp_path)), CPU), "same")
     assert same.folder.name == "fcsd" and same.state() == "finished"
     run = tmp_path / "run"
-    assert [path.name for path in (run / "calibrate").iterdir()] == [
-        "fcsd"
-    ]  # shared by the variant of its settings
+    # shared by the variant of its settings
+    assert [path.name for path in (run / "calibrate").iterdir()] == ["fcsd"]
     calibrated, original = tensors(run / "calibrate" / "fcsd" / "model"), tensors(base)
     assert any(not torch.equal(calibrated[name], original[name]) for name in original)
     for folder, start in (
@@ -983,9 +969,8 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     ):
         folder = run / "variants" / name
         weights = tensors(folder / "model")
-        assert weights.keys() == start.keys() and all(
-            torch.equal(weights[key], start[key]) for key in weights
-        )
+        assert weights.keys() == start.keys()
+        assert all(torch.equal(weights[key], start[key]) for key in weights)
         assert json.loads((folder / "manifest.json").read_text())["results"] == results
         assert fcsd.load(folder / "model")[0].config.farskip["layers"] == [1, 3]
         push(folder / "model", "me/model", dry_run=tmp_path / "push" / name)
@@ -999,17 +984,11 @@ def test_trainings_of_a_recipe_start_from_the_calibrated_weights_and_a_variant_n
     change_byte(tmp_path / "copy", weights_file.stat().st_size - 1)
     os.replace(tmp_path / "copy", weights_file)
     shutil.rmtree(run / "distill")
-    with pytest.raises(
-        UserError,
-        match=(
-            r"calibrate/fcsd: differs from what the stage wrote \(model: .*remove the folder"
-        ),
+    with user_error(
+        r"calibrate/fcsd: differs from what the stage wrote \(model: .*remove the folder"
     ):
         fcsd.run_stage("distill", recipe)
-    with pytest.raises(
-        UserError,
-        match="adapter_off uses the student's weights as the original's",
-    ):
+    with user_error("adapter_off uses the student's weights as the original's"):
         fcsd.run_stage(
             "distill", recipe | {"lora": {}, "teacher": {"backend": "adapter_off"}}
         )
@@ -1067,11 +1046,9 @@ def test_rows_that_are_no_tokens_are_refused_with_what_is_needed(
         ([[3, 4], [5, 6]], "rows: a list of list; give token ids"),
         (5, "rows: an int; give token ids"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             fcsd.calibrate(*pair, rows)
-    with pytest.raises(
-        UserError, match=r"data set rows, row 1: .*'content': 5}; correct it$"
-    ):
+    with user_error(r"data set rows, row 1: .*'content': 5}; correct it$"):
         fcsd.calibrate(
             *pair,
             [{"messages": [{"role": "user", "content": 5}]}],
@@ -1086,18 +1063,14 @@ def test_a_row_that_is_repeated_is_no_more_text(
     row = text(1, length=120)
     # cut in other places, too
     for rows in (row.repeat(64, 1), row.repeat(1, 64).view(60, 128)):
-        with pytest.raises(
-            UserError,
-            match=r"1[12]\d distinct tokens of 7680 in all .* more of it \(--tokens;",
+        with user_error(
+            r"1[12]\d distinct tokens of 7680 in all .* more of it \(--tokens;"
         ):
             calibrate_model(student, teacher, rows, progress=False)
     # Just enough different tokens: held-out text shows the difference.
-    with pytest.raises(
-        UserError,
-        match=(
-            r"too short or too uniform: on held-out text, the inputs of rewired"
-            r" layers differ from the original's"
-        ),
+    with user_error(
+        r"too short or too uniform: on held-out text, the inputs of rewired"
+        r" layers differ from the original's"
     ):
         run_folder(base, tmp_path / "work", text(1, length=132).repeat(64, 1))
     config = json.loads((tmp_path / "work" / "model" / "config.json").read_text())
@@ -1164,44 +1137,33 @@ def test_bad_input_is_one_line(
     pair: tuple[Any, Any], base: Path, tmp_path: Path
 ) -> None:
     student, teacher = pair
-    with pytest.raises(
-        UserError, match=r"87 distinct tokens of 96 in all .* at least 128 distinct"
-    ):
+    with user_error(r"87 distinct tokens of 96 in all .* at least 128 distinct"):
         fcsd.calibrate(student, teacher, text(3))
-    with pytest.raises(
-        UserError,
-        match=r"has the token id 150, but the model has 99 tokens; .* own tokenizer",
+    with user_error(
+        r"has the token id 150, but the model has 99 tokens; .* own tokenizer"
     ):
         fcsd.calibrate(student, teacher, text(24) + 61)
-    with pytest.raises(UserError, match="is not converted; convert the student first"):
+    with user_error("is not converted; convert the student first"):
         fcsd.calibrate(teacher, teacher, text(24))
-    with pytest.raises(
-        UserError,
-        match=(
-            "the teacher has to be the student's original, a regular qwen3_moe of"
-            " width 32"
-        ),
+    with user_error(
+        "the teacher has to be the student's original, a regular qwen3_moe of width 32"
     ):
         fcsd.calibrate(student, tiny_model("olmoe"), text(24))
     offload: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": tmp_path}
     offloaded, _ = fcsd.load(base, layers="all", **offload)
-    with pytest.raises(
-        UserError, match=r"student: .* is not in the memory of a device"
-    ):
+    with user_error(r"student: .* is not in the memory of a device"):
         fcsd.calibrate(offloaded, teacher, text(24))
     student.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(UserError, match="quantised, so folded maps would be rounded"):
+    with user_error("quantised, so folded maps would be rounded"):
         fcsd.calibrate(student, teacher, text(24))
     del student.config.quantization_config
     with torch.no_grad():
         teacher.model.layers[1].mlp.gate.weight.fill_(float("nan"))
-    with pytest.raises(
-        UserError, match=r"NaN or infinite in 1 tensors: 'model\.layers\.1"
-    ):
+    with user_error(r"NaN or infinite in 1 tensors: 'model\.layers\.1"):
         fcsd.calibrate(student, teacher, text(24))
     good, teacher = converted(tiny_model("qwen3_moe")), tiny_model("qwen3_moe")
     fcsd.calibrate(good, teacher, text(24))
-    with pytest.raises(UserError, match="is calibrated already; give the original"):
+    with user_error("is calibrated already; give the original"):
         fcsd.calibrate(good, teacher, text(24))
     fcsd.convert_checkpoint(base, tmp_path / "converted")
     write(tmp_path / "quantised", *LAYOUTS["block fp8"])
@@ -1209,5 +1171,5 @@ def test_bad_input_is_one_line(
         ("converted", "is converted already; give the original"),
         ("quantised", "are quantised, .*`fcsd dequantize`"),
     ):
-        with pytest.raises(UserError, match=message):
+        with user_error(message):
             run_folder(tmp_path / name, tmp_path / "out", text(24))

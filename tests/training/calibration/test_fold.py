@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fcsd.base.errors import UserError
 from fcsd.data.batches import Batch
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.model.families import FAMILIES
@@ -22,7 +21,7 @@ from fcsd.training.calibration.solve import LeastSquares
 from fcsd.training.calibration.steps import Steps, Stream
 from tests.reference.tiny import tiny_model
 from tests.reference.trace import trace_layer
-from tests.support import few
+from tests.support import few, user_error
 
 TOKENS = 24
 
@@ -312,9 +311,8 @@ def test_the_map_is_the_ridge_regression_towards_the_identity() -> None:
     problem.add(x[20:], y[20:])
     x = torch.cat([x[:20].float().double(), x[20:]])
     solution = problem.solve(0.01, "x")
-    weight = (
-        0.01 * x.square().sum(0).mean()
-    ).sqrt()  # the ridge as further rows of an ordinary least squares
+    # the ridge as further rows of an ordinary least squares
+    weight = (0.01 * x.square().sum(0).mean()).sqrt()
     towards = torch.eye(3, dtype=torch.float64).repeat(2, 1)
     rows = torch.cat([x, weight * torch.eye(6, dtype=torch.float64)])
     wanted = torch.linalg.lstsq(rows, torch.cat([y, weight * towards])).solution
@@ -333,14 +331,11 @@ def test_the_same_on_both_sides_changes_nothing_and_bad_sums_are_refused() -> No
     same.add(x, x)
     assert same.solve(1e-3, "x").map is None
     singular.add(x[:2], x[2:4])
-    with pytest.raises(
-        UserError,
-        match=r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more text, more varied",
+    with user_error(
+        r"layer 3: the Gram matrix .* is singular: .* ridge 0; give more text, more varied"
     ):
         singular.solve(0.0, "layer 3")
     assert singular.solve(1e-3, "x").map is not None
     infinite.add(x, x / 0)
-    with pytest.raises(
-        UserError, match="layer 3: the sums over the calibration text are not finite"
-    ):
+    with user_error("layer 3: the sums over the calibration text are not finite"):
         infinite.solve(1e-3, "layer 3")

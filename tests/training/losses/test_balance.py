@@ -13,7 +13,6 @@ import torch
 from transformers import TrainerCallback
 
 from fcsd.api.trainer import FCSDTrainer
-from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import NO_LOSS, counted_tokens
@@ -28,7 +27,7 @@ from fcsd.training.meters import Meters
 from fcsd.training.trainer import DistillTrainer
 from tests.float64 import in_float64
 from tests.reference.tiny import tiny_model
-from tests.support import few, make_bench
+from tests.support import few, make_bench, user_error
 
 ALONE = SimpleNamespace(num_processes=1)
 PACKED = [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 4, 5, 0, 1, 0, 0]]
@@ -119,9 +118,8 @@ def test_loss_and_gradient_are_those_of_the_sums(
             expected / len(COUNTED) / len(logits), rel=1e-6
         )
         value.backward()
-        weight = find_routers(model)[
-            0
-        ].module.weight  # changes its own layer and, through the stream, the later ones
+        # changes its own layer and, through the stream, the later ones
+        weight = find_routers(model)[0].module.weight
         step = torch.zeros_like(weight)
         step[0, 0] = 1e-6
         sides = []
@@ -193,10 +191,8 @@ def test_the_loss_over_sequences_does_not_depend_on_how_a_batch_is_cut() -> None
             for k in (0, 1)
         ]
         assert float(sum(parts)) == pytest.approx(float(whole), rel=1e-12)
-        assert (
-            torch.equal(balance.loads, loads)
-            and int(loads.sum()) == len(COUNTED) * loads.shape[0] * 2
-        )
+        assert torch.equal(balance.loads, loads)
+        assert int(loads.sum()) == len(COUNTED) * loads.shape[0] * 2
 
 
 def test_a_balanced_router_has_one_and_a_collapsed_one_as_much_as_experts() -> None:
@@ -250,9 +246,7 @@ def test_the_bias_of_an_expert_with_more_than_the_mean_falls_and_that_of_others_
 
 
 def test_a_family_without_the_bias_is_refused_with_what_it_has() -> None:
-    with pytest.raises(
-        UserError, match=r"balance_bias_rate: .*; use train\.balance_loss_coefficient"
-    ):
+    with user_error(r"balance_bias_rate: .*; use train\.balance_loss_coefficient"):
         Balance(TrainConfig(balance_bias_rate=0.1), tiny_model("qwen3_moe"), ALONE)
 
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fcsd.base.errors import UserError
 from fcsd.training.losses import fused as losses
 from fcsd.training.losses.fused import KERNELS, Kernels
 from fcsd.training.losses.head import Target, attach_loss_head
@@ -31,7 +30,7 @@ from tests.losses import (
     reference_loss,
 )
 from tests.reference.tiny import tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 N, D, D_TEACHER, V = 37, 12, 20, 53
 
@@ -320,21 +319,19 @@ def test_extreme_logits_give_the_finite_loss_that_float64_gives():
 
 def test_different_vocabularies_are_refused_with_both_sizes():
     h, w, th, tw, *_ = inputs()
-    with pytest.raises(UserError, match=r"differ in vocabulary size \(52 and 53\)"):
+    with user_error(r"differ in vocabulary size \(52 and 53\)"):
         fused_kl(h, w, th, tw[:-1])
 
 
 def test_shapes_that_do_not_fit_are_refused():
     h, w, th, tw, b, _ = inputs()
-    with pytest.raises(UserError, match="teacher: hidden states"):
+    with user_error("teacher: hidden states"):
         fused_kl(h, w, th[:, :-1], tw)
-    with pytest.raises(
-        UserError, match="36 tokens of the teacher for 37 of the student"
-    ):
+    with user_error("36 tokens of the teacher for 37 of the student"):
         fused_kl(h, w, th[:-1], tw)
-    with pytest.raises(UserError, match="head bias"):
+    with user_error("head bias"):
         fused_kl(h, w, th, tw, bias=b[:-1])
-    with pytest.raises(UserError, match="labels of shape"):
+    with user_error("labels of shape"):
         fused_cross_entropy(h, w, torch.zeros(N - 1, dtype=torch.long))
 
 
@@ -760,9 +757,8 @@ def test_logits_that_rounding_makes_equally_probable_are_different():
         h, w, th, w, divergence=objective_of("kl"), statistics=True
     )
     rounded, teacher = ((states @ w.t()).log_softmax(-1) for states in (h, th))
-    assert (rounded[:, 1] == rounded[:, 2]).all() and (
-        teacher[:, 1] < teacher[:, 2]
-    ).all()
+    assert (rounded[:, 1] == rounded[:, 2]).all()
+    assert (teacher[:, 1] < teacher[:, 2]).all()
     assert statistics.top1_agreement.all()
 
 
@@ -803,15 +799,13 @@ def test_a_non_finite_hidden_state_is_not_hidden(name, bad):
     ],
 )
 def test_a_divergence_that_has_no_meaning_is_refused(fields, message):
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         objective_of(**fields)
 
 
 def test_a_vocabulary_larger_than_a_head_is_refused():
     h, w, th, tw, *_ = inputs()
-    with pytest.raises(
-        UserError, match=r"teacher: a vocabulary of 53 for a head of 50 rows"
-    ):
+    with user_error(r"teacher: a vocabulary of 53 for a head of 50 rows"):
         fused_kl(h, w, th, tw[:50], vocab_size=V)
 
 

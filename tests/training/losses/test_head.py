@@ -12,7 +12,6 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 
-from fcsd.base.errors import UserError
 from fcsd.data.batches import Collator, next_token_targets
 from fcsd.model.families import FAMILIES
 from fcsd.model.families.structure import LOGIT_SCALES, head_scaling, output_head
@@ -29,7 +28,7 @@ from tests.examples import pack
 from tests.losses import objective_of, reference_loss
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import TINY, tiny_model
-from tests.support import few
+from tests.support import few, user_error
 
 KL, CE = objective_of("kl"), objective_of("ce")
 
@@ -200,9 +199,8 @@ def test_without_an_objective_the_model_is_what_it_was(family, tmp_path):
     )
     assert inspect.signature(model.forward) == signature
     assert [name for name, _ in model.named_modules()] == modules
-    assert type(model.lm_head).__name__ == "Linear" and isinstance(
-        model.lm_head, nn.Linear
-    )
+    assert type(model.lm_head).__name__ == "Linear"
+    assert isinstance(model.lm_head, nn.Linear)
     assert model.state_dict().keys() == untouched.state_dict().keys()
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
@@ -338,7 +336,7 @@ def test_logit_post_processing_is_read_from_the_config(config, expected):
 
 
 def test_a_model_without_a_linear_head_is_refused():
-    with pytest.raises(UserError, match="Linear: not a causal language model"):
+    with user_error("Linear: not a causal language model"):
         attach_loss_head(nn.Linear(2, 2))
 
 
@@ -502,9 +500,8 @@ def test_packed_rows_are_refused_for_the_families_in_which_examples_would_see_ea
     model = tiny_model(family)
     packed, alone, batch = packed_and_alone(model)
     assert abs(packed - alone) > 1e-4 * alone, "packs well now: take it off the list"
-    with pytest.raises(
-        UserError,
-        match=f"model type '{family}' lets packed examples .* data.packing: false",
+    with user_error(
+        f"model type '{family}' lets packed examples .* data.packing: false"
     ):
         refuse_packing(model, batch["labels"], batch["position_ids"])
     rows = pack(
@@ -543,9 +540,8 @@ def test_the_class_of_the_head_is_made_once():
     first, second = make_model(), make_model()
     attach_loss_head(first)
     attach_loss_head(second)
-    assert type(first.lm_head) is type(second.lm_head) and issubclass(
-        type(first.lm_head), LossHead
-    )
+    assert type(first.lm_head) is type(second.lm_head)
+    assert issubclass(type(first.lm_head), LossHead)
 
 
 # ---- several ranks

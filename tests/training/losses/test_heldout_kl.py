@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fcsd.base.errors import UserError
 from fcsd.cli.main import main
 from fcsd.data.config import SourceConfig
 from fcsd.data.dataset import heldout_rows
@@ -21,6 +20,7 @@ from fcsd.training.losses.heldout_kl import (
     row_parts,
 )
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 NUM_EXAMPLES = 6
 
@@ -160,9 +160,8 @@ def test_packed_rows_are_refused_where_examples_would_see_each_other(
     rows = rows_of(text, packing=True)
     assert len(rows) < NUM_EXAMPLES
     model = tiny_model("jamba", vocab_size=300)
-    with pytest.raises(
-        UserError,
-        match=r"'jamba' lets packed examples attend to each other; set data\.packing: false",
+    with user_error(
+        r"'jamba' lets packed examples attend to each other; set data\.packing: false"
     ):
         mean_kl(read_original(model, rows), model, rows)
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fcsd.base.errors import UserError
 from fcsd.model.connectivity import Connectivity, convert_model
 from fcsd.training.losses.hidden_terms import (
     StreamDistance,
@@ -20,6 +19,7 @@ from fcsd.training.losses.hidden_terms import (
 from fcsd.training.losses.objectives import KLWithL2ObjectiveConfig
 from fcsd.training.prepare import freeze_routers
 from tests.reference.tiny import tiny_model
+from tests.support import user_error
 
 B, T = 2, 9
 
@@ -150,9 +150,8 @@ def test_no_kept_token_gives_zeros_that_still_reach_the_student() -> None:
 def test_bfloat16_streams_are_compared_in_float32() -> None:
     x, t = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[3.0, 4.03125]]])
     distance = relative_distance([x.bfloat16()], [t.bfloat16()], None)
-    assert distance.dtype == torch.float32 and distance.item() == pytest.approx(
-        0.03125**2 / (9 + 4.03125**2)
-    )
+    assert distance.dtype == torch.float32
+    assert distance.item() == pytest.approx(0.03125**2 / (9 + 4.03125**2))
 
 
 def test_the_coefficient_of_l2_falls_to_nothing_over_its_share_of_the_steps() -> None:
@@ -173,7 +172,7 @@ def test_streams_of_other_layers_and_of_another_width_are_refused(
     student: list[int], teacher: list[int], message: str
 ) -> None:
     streams = [[torch.zeros(1, 1, size) for size in of] for of in (student, teacher)]
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         StreamDistance(objective_of(), 1).value(*streams, None)
 
 
@@ -198,8 +197,5 @@ def test_a_model_without_routers_is_refused_with_the_keys_to_leave_out() -> None
             num_attention_heads=1,
         )
     )
-    with pytest.raises(
-        UserError,
-        match=r"no router found.*leave out objective\.freeze_routers",
-    ):
+    with user_error(r"no router found.*leave out objective\.freeze_routers"):
         freeze_routers(dense)

@@ -473,10 +473,8 @@ def test_a_missing_a_cut_and_a_changed_shard_are_noticed_and_mended(
     damaged[begin : begin + 400] = bytes(400)
     shard.write_bytes(damaged)
     error = error_of([*fill, "--verify"], capfd)
-    assert (
-        f"{shard}: its content does not match its checksum" in error
-        and "remove the file" in error
-    )
+    assert f"{shard}: its content does not match its checksum" in error
+    assert "remove the file" in error
     for rows in (0, 60):  # with and without a spot check
         error = error_of([*train, "--set", f"teacher.spot_check_rows={rows}"], capfd)
         assert (
@@ -644,9 +642,8 @@ def test_the_head_is_read_from_the_files_as_the_loaded_model_has_it(
     scaling = run.logit_scale, run.softcap
     attach_loss_head(loaded)
     head, expected = read_head(facts), output_head(loaded)
-    assert head.weight.dtype == torch.float32 and torch.equal(
-        head.weight, expected.weight
-    )
+    assert head.weight.dtype == torch.float32
+    assert torch.equal(head.weight, expected.weight)
     assert (head.bias is None) == (expected.bias is None)
     assert head.bias is None or torch.equal(head.bias, expected.bias)
     assert (

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fcsd.base.errors import UserError
 from fcsd.base.weights import weights_fingerprint
 from fcsd.cli.main import main
 from fcsd.data.batches import next_token_targets
@@ -23,7 +22,7 @@ from fcsd.training.teachers.lora import AdapterOffTeacher, add_adapters, as_orig
 from tests.float64 import ROUNDINGS, logits_in_float64
 from tests.reference.ranks import run_ranks
 from tests.reference.tiny import tiny_model
-from tests.support import Bench, history, killed_after
+from tests.support import Bench, history, killed_after, user_error
 
 FAMILY_NAMES = (
     "qwen3_moe",
@@ -116,11 +115,9 @@ def test_the_pass_leaves_every_training_flag_gradient_flag_and_the_random_state_
     torch.manual_seed(7)
     state = torch.get_rng_state()
     hidden(AdapterOffTeacher(student), batch())
-    assert (
-        [module.training for module in student.modules()] == before
-        and any(before)
-        and not all(before)
-    )
+    assert [module.training for module in student.modules()] == before
+    assert any(before)
+    assert not all(before)
     assert [value.requires_grad for value in student.parameters()] == trained
     assert torch.equal(torch.get_rng_state(), state)
     with pytest.raises(ZeroDivisionError), as_original(student):
@@ -165,7 +162,7 @@ def test_names_that_cannot_be_adapted_are_refused(
 ) -> None:
     model = tiny_model("qwen2_moe")
     convert_model(model, Connectivity("all"))
-    with pytest.raises(UserError, match=message):
+    with user_error(message):
         add_adapters(model, AdapterConfig.model_validate(lora), 0, torch.float32)
 
 
@@ -290,9 +287,8 @@ def test_two_ranks_train_adapters_on_bfloat16_weights_as_one_does(bench: Bench) 
         load_file(bench.folder / n / "distill/adapter/adapter_model.safetensors")
         for n in ("one", "two")
     )
-    assert left.keys() == right.keys() and all(
-        value.dtype == torch.float32 for value in left.values()
-    )
+    assert left.keys() == right.keys()
+    assert all(value.dtype == torch.float32 for value in left.values())
     assert all(value.abs().max() > 0 for value in left.values())
     merged = load_file(bench.folder / "two" / "distill" / "model" / "model.safetensors")
     assert all(value.dtype == torch.bfloat16 for value in merged.values())
