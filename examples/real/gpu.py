@@ -148,7 +148,9 @@ def prepare(state: Path, options: argparse.Namespace) -> None:
     data = ["--data", options.data] if options.data else []
     layers = ["--layers", "2", "--tokens", "2048"] if options.small else []
     python = [sys.executable]
-    call(state, "prepare", *python, HERE / "prepare.py", models, "--model", options.model, *data, *layers)  # fmt: skip
+    # float32, in which the trainings keep their weights
+    source = ["--model", options.model, "--dtype", "float32", *data]
+    call(state, "prepare", *python, HERE / "prepare.py", models, *source, *layers)
     writing = {
         name: start(state, name, *python, "-m", "fcsd", *own_text(state, name, options))
         for name in ("own", "own-heldout")
