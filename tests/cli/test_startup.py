@@ -20,6 +20,12 @@ for name in COMMANDS.keys() - {'estimate', 'plan', 'plan-layers'}:
     assert not heavy, (name, heavy)
 """
 
+SCORER = """
+import sys
+import fcsd.evaluation.code.scorer
+print({'torch', 'transformers', 'datasets', 'lm_eval'} & set(sys.modules))
+"""
+
 
 def test_a_mistaken_recipe_is_refused_before_torch_is_loaded() -> None:
     with start("-c", MISTAKE) as child:
@@ -32,3 +38,9 @@ def test_the_help_of_a_command_loads_no_heavy_library() -> None:
     with start("-c", HELP) as child:
         _, error = child.communicate()
     assert (child.returncode, error) == (0, "")
+
+
+def test_the_sandbox_and_its_scorer_load_no_heavy_library() -> None:
+    with start("-c", SCORER) as child:
+        out, _ = child.communicate()
+    assert out == "set()\n"
