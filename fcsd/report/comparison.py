@@ -133,9 +133,9 @@ def written_lines(evaluated: Evaluated) -> list[str]:
             name: _first_line(evaluation["samples"][task][0]["greedy"])
             for name, evaluation in evaluated.items()
         }
-        prompt = " ".join(first["samples"][task][0]["prompt"].split())
+        prompt = _last_words(first["samples"][task][0]["prompt"])
         parts += [
-            f"{task}, first prompt, greedy: {_code(prompt[-_LINE:])}",
+            f"{task}, first prompt, greedy: {_code(prompt)}",
             "\n".join(f"- {name}: {_code(line)}" for name, line in lines.items()),
         ]
     return parts
@@ -144,6 +144,14 @@ def written_lines(evaluated: Evaluated) -> list[str]:
 def _first_line(text: str) -> str:
     line = next(iter(text.strip().splitlines()), "")
     return line if len(line) <= _LINE else f"{line[:_LINE]}…"
+
+
+def _last_words(text: str) -> str:
+    """Return the text in one line, from a whole word on where it is long."""
+    line = " ".join(text.split())
+    if len(line) <= _LINE:
+        return line
+    return f"… {line[-_LINE:].partition(' ')[2] or line[-_LINE:]}"
 
 
 def _code(text: str) -> str:

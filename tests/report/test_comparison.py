@@ -16,7 +16,7 @@ from fcsd.evaluation.lm_eval.write import write_lm_eval
 from fcsd.evaluation.read import read_any_result
 from fcsd.evaluation.results import write_result
 from fcsd.evaluation.scores import by_member, compare
-from fcsd.report.comparison import read_evaluated, training_of
+from fcsd.report.comparison import read_evaluated, training_of, written_lines
 from fcsd.report.table import narrow_table, paired_table
 from fcsd.report.verdict import quick_look, verdict_lines
 from tests.evaluation.test_scores import result as scored
@@ -643,6 +643,20 @@ def test_a_single_task_is_not_called_noise_by_a_correction_for_several() -> None
     ):
         assert "within noise, because p is not below 0.05" in text
         assert "correction" not in text
+
+
+def test_a_long_prompt_is_shown_from_a_whole_word_on() -> None:
+    def shown(prompt: str) -> str:
+        tasks = {"own": {"kind": "own_text"}}
+        samples = {"own": [{"prompt": prompt, "greedy": "A `reply`.\nMore."}]}
+        evaluated: Any = {"m": {"result": {"tasks": tasks}, "samples": samples}}
+        prompt_line, replies = written_lines(evaluated)
+        assert replies == "- m: `A 'reply'.`"
+        return prompt_line.removeprefix("own, first prompt, greedy: ")
+
+    assert shown("one\n two") == "`one two`"
+    assert shown("word " * 60 + "end") == f"`… {'word ' * 39}end`"
+    assert shown("x" * 300) == f"`… {'x' * 200}`"
 
 
 def test_every_key_of_the_comparison_is_documented(
