@@ -18,6 +18,8 @@ from fcsd.model.families.routers import find_routers
 _OPERATORS = (("aten", "_grouped_mm"), ("transformers", "grouped_mm_fallback"))
 _KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU"}
 _libraries: list[torch.library.Library] = []  # a rule lasts as long as its library
+# Casts of the experts' weights while `kept_casts` keeps them.
+_kept: dict[tuple[Any, ...], Tensor] | None = None
 
 
 def autocast_experts() -> None:
@@ -63,7 +65,7 @@ def _rule(
 
         def cast(x: Tensor | torch.dtype | None) -> Tensor | torch.dtype | None:
             if isinstance(x, Tensor) and x.dtype == torch.float32:
-                return x.to(dtype)
+                return _cast(x, dtype)
             return x
 
         # Without autocast's key, or the call would come back to this rule.
@@ -73,6 +75,45 @@ def _rule(
             )
 
     return grouped
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in the dtype; a parameter, or a view of one, is cast once while
+    `kept_casts` keeps it.
+    """
+    parameter = x._base if x._is_view() else x
+    if _kept is None or not isinstance(parameter, nn.Parameter):
+        return x.to(dtype)
+    key = id(parameter), dtype, x.shape, x.stride(), x.storage_offset()
+    if key not in _kept:
+        _kept[key] = x.to(dtype)
+    return _kept[key]
+
+
+@contextlib.contextmanager
+def kept_casts(device: torch.device) -> Iterator[None]:
+    """Cast each weight once for all forward passes within the block, which have no
+    gradients and change no weight; but for experts that run in a loop.
+
+    A model that trains under autocast enters it anew for each pass, and casts all of its
+    weights again: for each new token of a text, several times the bytes that the token
+    needs. The casts take as much memory as the weights in half precision, and are freed
+    at the end.
+    """
+    global _kept
+    kind, outer = device.type, _kept
+    # torch keeps its casts up to the end of the outermost autocast, be it switched off.
+    same = torch.autocast(
+        kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+    )
+    _kept = {}
+    try:
+        with torch.no_grad(), same:
+            yield
+    finally:
+        _kept = outer
+        # They know no gradients, which an autocast around the block may need next.
+        torch.clear_autocast_cache()
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from fcsd.base.errors import UserError
+from fcsd.model.autocast import kept_casts
 from fcsd.model.families import family_of
 from fcsd.parallel.ranks import input_device
 
@@ -275,15 +276,16 @@ def generate(
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        generated = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([ended]),
-            logits_processor=LogitsProcessorList(processors),
-            # Ranks that share the weights make the same number of forward passes.
-            synced_gpus=True if lockstep else None,
-        )
+        with kept_casts(device):
+            generated = model.generate(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([ended]),
+                logits_processor=LogitsProcessorList(processors),
+                # Ranks that share the weights make the same number of forward passes.
+                synced_gpus=True if lockstep else None,
+            )
     finally:
         model.generation_config = own
     return generated[:, ids.shape[1] :].tolist()  # type: ignore[no-any-return]
