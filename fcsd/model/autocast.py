@@ -102,6 +102,9 @@ def kept_casts(device: torch.device) -> Iterator[None]:
     """
     global _kept
     kind, outer = device.type, _kept
+    if not torch.amp.is_autocast_available(kind):
+        yield
+        return
     # torch keeps its casts up to the end of the outermost autocast, be it switched off.
     same = torch.autocast(
         kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
