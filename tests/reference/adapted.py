@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, logsigmoid, silu, softmax
 from transformers.cache_utils import KVSharingDict
 
+from tests.reference import streams as hyper
 from tests.reference.parts import (
+    Step,
     _fused,
     _mlp,
     _routed,
@@ -25,9 +27,6 @@ from tests.reference.parts import (
     is_outdated,
     layer_arguments,
 )
-
-Step = tuple[Tensor, Tensor | None]
-"""(o_k, o_k without what is in flight; None after a dense layer), each B x T x D."""
 
 
 def _grouped(
@@ -497,6 +496,7 @@ LAYERS: dict[str, Callable[[Any, Any, Tensor, Tensor, bool, dict[str, Any]], Ste
     "jetmoe": _jetmoe,
     "minimax": _minimax,
     "gemma4_text": _gemma4,
+    **hyper.LAYERS,
 }
 """Model type -> one layer: (layer, config, o_{k-1}, what attention reads, whether the
 MLP side is outdated, arguments of the loop) -> Step."""
@@ -565,8 +565,11 @@ def adapted_forward(
     """
     streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
     config, (_, norm) = model.config, _decoder(model)
+    last = streams[-1]
+    if config.model_type in hyper.HEADS:
+        last = hyper.HEADS[config.model_type](model.model, last)
     logits = model.lm_head(
-        norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0)
+        norm(last) / getattr(config, "logits_mup_width_multiplier", 1.0)
     )
     logits = logits * getattr(config, "logit_scale", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)

@@ -10,6 +10,10 @@ from torch.nn.functional import linear, silu, softmax
 
 Parts = tuple[Tensor, Tensor]
 
+Step = tuple[Tensor, Tensor | None]
+"""(o_k, o_k without what is in flight; None after a dense layer), each B x T x D; with
+hyper-connections B x T x S x D."""
+
 
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)

@@ -43,6 +43,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         ),
     )
     norms = [getattr(holder, name) for name in names if name]
+    connections = [getattr(layer, name) for name in family.connections]
     normed: dict[int, None] = {}
     sides: dict[str, list[str]] = {}
     outputs: dict[str, Mark | None] = {}
@@ -51,7 +52,7 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         child
         for parent in dict.fromkeys((layer, holder))
         for child in parent.children()
-        if child not in norms
+        if child not in (*norms, *connections)
         and child is not holder
         and any(p.ndim >= 2 for p in child.parameters())
     ]
@@ -84,6 +85,11 @@ def trace_layer(layer: nn.Module, family: Family, run: Callable[[], Any]) -> Rol
         elif module in norms and tensor is not None:
             normed[storage(tensor)] = None
             follow.inputs.pop(storage(tensor), None)
+        if module in connections and not norms:
+            # its norm is inside of it
+            read = out[family.connection_returns.index("read")]
+            normed[storage(read)] = None
+            follow.inputs.pop(storage(read), None)
         mark = follow.sums.get(storage(tensor)) if tensor is not None else None
         outputs[paths[module]] = (
             mark if mark is not None and is_last(tensor, mark) else None

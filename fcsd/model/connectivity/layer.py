@@ -181,6 +181,8 @@ class LayerPass:
         self.normed: Any = None
         self.after_attention: Any = None
         self.shared_output: Any = None
+        self.connections: dict[int, dict[str, Any]] = {}
+        self.outdated: dict[str, Any] | None = None
 
     def norm(self, name: str | None, x: torch.Tensor) -> Any:
         return getattr(self.norms, name)(x) if name else x
@@ -189,6 +191,11 @@ class LayerPass:
         """Return the result of a side's residual connection for `stream` if its branch
         returns zero.
         """
+        if self.family.layout == "streams":
+            mix = self.connections[side].get("mix")
+            if mix is None:
+                return stream
+            return torch.matmul(mix.to(stream.dtype).transpose(-1, -2), stream)
         rule, name = self.family.residual, self.family.residual_names[side]
         if name is None:
             return stream
@@ -202,6 +209,8 @@ class LayerPass:
         if family.layout == "post_norm":
             sides = {family.attention: self.attention, family.moe: self.moe}
             return sides | ({family.in_norm: self.in_norm} if family.in_norm else {})
+        if family.layout == "streams":
+            return self.stream_overrides()
         norms: dict[str, Any] = {family.in_norm: self.in_norm}
         if family.layout == "parallel":
             return norms | {family.attention: self.attention, family.moe: self.moe}
@@ -215,6 +224,73 @@ class LayerPass:
         if plan.carry and plan.layer_shared:
             norms[family.layer_shared] = self.layer_shared
         return norms | ({family.moe: self.moe} if plan.block_shared else {})
+
+    def stream_overrides(self) -> dict[str, Any]:
+        family = self.family
+        before_attention, before_moe = family.connections
+        calls: dict[str, Any] = {
+            before_attention: self.attention_connection,
+            before_moe: self.moe_connection,
+        }
+        if family.stream_branch:
+            calls[family.stream_branch] = self.stream_branch
+        return calls | ({family.moe: self.moe} if self.plan.block_shared else {})
+
+    def stream_branch(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a branch before attention, which reads what attention reads, and add its
+        output to both members of the pair, as the layer does to the streams.
+        """
+        out = getattr(self.layer, self.family.stream_branch)(self.a, *args, **kwargs)
+        whole = self.a is self.o
+        self.o = self.o + out
+        self.a = self.o if whole else self.a + out
+        return out
+
+    def attention_connection(self, x: torch.Tensor) -> tuple[Any, ...]:
+        return self.connect(0, self.a, self.o)
+
+    def moe_connection(self, h: torch.Tensor) -> tuple[Any, ...]:
+        self.after_attention = h
+        if not self.plan.outdated:
+            return self.connect(1, h, h)
+        return self.connect(1, self.kept(0, self.o), h)
+
+    def outdated_read(self) -> torch.Tensor:
+        """Return the vector that the MLP reads from the streams without this layer's
+        attention."""
+        self.outdated = self.connection(1, self.kept(0, self.o))
+        return self.outdated["read"]  # type: ignore[no-any-return]
+
+    def connection(self, side: int, streams: torch.Tensor) -> dict[str, Any]:
+        """Return what a hyper-connection computes from these streams, by name."""
+        module = getattr(self.layer, self.family.connections[side])
+        return dict(zip(self.family.connection_returns, module(streams), strict=True))
+
+    def connect(
+        self, side: int, read: torch.Tensor, whole: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """Return what a hyper-connection returns if its branch reads the streams `read`
+        and its residual connection keeps the streams `whole`.
+
+        What belongs to the branch (its input, and how its output is spread) is computed
+        from what the branch reads; what belongs to the residual connection from the
+        streams that it keeps.
+        """
+        early = self.outdated if side and read is not whole else None
+        values = self.connection(side, read) if early is None else early
+        if read is not whole:
+            if "mix" in values:
+                values["mix"] = self.connection(side, whole)["mix"]
+            if "streams" in values:
+                values["streams"] = whole
+        self.connections[side] = values
+        return tuple(values.values())
+
+    def spread(self, side: int, output: torch.Tensor) -> torch.Tensor:
+        """Return what the output of a branch adds to the streams."""
+        write = self.connections[side]["write"]
+        output = output.reshape(*write.shape[:-1], 1, output.shape[-1])
+        return (write.unsqueeze(-1) * output).reshape(self.o.shape)
 
     def in_norm(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.family.layout == "post_norm" else self.a
@@ -273,11 +349,13 @@ class LayerPass:
     def partial(self) -> torch.Tensor:
         """Return o_k - routed_k."""
         rest = self.after_attention
-        if self.family.residual != "sum":
+        if self.family.residual != "sum" or self.family.layout == "streams":
             rest = self.kept(1, rest)
         if self.shared_output is None:
             return rest
         shared_output = self.shared_output
+        if self.family.layout == "streams":
+            return (rest + self.spread(1, shared_output)).to(rest.dtype)
         if shared_output.shape != rest.shape:
             shared_output = shared_output.reshape(rest.shape)
         if self.plan.shared_scale != 1:

@@ -234,4 +234,18 @@ ROWS: tuple[Family, ...] = (
         moe_layers="mlp_layer_types",
     ),
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),
+    Family(
+        model_type="deepseek_v4",
+        folding=Folding(reads=("kv_proj", "weights_proj"), closed=("self_attn", "mlp")),
+        config="DeepseekV4Config",
+        moe_block="DeepseekV4SparseMoeBlock",
+        layout="streams",
+        connections=("attn_hc", "ffn_hc"),
+        connection_returns=("write", "mix", "read"),
+        block_argument="input_ids",
+        block_shared="shared_experts",
+        # Its compressed keys are made of groups of tokens from the beginning of the row.
+        packing="leaks",
+        padding="counts",
+    ),
 )

@@ -21,13 +21,20 @@ class Family:
         pre_norm    h = r(o) + c·A(N(o));   o' = r(h) + c·M(N(h))
         post_norm   x = N(o);  h = N(r(x) + A(x));   o' = r(h) + M(h)      a norm may be missing
         parallel    o' = o + A(N(o)) + M(N(o))
+        streams     H = r(O) + w·A(N(O)); O' = r(H) + w·M(N(H))            hyper-connections
+
+    In streams, O is several streams. N is a mix of them and a norm; w, a number for each
+    stream, spreads the branch's output over them; r is O, or a mix of its streams. Mixes
+    and numbers are computed for each token by a module before each branch.
 
     r is the part of the stream that a residual connection keeps: all of it (sum), a
     factor times it (factor), sqrt((i-1)/i) times it for the i-th sum of the model
     (depth), or a learned factor per channel (gate). A rewired layer computes the same
     with two changes. Attention's branch reads o without the routed output of the
     previous layer: r(h) plus the shared output. The MLP's branch reads h without A:
-    r(o), in post_norm N(r(x)); in parallel it reads that anyway.
+    r(o), in post_norm N(r(x)); in parallel it reads that anyway. In streams, N and w of a
+    branch are computed from what the branch reads, r from all of the streams that it
+    keeps: in flight are one vector and w.
     """
 
     model_type: str
@@ -53,8 +60,18 @@ class Family:
     decoder_layer: str | tuple[str, ...] = ""
     """Class of a decoder layer, MoE or dense, or several if each kind of layer in a
     hybrid has its own; by default NAMEDecoderLayer."""
-    layout: Literal["pre_norm", "post_norm", "parallel"] = "pre_norm"
+    layout: Literal["pre_norm", "post_norm", "parallel", "streams"] = "pre_norm"
     """Where the branches read the stream; the equations are above."""
+    connections: tuple[str, str] | tuple[()] = ()
+    """Attributes of the layer: hyper-connections before attention and before the MLP, if
+    `layout` is streams."""
+    connection_returns: tuple[Literal["read", "write", "mix", "streams"], ...] = ()
+    """The values that a hyper-connection returns, in their order: the vector that the
+    branch reads; the numbers that spread its output over the streams; the matrix whose
+    transpose mixes the streams that are kept; these streams themselves."""
+    stream_branch: str | None = None
+    """Attribute of the layer: branch without communication that reads all streams before
+    attention, and is added to them; may be None in a given layer."""
     in_norm: str | None = "input_layernorm"
     """Attribute of the layer: norm before attention."""
     mlp_norm: str | tuple[str, ...] | None = "post_attention_layernorm"
@@ -72,6 +89,8 @@ class Family:
     """Argument of the layer that is passed on to its MoE block, if the layer checks the
     block's class. A stand-in of another class is called like a dense MLP and has to
     return a tensor."""
+    block_argument: str | None = None
+    """Argument of the layer that it passes on to its MoE block by name."""
     block_shared: str | None = None
     """Attribute of the MoE block: its shared expert, if it has one."""
     block_gate: str | None = None

@@ -25,7 +25,6 @@ REFUSED: dict[str, str] = {
         "its MLP is dense in transformers (the number of experts is fixed at 1), so no"
         " layer has experts"
     ),
-    "deepseek_v4": _HYPER,
     "diffusion_gemma": _BOTH_WAYS,
     "diffusion_gemma_text": _BOTH_WAYS,
     "doge": (

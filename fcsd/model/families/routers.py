@@ -11,7 +11,13 @@ from typing import Any
 from torch import nn
 
 from fcsd.base.errors import UserError
-from fcsd.model.families import FAMILIES, base_model_type, expert_counts, moe_mask
+from fcsd.model.families import (
+    FAMILIES,
+    Family,
+    base_model_type,
+    expert_counts,
+    moe_mask,
+)
 from fcsd.model.families.structure import unwrapped
 
 
@@ -35,10 +41,11 @@ class Router:
 def find_routers(model: nn.Module) -> list[Router]:
     """Return the routers of a model, converted or not, in the order of its layers.
 
-    They are the modules whose `router_logits` transformers records, with two special
+    They are the modules whose `router_logits` transformers records, with three special
     cases: if it records a whole MoE block (ERNIE 4.5 VL), the router is the first one
     beside experts in it, that of text; if attention has experts as well (JetMoE), the
-    router is that of the MoE block.
+    router is that of the MoE block; if it records nothing of an MoE layer (DeepSeek-V4,
+    whose first layers choose by token id), the router is the one beside its experts.
 
     Raises:
         UserError: there is no router, or not one for each MoE layer.
@@ -50,6 +57,9 @@ def find_routers(model: nn.Module) -> list[Router]:
     for name, index in _recorded(owner):
         if (number := re.search(r"\.(\d+)\.", name)) is not None:
             by_layer[int(number[1])].append((name, index))
+    if by_layer and family is not None:
+        for layer, name in _unrecorded(owner, family, set(by_layer)):
+            by_layer[layer].append((name, 0))
     if not by_layer:
         raise UserError(
             f"{type(owner).__name__} (model type '{config.model_type}'): no router"
@@ -111,6 +121,20 @@ def _recorded(model: nn.Module) -> Iterator[tuple[str, int]]:
                 # A module with experts is a whole MoE block: its router is inside.
                 inner = _beside_experts(module)
                 yield (f"{name}.{inner}", 0) if inner else (name, index)
+
+
+def _unrecorded(
+    model: nn.Module, family: Family, recorded: set[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield layer and name of the routers beside experts in layers of which transformers
+    records none.
+    """
+    for name, module in model.named_modules():
+        block = re.search(r"\.(\d+)\.(\w+)$", name)
+        if block is None or block[2] != family.moe or int(block[1]) in recorded:
+            continue
+        if (router := _beside_experts(module)) is not None:
+            yield int(block[1]), f"{name}.{router}"
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[type[nn.Module], int, str | None]]:

@@ -60,7 +60,10 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
     # A tied head is the same parameter, which then counts as embeddings.
     yield from _whole_module("embeddings", model.get_input_embeddings())
     yield from _whole_module("lm_head", model.get_output_embeddings())
-    for layer in decoder_layers(model, family):
+    stack = decoder_layers(model, family)
+    for layer in stack:
+        for connection in family.connections:
+            yield from _whole_module("connections", getattr(layer, connection))
         block = getattr(layer, family.moe)
         if is_one_of(block, family.moe_block):
             yield from _of_block(block, family)
@@ -80,10 +83,20 @@ def _parameters(model: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:
                     # Attention may be routed to experts as well (JetMoE).
                     routed = "experts" in inner.split(".") and parameter.ndim == 3
                     yield "attention", parameter, routed
+    if family.connections:
+        yield from _before_the_head(model, stack)
     for name, parameter in model.named_parameters():
         is_norm = parameter.ndim == 1 and "norm" in ".".join(name.split(".")[-2:])
         part = "norms" if is_norm and not family.multimodal else "other"
         yield part, parameter, False
+
+
+def _before_the_head(model: Any, stack: Any) -> Iterator[tuple[str, Any, bool]]:
+    """Yield what mixes the streams for the head: it is beside the layers."""
+    owner = next(m for m in model.modules() if getattr(m, "layers", None) is stack)
+    for child in owner.children():
+        if child is not stack and any(p.ndim > 1 for p in child.parameters()):
+            yield from _whole_module("connections", child)
 
 
 def _of_block(block: Any, family: Family) -> Iterator[tuple[str, Any, bool]]:

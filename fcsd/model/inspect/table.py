@@ -15,6 +15,7 @@ PARTS = {
     "shared_experts": "shared experts",
     "routed_experts": "routed experts",
     "router": "routers",
+    "connections": "hyper-connections",
     "norms": "norms",
     "other": "other (vision, projector)",
 }

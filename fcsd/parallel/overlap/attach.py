@@ -180,6 +180,7 @@ def _runtime(
         family.block_gate,
         family.shared_in_place,
         "router" if ep.scaled else None,
+        family.block_argument,
     )
     return LayerRuntime(ep, names, chosen, index, attention, not between)
 

@@ -156,12 +156,14 @@ class BlockNames:
     gate: str | None
     in_place: bool
     scaled: str | None = None
+    argument: str | None = None
 
 
 class BlockRun:
     """One pass through an MoE block: its steps, and the values they hand to each other.
 
-    m: (B, T, D), the block's input. note: called for each step.
+    m: (B, T, D), the block's input. given: its arguments beside that. note: called for
+    each step.
     """
 
     def __init__(
@@ -182,6 +184,12 @@ class BlockRun:
         self.gate: Any = None
         self.tape: list[tuple[str, Any]] = []
         self.chosen: Any = ()
+        self.given: dict[str, Any] = {}
+
+    def one_piece(self) -> bool:
+        """Tell whether no step of the block is between the two parts of attention."""
+        names = [step.name for step in self.steps]
+        return names.index("attention b") == names.index("attention a") + 1
 
     def until(self, name: str | None) -> None:
         """Run the steps before the one of this name; None: all that are left."""
@@ -209,7 +217,8 @@ class BlockRun:
         if self.names.scaled:
             overrides[self.names.scaled] = self._choose
         try:
-            self.names.forward(Recorder(self.block, overrides, self.tape), self.m)
+            stand_in = Recorder(self.block, overrides, self.tape)
+            self.names.forward(stand_in, self.m, **self.given)
         # A capacity limit, if there is one, changes the routing weights here.
         except Stopped as reached:
             self.chosen = capped(self.block.experts, reached.values)

@@ -156,6 +156,8 @@ class LayerRuntime:
             run = BlockRun(
                 self.ep, self.names, getattr(layer, family.moe), call, steps, self.note
             )
+            if self.names is not None and self.names.argument is not None:
+                run.given = {self.names.argument: kwargs[self.names.argument]}
 
         # The family's forward calls this in place of its MoE block.
         def block(x: Any, *_: Any, **__: Any) -> Any:
@@ -178,20 +180,12 @@ class LayerRuntime:
         if run is not None and plan.outdated:
             # The block's input does not depend on this layer's attention, so its
             # exchanges run beside it.
-            run.m = _outdated(rewired)
-            run.pass_by("attention a")
-            if run.steps[0].name == "attention b":
-                run.pass_by("attention b")
-            else:
+            if not run.one_piece():
                 attention_cut = between(
                     getattr(layer, str(self.attention)),
                     lambda: run.pass_by("attention b"),
                 )
-            overrides[family.moe] = block
-            if family.layout == "pre_norm":
-                overrides[family.mlp_norm] = lambda h: _note_attention(
-                    rewired, h, run.m
-                )
+            overrides |= _beside_attention(run, rewired, overrides, block)
         with attention_cut:
             out = forward(View(layer, overrides), o, *args, **kwargs)
         if not plan.carry:
@@ -201,9 +195,49 @@ class LayerRuntime:
         return out, rewired.partial()
 
 
+def _beside_attention(
+    run: BlockRun, rewired: LayerPass, overrides: dict[str, Any], block: Any
+) -> dict[str, Any]:
+    """Return the overrides of a layer whose block runs beside its attention, and start
+    the block if its input is known before the layer's forward pass begins.
+    """
+    family = rewired.family
+
+    def begin() -> None:
+        run.m = _outdated(rewired)
+        one_piece = run.one_piece()
+        run.pass_by("attention a")
+        if one_piece:
+            run.pass_by("attention b")
+
+    if family.layout == "streams":
+        # The block reads the streams as the connection before attention leaves them.
+        connection = family.connections[0]
+        before_attention = overrides[connection]
+
+        def connect(x: Tensor) -> Any:
+            values = before_attention(x)
+            begin()
+            return values
+
+        calls: dict[str, Any] = {connection: connect, family.moe: block}
+        if family.mlp_norm:
+            calls[family.mlp_norm] = lambda _: run.m
+        return calls
+    begin()
+    if family.layout != "pre_norm":
+        return {family.moe: block}
+    return {
+        family.moe: block,
+        family.mlp_norm: lambda h: _note_attention(rewired, h, run.m),
+    }
+
+
 def _outdated(rewired: LayerPass) -> Any:
     """Return the input of the MoE block in a layer that keeps its own forward pass."""
     family = rewired.family
+    if family.layout == "streams":
+        return rewired.norm(family.mlp_norm, rewired.outdated_read())
     if family.layout == "pre_norm":
         stream = rewired.o
     else:

@@ -74,6 +74,8 @@ def kept_inside(family: Family) -> str | None:
     Such a layer keeps its forward pass; its exchanges run beside its own attention and
     shared expert.
     """
+    if family.layout == "streams":
+        return "its layers mix several streams"
     if family.layout != "pre_norm":
         norms_follow = family.layout == "post_norm"
         if norms_follow:

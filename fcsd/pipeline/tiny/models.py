@@ -48,7 +48,7 @@ def tiny_model(model_type: str, seed: int = 0, **changes: Any) -> Any:
 
 @torch.no_grad()
 def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fill parameters and router bias buffers with random values: matrices with a
+    """Fill parameters, router bias buffers and tables of experts with random values: matrices with a
     standard deviation of 1.5/sqrt(last dim), image kernels with 1.5/sqrt(inputs), norms
     and scales around 1, biases around 0.
     """
@@ -72,6 +72,11 @@ def randomise(model: torch.nn.Module, seed: int) -> None:
             buffer.copy_(0.3 * normal(buffer))
         elif name.endswith("layer_scalar"):
             buffer.copy_(1 + 0.2 * normal(buffer))
+        elif name.endswith("tid2eid"):
+            # the experts of each token id, all different
+            router: Any = model.get_submodule(name.rpartition(".")[0])
+            scores = torch.rand(len(buffer), router.num_experts, generator=generator)
+            buffer.copy_(scores.topk(buffer.shape[1]).indices)
 
 
 _CHAT_TEMPLATE = (

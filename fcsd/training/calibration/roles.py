@@ -130,7 +130,11 @@ def _branches(layer: nn.Module, family: Family) -> list[tuple[str, ...]]:
         mlp_norms = family.mlp_norm
     else:
         mlp_norms = (family.mlp_norm,)
-    not_branches = {family.norms, family.in_norm, *mlp_norms, *family.folding.unread}
+    not_branches = {
+        *(family.norms, family.in_norm, *mlp_norms),
+        *family.connections,
+        *family.folding.unread,
+    }
     # A branch has matrices. Children without any (norms, residual gates) are skipped;
     # in dbrx, attention is inside the module that holds the norms.
     names = [

@@ -142,6 +142,8 @@ def test_what_is_handed_on_is_the_stream_without_what_is_in_flight(name):
     assert largest_error(rewire, name, (1, 2)) < BOUND
 
 
+MIXED = ("deepseek_v4",)
+STREAMS = MIXED
 MUTANTS = {
     "what a norm follows is taken apart": (
         "carry and family.additive and has_shared",
@@ -217,6 +219,36 @@ MUTANTS = {
         "attention_input, kwargs[side] = kwargs[side]",
         "_, kwargs[side] = kwargs[side]",
         ("glm_moe_dsa",),
+    ),
+    "streams: attention reads all of them": (
+        "return self.connect(0, self.a, self.o)",
+        "return self.connect(0, self.o, self.o)",
+        STREAMS,
+    ),
+    "streams: the MLP reads them unmixed": (
+        "return self.connect(1, self.kept(0, self.o), h)",
+        "return self.connect(1, self.o, h)",
+        MIXED,
+    ),
+    "streams: the MLP sees attention": (
+        "return self.connect(1, self.kept(0, self.o), h)",
+        "return self.connect(1, h, h)",
+        STREAMS,
+    ),
+    "streams: the mix is computed from what the branch reads": (
+        'values["mix"] = self.connection(side, whole)["mix"]',
+        "pass",
+        MIXED,
+    ),
+    "streams: the mix is not transposed": (
+        "mix.to(stream.dtype).transpose(-1, -2)",
+        "mix.to(stream.dtype)",
+        MIXED,
+    ),
+    "streams: the shared output is spread like that of attention": (
+        "self.spread(1, shared_output)",
+        "self.spread(0, shared_output)",
+        STREAMS,
     ),
     "a second output: it is not handed on": (
         "return (o, (partial, side_output))",

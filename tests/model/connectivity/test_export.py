@@ -653,8 +653,8 @@ OWN = {"AutoModelForCausalLM": "modeling_own.Own"}
             "architectures names MixtralForCausalLM, but model_type is 'olmoe'",
         ),
         (
-            config(model_type="deepseek_v4"),
-            "'deepseek_v4' cannot be converted: its layers mix several",
+            config(model_type="doge"),
+            "'doge' cannot be converted: its experts are rows of an embedding",
         ),
         (
             config(model_type="own", auto_map=OWN),

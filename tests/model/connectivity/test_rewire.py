@@ -34,7 +34,7 @@ SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 MIXED = ("partial", [1, 3])
 """The MLP side is outdated in some of the rewired layers, and regular in the others."""
 
-SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+SINKS = ("deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 RECURRENT = (
     *(
         "bailing_hybrid",
@@ -55,6 +55,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("packed", "afmoe"): "masks are built without position ids",
     ("checkpointing", "jetmoe"): "it does not support activation checkpointing",
     ("packed", "minimax_m3_vl_text"): "blocks of keys are chosen over the whole row",
+    ("packed", "deepseek_v4"): "keys are compressed over the whole row",
     **{
         ("packed", name): "the recurrent state runs on from one sequence into the next"
         for name in RECURRENT

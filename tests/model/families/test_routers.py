@@ -17,6 +17,7 @@ SECOND_LOOK = {
     "jetmoe": "its router gives pairs sorted by expert, and its attention has experts, too",
     "llama4": "its router gives dense scores; the experts take no indices",
     "llama4_text": "its router gives dense scores; the experts take no indices",
+    "deepseek_v4": "its first layers choose by token id; transformers records no router of them",
     "ernie4_5_vl_moe": "transformers records the block, in which text has a router of its own",
 }
 """Families whose choice is not simply an output of the recorded module, and why."""

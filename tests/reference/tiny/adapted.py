@@ -167,6 +167,33 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 
+TINY["deepseek_v4"] = {
+    **ROUTED_EXPERTS,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 16,
+    "o_groups": 2,
+    "o_lora_rank": 8,
+    "sliding_window": 6,
+    "layer_types": [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {
+        "compressed_sparse_attention": 2,
+        "heavily_compressed_attention": 3,
+    },
+    "index_topk": 2,
+    "index_head_dim": 16,
+    "index_n_heads": 16,
+    "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    "hc_mult": 3,
+    "hc_sinkhorn_iters": 4,
+}
+
 TINY["inkling_mm_model"] = {
     "text_config": TINY["inkling_text"],
     "vision_config": {

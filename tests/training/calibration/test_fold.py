@@ -48,6 +48,7 @@ LEFT = {
     "gemma4_text": GEMMA4,
     "gemma4": GEMMA4,
     "muse_spark": BOTH,
+    "deepseek_v4": BOTH,
     "mistral_large4": {INDEXER},
 }
 # Nothing in their MoE block can be folded, or their experts are not called with the
@@ -63,7 +64,7 @@ TOGETHER = {
     "gemma4_text",
     "gemma4",
 }
-TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
+TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe", "deepseek_v4"}
 
 
 def batch(rows: int = 2) -> Batch:
