@@ -20,6 +20,7 @@ from tests.reference import streams as hyper
 from tests.reference.parts import (
     Step,
     _fused,
+    _grouped,
     _mlp,
     _routed,
     _softmax_router,
@@ -27,38 +28,6 @@ from tests.reference.parts import (
     is_outdated,
     layer_arguments,
 )
-
-
-def _grouped(
-    x: Tensor,
-    gate: Any,
-    config: Any,
-    *,
-    scale: float = 1.0,
-    score: Callable[..., Tensor] = torch.sigmoid,
-) -> tuple[Tensor, Tensor]:
-    """Choose groups by their two best biased scores, and experts in them by biased
-    score; unbiased weights sum to 1.
-    """
-    scores = score(x @ gate.weight.T)
-    bias = getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
-    size = scores.shape[-1] // config.n_group
-    chosen = []
-    for biased in (scores.detach() + bias).tolist():
-        best_two = [
-            sum(sorted(biased[g * size : (g + 1) * size])[-2:])
-            for g in range(config.n_group)
-        ]
-        kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[
-            : config.topk_group
-        ]
-        candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
-        chosen.append(
-            sorted(candidates, key=lambda e: -biased[e])[: config.num_experts_per_tok]
-        )
-    indices = torch.tensor(chosen)
-    weights = scores.gather(1, indices)
-    return indices, scale * weights / weights.sum(-1, keepdim=True)
 
 
 def _glm_moe_dsa(
@@ -507,6 +476,7 @@ WRAPPERS: dict[
     "mistral_large4": _glm_moe_dsa,
     "muse_spark": _muse_spark,
     "inkling_mm_model": _inkling,
+    **hyper.WRAPPERS,
 }
 """The same for multimodal wrappers."""
 
@@ -515,7 +485,7 @@ def _decoder(model: Any) -> tuple[Any, Any]:
     """Return (layers, final norm)."""
     if model.config.model_type == "dbrx":
         return model.transformer.blocks, model.transformer.norm_f
-    return model.model.layers, model.model.norm
+    return model.model.layers, getattr(model.model, "norm", None)
 
 
 def adapted_streams(
@@ -564,12 +534,13 @@ def adapted_forward(
     `LAYERS`.
     """
     streams, _ = adapted_streams(model, input_ids, layers, attention, mlp, **inputs)
-    config, (_, norm) = model.config, _decoder(model)
-    last = streams[-1]
+    config = model.config
     if config.model_type in hyper.HEADS:
-        last = hyper.HEADS[config.model_type](model.model, last)
+        head = hyper.HEADS[config.model_type]
+        return model.lm_head(head(model.model, config, streams[-1])), streams
+    _, norm = _decoder(model)
     logits = model.lm_head(
-        norm(last) / getattr(config, "logits_mup_width_multiplier", 1.0)
+        norm(streams[-1]) / getattr(config, "logits_mup_width_multiplier", 1.0)
     )
     logits = logits * getattr(config, "logit_scale", 1.0)
     cap = getattr(config, "final_logit_softcapping", None)

@@ -24,6 +24,8 @@ IMAGES: dict[str, tuple[int | None, int]] = {
     "inkling_mm_model": (_VIDEO_PATCH, 4),
     "deepseek_ocr2": (None, 145),
     "unlimited_ocr": (None, 7),
+    "qwen4_exp": (_VIDEO_PATCH, 4),
+    "glm5_next": (_VIDEO_PATCH, 4),
     "qwen3_vl_moe": (_VIDEO_PATCH, 4),
     "qwen3_omni_moe_thinker": (_VIDEO_PATCH, 4),
 }

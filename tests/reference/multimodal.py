@@ -17,6 +17,7 @@ from torch.nn.functional import linear, silu, softmax
 from tests.reference.adapted import LAYERS
 from tests.reference.adapted import WRAPPERS as ADAPTED_WRAPPERS
 from tests.reference.parts import computed_once, is_outdated
+from tests.reference.streams import HEADS
 
 Parts = tuple[Tensor, Tensor]
 """(routed output, shared output), each N x D."""
@@ -343,6 +344,8 @@ def multimodal_reference_forward(
         if k < len(visual):
             mask, features = visual[k]
             o = o.masked_scatter(mask[..., None], o[mask] + features)
+    if model_type in HEADS:
+        return lm_head(HEADS[model_type](stack, config, o)), streams
     logits = lm_head(
         stack.norm(o) / getattr(config, "logits_mup_width_multiplier", 1.0)
     )

@@ -57,6 +57,38 @@ def _softmax_router(
     return indices, weights * scale
 
 
+def _grouped(
+    x: Tensor,
+    gate: Any,
+    config: Any,
+    *,
+    scale: float = 1.0,
+    score: Callable[..., Tensor] = torch.sigmoid,
+) -> tuple[Tensor, Tensor]:
+    """Choose groups by their two best biased scores, and experts in them by biased
+    score; unbiased weights sum to 1.
+    """
+    scores = score(x @ gate.weight.T)
+    bias = getattr(gate, "e_score_correction_bias", torch.zeros(scores.shape[-1]))
+    size = scores.shape[-1] // config.n_group
+    chosen = []
+    for biased in (scores.detach() + bias).tolist():
+        best_two = [
+            sum(sorted(biased[g * size : (g + 1) * size])[-2:])
+            for g in range(config.n_group)
+        ]
+        kept = sorted(range(config.n_group), key=lambda g: -best_two[g])[
+            : config.topk_group
+        ]
+        candidates = [e for g in kept for e in range(g * size, (g + 1) * size)]
+        chosen.append(
+            sorted(candidates, key=lambda e: -biased[e])[: config.num_experts_per_tok]
+        )
+    indices = torch.tensor(chosen)
+    weights = scores.gather(1, indices)
+    return indices, scale * weights / weights.sum(-1, keepdim=True)
+
+
 _known: dict[tuple[int, ...], Any] | None = None
 
 

@@ -232,8 +232,9 @@ class LayerPass:
             before_attention: self.attention_connection,
             before_moe: self.moe_connection,
         }
-        if family.stream_branch:
-            calls[family.stream_branch] = self.stream_branch
+        branch = family.stream_branch
+        if branch and getattr(self.layer, branch) is not None:
+            calls[branch] = self.stream_branch
         return calls | ({family.moe: self.moe} if self.plan.block_shared else {})
 
     def stream_branch(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -29,6 +29,23 @@ from fcsd.model.families.folding import INDEXER, Folding
 
 _NORMED = Folding(closed=("self_attn", "mlp"))
 
+_QWEN4 = Family(
+    model_type="qwen4_exp_text",
+    config="Qwen4ExpTextConfig",
+    decoder_layer="Qwen4ExpTextDecoderLayer",
+    moe_block="Qwen4ExpTextSparseMoeBlock",
+    layout="streams",
+    in_norm=None,
+    mlp_norm=None,
+    connections=("attn_hyper_connection", "mlp_hyper_connection"),
+    connection_returns=("read", "streams", "write"),
+    stream_branch="ple",
+    block_shared="shared_expert",
+    block_gate="shared_expert_gate",
+    # The state of its linear attention runs through the row.
+    packing="leaks",
+)
+
 _INKLING = Family(
     model_type="inkling_text",
     folding=Folding(
@@ -247,5 +264,33 @@ ROWS: tuple[Family, ...] = (
         # Its compressed keys are made of groups of tokens from the beginning of the row.
         packing="leaks",
         padding="counts",
+    ),
+    Family(
+        model_type="hy_v4",
+        config="HYV4Config",
+        moe_block="HYV4MoE",
+        layout="streams",
+        connections=("attn_hc", "ffn_hc"),
+        connection_returns=("write", "read"),
+        block_shared="shared_experts",
+        side_output="prev_topk_indices",
+        moe_layers="mlp_layer_types",
+    ),
+    _QWEN4,
+    wrapper(_QWEN4, "qwen4_exp", "Qwen4Exp"),
+    Family(
+        model_type="glm5_next",
+        config="Glm5NextConfig",
+        causal_lm="Glm5NextForConditionalGeneration",
+        decoder_layer="Glm5NextTextDecoderLayer",
+        moe_block="Glm5NextTextMoE",
+        layout="streams",
+        connections=("attn_hc", "ffn_hc"),
+        connection_returns=("write", "mix", "read"),
+        block_shared="shared_experts",
+        side_output="prev_topk_indices",
+        moe_layers="mlp_layer_types",
+        # The state of its linear attention runs through the row.
+        packing="leaks",
     ),
 )

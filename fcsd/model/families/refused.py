@@ -31,9 +31,6 @@ REFUSED: dict[str, str] = {
         "its experts are rows of an embedding that each token looks up by product keys:"
         " there is no expert network to send tokens to and no communication to overlap"
     ),
-    "glm5_next": _HYPER,
-    "glm5_next_text": _HYPER,
-    "hy_v4": _HYPER,
     "hy_v4_vl": _HYPER,
     "hy_v4_vl_text": _HYPER,
     "inkling2": _BLOCKS,
@@ -57,8 +54,6 @@ REFUSED: dict[str, str] = {
         " the language model, as a separate checkpoint (model type"
         " qwen3_omni_moe_thinker) and convert that"
     ),
-    "qwen4_exp": _HYPER,
-    "qwen4_exp_text": _HYPER,
     "switch_transformers": _ENCODER_DECODER,
     "vitpose": _IMAGES,
     "vitpose_backbone": _IMAGES,

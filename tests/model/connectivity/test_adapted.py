@@ -143,7 +143,7 @@ def test_what_is_handed_on_is_the_stream_without_what_is_in_flight(name):
 
 
 MIXED = ("deepseek_v4",)
-STREAMS = MIXED
+STREAMS = (*MIXED, "hy_v4", "qwen4_exp_text")
 MUTANTS = {
     "what a norm follows is taken apart": (
         "carry and family.additive and has_shared",
@@ -244,6 +244,21 @@ MUTANTS = {
         "mix.to(stream.dtype).transpose(-1, -2)",
         "mix.to(stream.dtype)",
         MIXED,
+    ),
+    "streams: those that attention reads are kept": (
+        'values["streams"] = whole',
+        "pass",
+        ("qwen4_exp_text",),
+    ),
+    "streams: a branch before attention reads all of them": (
+        "getattr(self.layer, self.family.stream_branch)(self.a,",
+        "getattr(self.layer, self.family.stream_branch)(self.o,",
+        ("qwen4_exp_text",),
+    ),
+    "streams: a branch before attention is hidden from it": (
+        "self.a = self.o if whole else self.a + out",
+        "pass",
+        ("qwen4_exp_text",),
     ),
     "streams: the shared output is spread like that of attention": (
         "self.spread(1, shared_output)",

@@ -34,7 +34,10 @@ SIDES = (("partial", "outdated"), ("partial", "full"), ("full", "outdated"))
 MIXED = ("partial", [1, 3])
 """The MLP side is outdated in some of the rewired layers, and regular in the others."""
 
-SINKS = ("deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+SINKS = (
+    *("deepseek_v4", "flint", "gpt_oss", "granitemoe_swa", "hy_v4"),
+    "mimo_v2_flash",
+)
 RECURRENT = (
     *(
         "bailing_hybrid",
@@ -45,6 +48,7 @@ RECURRENT = (
         "lara_mini",
     ),
     *("lfm2_moe", "minimax", "qwen3_5_moe_text", "qwen3_next"),
+    "qwen4_exp_text",
 )
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("float64")]

@@ -225,6 +225,11 @@ TINY: dict[str, dict[str, Any]] = {
         "vision_config": {**_PATCHES, "image_size": 16},
         **_START_END_TOKENS,
     },
+    "qwen4_exp": {
+        "text_config": ADAPTED["qwen4_exp_text"],
+        "vision_config": {**_PATCHES, "num_position_embeddings": 16},
+        **_QWEN_TOKENS,
+    },
     "gemma4": {
         "text_config": ADAPTED["gemma4_text"],
         "vision_config": {
