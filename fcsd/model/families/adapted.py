@@ -31,6 +31,14 @@ _NORMED = Folding(closed=("self_attn", "mlp"))
 
 _QWEN4 = Family(
     model_type="qwen4_exp_text",
+    folding=Folding(
+        reads=(
+            *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+            "index_qk_proj",
+        ),
+        unread=("ple",),
+    ),
+    fuses_rows="ngram_embedding.weight",
     config="Qwen4ExpTextConfig",
     decoder_layer="Qwen4ExpTextDecoderLayer",
     moe_block="Qwen4ExpTextSparseMoeBlock",
@@ -253,7 +261,7 @@ ROWS: tuple[Family, ...] = (
     wrapper(_INKLING, "inkling_mm_model", "Inkling"),
     Family(
         model_type="deepseek_v4",
-        folding=Folding(reads=("kv_proj", "weights_proj"), closed=("self_attn", "mlp")),
+        folding=Folding(reads=("kv_proj", "weights_proj")),
         config="DeepseekV4Config",
         moe_block="DeepseekV4SparseMoeBlock",
         layout="streams",
@@ -267,6 +275,7 @@ ROWS: tuple[Family, ...] = (
     ),
     Family(
         model_type="hy_v4",
+        folding=Folding(reads=INDEXER),
         config="HYV4Config",
         moe_block="HYV4MoE",
         layout="streams",
@@ -280,6 +289,13 @@ ROWS: tuple[Family, ...] = (
     wrapper(_QWEN4, "qwen4_exp", "Qwen4Exp"),
     Family(
         model_type="glm5_next",
+        folding=Folding(
+            reads=(
+                *(*INDEXER, "index_kpool_compress_gate"),
+                *("f_a_proj", "b_proj", "g_a_proj"),
+            )
+        ),
+        fuses_rows="conv1d.weight",
         config="Glm5NextConfig",
         causal_lm="Glm5NextForConditionalGeneration",
         decoder_layer="Glm5NextTextDecoderLayer",

@@ -44,7 +44,8 @@ class Folding:
     """
     closed: tuple[str, ...] = ()
     """Branches that are followed by a norm, a convolution or a gate per channel. In a
-    family that is not additive, the MoE blocks are closed as well."""
+    family that is not additive, the MoE blocks are closed as well; with
+    hyper-connections, all branches."""
     mlp_factor: str | None = None
     """Attribute of the layer: factor on the MLP's output, unless it is
     `residual_multiplier`."""

@@ -40,6 +40,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r".*(sliding_window|sliding_window_size|chunk_size|block_size|index_topk|index_topk_blocks|rel_extent)",
         8,
     ),
+    (r"index_kpool", 4),
     (r"image_size", 32),
     (r"depths", 1),
 )

@@ -91,7 +91,9 @@ def roles_of(layer: Any, family: Family) -> Roles:
                 roles.rest.append(f"input of {name}: {operation} reads it, too")
         is_moe = is_one_of(layer.get_submodule(name), family.moe_block)
         read_inside = mlp_reads_the_rest and name != family.moe
-        if name in folding.closed or (is_moe and not family.additive) or read_inside:
+        # Hyper-connections spread an output over the streams.
+        spread = family.layout == "streams" or (is_moe and not family.additive)
+        if name in folding.closed or spread or read_inside:
             closed.append(
                 f"output of {name}: its last matmul does not reach the stream by sums"
                 " alone"
@@ -103,7 +105,9 @@ def roles_of(layer: Any, family: Family) -> Roles:
             roles.experts = _experts(layer, family, readers, roles.groups[-1])
     roles.groups.sort(key=lambda group: group.modules[0].count("."))
     roles.rest += [
-        f"input of {name}: not the output of a norm" for name in folding.unread
+        f"input of {name}: not the output of a norm"
+        for name in folding.unread
+        if getattr(layer, name) is not None
     ]
     roles.rest += closed
     return roles

@@ -344,7 +344,7 @@ def test_gradient_checkpointing_does_not_change_gradients(name):
         if reentrant:
             model.enable_input_require_grads()
         runs = []
-        hook = stack.layers[3].input_layernorm.register_forward_hook(
+        hook = getattr(stack.layers[3], FAMILIES[name].moe).register_forward_hook(
             lambda *_: runs.append(1)  # noqa: B023
         )
         checkpointed = gradients()

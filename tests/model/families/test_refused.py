@@ -41,10 +41,7 @@ def test_a_refused_family_exists_upstream_and_is_not_supported(name):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("hy_v4", ["hyper connection", "attn_hc"]),
         ("hy_v4_vl", ["hyper connection", "attn_hc"]),
-        ("glm5_next", ["HyperConnection", "attn_hc"]),
-        ("qwen4_exp", ["hyper_connection"]),
         ("inkling2", ["block_states"]),
         ("inkling2_loop", ["block_states", "attention_input(block_states"]),
         ("longcat_flash", ["shortcut_mlp_output", "self.input_layernorm[1]"]),

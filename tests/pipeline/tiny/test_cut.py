@@ -27,7 +27,22 @@ _GEMMA4 = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+_QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 128,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+    },
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen4_exp_text": _QWEN4,
+    "qwen4_exp": {"text_config": _QWEN4},
     "deepseek_v2": {
         "n_routed_experts": 64,
         "num_experts_per_tok": 6,

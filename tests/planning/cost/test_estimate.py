@@ -991,8 +991,8 @@ def of_two_streams(config: Any) -> int:
     return int(2 * config.num_hidden_layers - 1) * (connection + mix)
 
 
-# their experts loop over those that the data chose
-NEEDS_DATA = {"dbrx", "jetmoe", "step3p7"}
+# their experts, or the indexers of their attention, loop over what the data chose
+NEEDS_DATA = {"dbrx", "glm5_next", "jetmoe", "qwen4_exp", "qwen4_exp_text", "step3p7"}
 
 
 @pytest.mark.usefixtures("own_setting_only")

@@ -30,8 +30,9 @@ NO_NORM = "input of {}: not the output of a norm"
 BOTH = {ADDS.format("self_attn"), ADDS.format("mlp")}
 INKLING = BOTH | {NO_NORM.format("attn_sconv"), NO_NORM.format("mlp_sconv")}
 GEMMA4 = BOTH | {ADDS.format("experts"), NO_NORM.format("router")}
-# A norm, a convolution or a gate per channel follows the branch; everything else in all
-# families is folded.
+QWEN4 = BOTH | {ADDS.format("linear_attn"), NO_NORM.format("ple")}
+# A norm, a convolution, a gate per channel or the spread over several streams follows the
+# branch; everything else in all families is folded.
 INDEXER = (
     # a norm of its own before the queries
     "input of self_attn: aten.native_layer_norm reads it, too"
@@ -48,7 +49,9 @@ LEFT = {
     "gemma4_text": GEMMA4,
     "gemma4": GEMMA4,
     "muse_spark": BOTH,
-    "deepseek_v4": BOTH,
+    **dict.fromkeys(("deepseek_v4", "hy_v4", "glm5_next"), BOTH),
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp": QWEN4,
     "mistral_large4": {INDEXER},
 }
 # Nothing in their MoE block can be folded, or their experts are not called with the
@@ -64,7 +67,8 @@ TOGETHER = {
     "gemma4_text",
     "gemma4",
 }
-TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe", "deepseek_v4"}
+TOGETHER |= {"muse_spark", "llama4_text", "llama4", "dbrx", "jetmoe"}
+TOGETHER |= {"deepseek_v4", "hy_v4", "glm5_next", "qwen4_exp_text", "qwen4_exp"}
 
 
 def batch(rows: int = 2) -> Batch:
@@ -168,7 +172,8 @@ def test_folded_maps_are_the_maps_and_what_cannot_be_folded_is_listed(
     unfoldable: set[str] = set()
     one_by_one = False
     for steps, index, stream, roles in layers(model, family):
-        layer, width = steps.layers[index], stream["o"].shape[-1]
+        layer = steps.layers[index]
+        width = model.config.get_text_config().hidden_size
         before = {name: value.clone() for name, value in layer.state_dict().items()}
         identity = torch.eye(width, dtype=torch.float64)
 

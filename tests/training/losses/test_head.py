@@ -433,7 +433,7 @@ def test_every_kind_of_logit_post_processing_is_among_the_families():
 
 PACKING_LEAKS = {family for family, row in FAMILIES.items() if row.packing == "leaks"}
 # Attention sinks, which sdpa does not have.
-SINKS = ("flint", "gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+SINKS = ("flint", "gpt_oss", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 ATTENTION = [
     (family, attention)
     for family in TINY
